@@ -1,0 +1,14 @@
+"""`Trainer(strategy="ddp_join")`: Lightning on uneven dataloaders, exactly.
+
+Importing this package registers the strategies; it has no other effect.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_join._strategy import DDPJoinStrategy
+
+__version__ = "0.1.0"
+
+__all__ = ["DDPJoinStrategy"]
+
+DDPJoinStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,75 @@
+"""A data fetcher that reads ahead."""
+
+from collections import deque
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_join._compat import DataFetcher, sized_len
+
+
+class ReadAheadFetcher(DataFetcher):
+    """Holds the next batches, so that this rank knows one step ahead that it comes to its end.
+
+    Nothing is read before `fill` is called: Lightning makes two iterators in an epoch that reloads
+    its dataloaders, and what was read from the first would be lost.
+
+    Attributes:
+        batches: The batches that have been read and not been used.
+        exhausted: Whether the loader has come to its end.
+        claimed: What the loader had said its length was, if it ended before that.
+
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: deque[Any] = deque()
+        self.exhausted = False
+        self.claimed: int | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self.batches = deque()
+        self.exhausted = False
+        self.claimed = None
+
+    def measure(self) -> int | None:
+        """Return the number of batches that the loader claims to have, limits included."""
+        self.length = sized_len(self.combined_loader)
+        return self.length
+
+    def fill(self, ahead: int = 2) -> int | None:
+        """Read until `ahead` batches are there or the loader ends.
+
+        Returns:
+            The number of this epoch's batches, if this call came to the end; else `None`.
+
+        """
+        if self.exhausted:
+            return None
+        while len(self.batches) < ahead:
+            if self.length is not None and self.fetched >= self.length:
+                break
+            try:
+                batch, _, _ = super().__next__()
+            except StopIteration:
+                if self.length is not None:
+                    self.claimed = self.length
+                break
+            if batch is None:
+                # There is nothing to train on; a rank that made a step of it would be out of step.
+                self.fetched -= 1
+                if self.length is not None:
+                    self.length -= 1
+                rank_zero_warn("A train dataloader yielded None. Such batches are left out.")
+                continue
+            self.batches.append(batch)
+        else:
+            return None
+        self.exhausted = True
+        return self.fetched
+
+    def drop(self) -> None:
+        """Leave the rest of the epoch unread."""
+        self.batches.clear()
+        self.exhausted = True

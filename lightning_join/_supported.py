@@ -1,0 +1,55 @@
+"""What cannot be trained on uneven inputs yet, said before training starts."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local_sgd
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import LBFGS, Optimizer
+
+from torch_join import UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_join._strategy import DDPJoinStrategy
+
+
+def check_strategy(strategy: "DDPJoinStrategy") -> None:
+    """Raise if the strategy's arguments ask for something unsupported."""
+    local_sgd = isinstance(strategy._ddp_comm_state, post_local_sgd.PostLocalSGDState)
+    if local_sgd or strategy._model_averaging_period is not None:
+        raise UnsupportedError(
+            "Post-local SGD averages parameters at steps that each rank counts for itself, which uneven inputs"
+            " would let drift apart. Leave out `model_averaging_period` and the post-local SGD hook."
+        )
+
+
+def check_module(module: LightningModule, world_size: int) -> None:
+    """Raise if the module trains in a way that is unsupported."""
+    for hook in ("training_step", "validation_step", "test_step"):
+        if is_param_in_hook_signature(getattr(module, hook), "dataloader_iter", explicit=True):
+            raise UnsupportedError(
+                f"{type(module).__name__}.{hook} takes a `dataloader_iter` and reads its own batches, so nobody"
+                " knows ahead when this rank runs out. Take `batch` instead."
+            )
+    if world_size > 1 and not module.automatic_optimization:
+        raise UnsupportedError(
+            f"{type(module).__name__} uses manual optimization, which a rank without a batch cannot follow yet."
+            " Use automatic optimization, or strategy='ddp' with even dataloaders."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], world_size: int) -> None:
+    """Raise if an optimizer cannot be stepped by a rank without a batch."""
+    for optimizer in optimizers if world_size > 1 else ():
+        if isinstance(optimizer, LBFGS):
+            raise UnsupportedError(
+                "LBFGS evaluates its closure as often as each rank's own loss asks for, so ranks fall out of step."
+                " Use an optimizer that takes one gradient per step."
+            )
+        if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp:
+            raise UnsupportedError(
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward. Use"
+                " overlap_with_ddp=False."
+            )

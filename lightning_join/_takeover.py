@@ -1,0 +1,65 @@
+"""Give the trainer's own loops the join classes.
+
+By assigning `__class__`: the loops' state, checkpoint keys, data sources and every reference that
+callbacks hold to them stay Lightning's. New loop objects would lose those.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_join import _compat
+from lightning_join._signals import JoinSignalConnector
+from lightning_join.loops import JoinAutomaticOptimization, JoinEpochLoop, JoinEvaluationLoop, JoinFitLoop
+from torch_join import UnsupportedError
+
+_CLASSES: dict[type, type] = {
+    _compat.FitLoop: JoinFitLoop,
+    _compat.TrainingEpochLoop: JoinEpochLoop,
+    _compat.AutomaticOptimization: JoinAutomaticOptimization,
+    _compat.EvaluationLoop: JoinEvaluationLoop,
+    _compat.SignalConnector: JoinSignalConnector,
+}
+
+
+def take_over(trainer: "pl.Trainer") -> None:
+    """Give the loops of `trainer` the join classes; doing it again does nothing.
+
+    Raises:
+        UnsupportedError: A loop is of a class of the user's own.
+
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for part in (
+        trainer.fit_loop,
+        epoch_loop,
+        epoch_loop.automatic_optimization,
+        epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer._signal_connector,
+    ):
+        if type(part) in _CLASSES.values():
+            continue
+        if type(part) not in _CLASSES:
+            raise UnsupportedError(
+                f"The trainer has a {type(part).__name__} of its own where Lightning has another class. Joining"
+                " replaces that loop, so the two cannot work together. Use Lightning's loop, or strategy='ddp'."
+            )
+        part.__class__ = _CLASSES[type(part)]
+    if trainer.world_size > 1:
+        _skip_checkpoints_on_exception(trainer)
+
+
+def _skip_checkpoints_on_exception(trainer: Any) -> None:
+    # They save on the one rank that raised, and saving takes collectives that the others never issue.
+    reason = "saving takes part of every rank, and the others do not know that one has raised. It is skipped."
+    for callback in list(trainer.callbacks):
+        if isinstance(callback, OnExceptionCheckpoint):
+            trainer.callbacks.remove(callback)
+            rank_zero_warn(f"OnExceptionCheckpoint cannot work with several ranks: {reason}")
+        elif isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+            callback.save_on_exception = False
+            rank_zero_warn(f"ModelCheckpoint(save_on_exception=True) cannot work with several ranks: {reason}")

@@ -1,0 +1,227 @@
+"""The epoch loop: every rank runs every step, a joined rank as a shadow."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_join._compat import TrainingEpochLoop, call, unchanged_metrics
+from lightning_join._fetcher import ReadAheadFetcher
+from lightning_join._logging import Silence, forget_step_values
+from lightning_join.loops._access import join_of, strategy_of
+
+
+class JoinEpochLoop(TrainingEpochLoop):
+    """Lightning's training epoch loop where ranks may have different numbers of batches.
+
+    At the end of each step all ranks meet once, in place of the broadcast with which Lightning begins
+    each step: they learn who comes to the end of its batches, who was told to stop or terminate, and
+    how many samples the next step has.
+    """
+
+    # A joined rank goes through the hooks of its shadow steps with the last batch it had.
+    _last_batch: Any = None
+    _last_output: dict[str, Any] | None = None
+    _had_batch = False
+    _joined_before = False
+    _sigterm = False
+    _validation_due = False
+    _validates = False
+
+    @property
+    def done(self) -> bool:
+        trainer: Any = self.trainer
+        with trainer.fit_loop.stopping_together():
+            return bool(TrainingEpochLoop.done.fget(self))  # type: ignore[attr-defined]
+
+    def on_run_start(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
+        super().on_run_start(data_fetcher)
+        trainer: Any = self.trainer
+        length = data_fetcher.measure()
+        end = data_fetcher.fill()
+        mine = (float("inf") if length is None else length, self._had_batch, data_fetcher.claimed, end)
+        join = join_of(trainer)
+        everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
+        self._sigterm = self._validation_due = self._joined_before = False
+        trainer.fit_loop.set_lengths([length for length, *_ in everyone])
+        for rank, (_, _, claimed, its_end) in enumerate(everyone):
+            if claimed is not None:
+                _warn_short(rank, claimed, its_end)
+        lack_batch = {rank for rank, (_, had_batch, *_) in enumerate(everyone) if not had_batch}
+        if join.active_ranks and lack_batch.difference(join.active_ranks):
+            self._share_first_batch(data_fetcher)
+
+    def advance(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
+        # Lightning's, but for: no broadcast, the batch or its stand-in, `is_last_batch`, skipping.
+        trainer: Any = self.trainer
+        join = join_of(trainer)
+        if self.restarting and self._should_check_val_fx(data_fetcher):
+            if self.val_loop.restarted_mid_evaluation:
+                return  # go back and finish running validation
+            if self.restarted_on_last:
+                self._skip_next_val = True  # avoid running validation again if we saved on last
+                return
+            self.val_loop.increment_progress_to_evaluation_end()
+        self.val_loop.restarting = False
+
+        if not join.active_ranks:
+            raise StopIteration
+        batch_idx = self.batch_idx + 1
+        batch = self._next_batch(data_fetcher)
+        self.batch_progress.is_last_batch = join.is_last_step
+        self.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+
+        with self._quiet():
+            call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
+            response = call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            call._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        self._leave_if_told(response, data_fetcher, batch, batch_idx)
+        if not join.active_ranks:
+            # All ranks were told to leave at this batch: nothing was trained, so nothing moves but the epoch.
+            self.batch_progress.increment_by(0, is_last_batch=True)
+            self.batch_progress.increment_processed()
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            raise StopIteration
+        self.batch_progress.is_last_batch = join.is_last_step
+        self.batch_progress.increment_started()
+
+        with trainer.profiler.profile("run_training_batch"):
+            kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
+            if trainer.lightning_module.automatic_optimization:
+                output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+            else:
+                output = self.manual_optimization.run(kwargs)
+        if join.joined:
+            output = self._last_output or output
+        elif data_fetcher.exhausted and not data_fetcher.batches:
+            self._last_batch, self._last_output = batch, output
+
+        self.batch_progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+        with self._quiet():
+            call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
+            call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
+
+    def on_advance_end(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
+        self._meet(data_fetcher)
+        self._validates = False
+        super().on_advance_end(data_fetcher)
+        if self._validates:
+            trainer: Any = self.trainer
+            trainer.fit_loop.agree_on_stop()  # EarlyStopping may have decided in the validation
+        if self._sigterm and not self._is_training_done:
+            raise SIGTERMException
+
+    def _meet(self, data_fetcher: ReadAheadFetcher) -> None:
+        """Exchange all that may end the epoch or the fit, and go on to the next step."""
+        trainer: Any = self.trainer
+        end = data_fetcher.fill()
+        notice: dict[str, Any] = {}
+        if trainer.should_stop and not trainer.fit_loop.agreed_stop:
+            notice["stop"] = True
+        if trainer.received_sigterm:
+            notice["sigterm"] = True
+        if trainer.is_global_zero and self._time_to_validate():
+            notice["validate"] = True  # clocks differ: rank 0's counts
+        if data_fetcher.claimed is not None and end is not None:
+            notice["claimed"] = data_fetcher.claimed
+        notices = join_of(trainer).advance(end, self._next_samples(data_fetcher), notice or None)
+        trainer.fit_loop.stop_on(notices)
+        self._sigterm = any("sigterm" in each for each in notices.values())
+        self._validation_due = any("validate" in each for each in notices.values())
+        for rank, each in notices.items():
+            if "claimed" in each:
+                _warn_short(rank, each["claimed"], each["end"])
+
+    def _next_samples(self, data_fetcher: ReadAheadFetcher) -> int:
+        if strategy_of(self.trainer).weighting != "samples" or not data_fetcher.batches:
+            return 0
+        return extract_batch_size(data_fetcher.batches[0])
+
+    def _next_batch(self, data_fetcher: ReadAheadFetcher) -> Any:
+        join = join_of(self.trainer)
+        if join.joined:
+            if not self._joined_before:
+                forget_step_values(self._results)
+            self._joined_before = True
+            return self._last_batch
+        self._last_batch = self._last_output = None
+        self._had_batch = True
+        return self._to_device(data_fetcher.batches.popleft())
+
+    def _to_device(self, batch: Any) -> Any:
+        trainer: Any = self.trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _share_first_batch(self, data_fetcher: ReadAheadFetcher) -> None:
+        """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet."""
+        strategy = strategy_of(self.trainer)
+        source = join_of(self.trainer).active_ranks[0]
+        mine = move_data_to_device(data_fetcher.batches[0], "cpu") if strategy.global_rank == source else None
+        batch = strategy.broadcast(mine, source)
+        if not self._had_batch:
+            self._last_batch = self._to_device(batch)
+            self._had_batch = True
+
+    def _leave_if_told(self, response: Any, data_fetcher: ReadAheadFetcher, batch: Any, batch_idx: int) -> None:
+        """Let the ranks whose `on_train_batch_start` returned -1 join here; all ranks meet."""
+        if not is_overridden("on_train_batch_start", self.trainer.lightning_module):
+            return
+        join = join_of(self.trainer)
+        leaves = response == -1 and not join.joined
+        ranks = join.skip(leaves)
+        if leaves:
+            data_fetcher.drop()
+            self._last_batch = batch
+        if ranks and join.active_ranks:
+            rank_zero_warn(
+                f"`on_train_batch_start` returned -1 at batch {batch_idx} on ranks {ranks} only. They skip the"
+                f" rest of the epoch; ranks {list(join.active_ranks)} go on."
+            )
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Run hooks; those of a shadow step leave no trace in logged values and metrics."""
+        if not join_of(self.trainer).joined:
+            yield
+            return
+        with Silence(self._results), unchanged_metrics(self.trainer.lightning_module):
+            yield
+
+    def _time_to_validate(self) -> bool:
+        trainer: Any = self.trainer
+        interval = trainer._val_check_time_interval
+        return interval is not None and time.monotonic() - trainer._last_val_time >= interval
+
+    def _should_check_val_fx(self, data_fetcher: ReadAheadFetcher) -> bool:  # type: ignore[override]
+        trainer: Any = self.trainer
+        with trainer.fit_loop.stopping_together():
+            if trainer._val_check_time_interval is not None:
+                stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+                self._validates = self._should_check_val_epoch() and (stops or self._validation_due)
+            else:
+                self._validates = super()._should_check_val_fx(data_fetcher)
+        return self._validates
+
+
+def _warn_short(rank: int, claimed: int, end: int) -> None:
+    rank_zero_warn(
+        f"The train dataloader of rank {rank} said it had {claimed} batches and yielded {end}. The rank joins after"
+        " those; training goes on with the other ranks' batches."
+    )

@@ -1,0 +1,36 @@
+"""Training on uneven inputs that just works, and trains exactly: the core, on torch alone."""
+
+from torch_join._channel import Channel, open_channel, telling_failures
+from torch_join._errors import (
+    EarlyTerminationError,
+    JoinError,
+    JoinTimeoutError,
+    JoinTypeError,
+    JoinValueError,
+    PeerFailedError,
+    UnsupportedError,
+)
+from torch_join._lockstep import LockstepJoin
+from torch_join._sampler import UnpaddedDistributedSampler
+from torch_join._shadow import ModelShadow
+from torch_join._weighting import Weighting, resolve_weighting
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Channel",
+    "EarlyTerminationError",
+    "JoinError",
+    "JoinTimeoutError",
+    "JoinTypeError",
+    "JoinValueError",
+    "LockstepJoin",
+    "ModelShadow",
+    "PeerFailedError",
+    "UnpaddedDistributedSampler",
+    "UnsupportedError",
+    "Weighting",
+    "open_channel",
+    "resolve_weighting",
+    "telling_failures",
+]

@@ -1,0 +1,281 @@
+"""Small messages between the ranks of a process group, over a key-value store.
+
+Why a store and not collectives: on two gloo ranks one `beat` takes 0.17 ms where the smallest
+all-reduce takes 0.4 to 1.0 ms (and 0.3 against 3.5 ms on three ranks of two cores); it never
+touches the accelerator; and its order cannot collide with anybody's collectives.
+
+The contract relied on: `add` is atomic and returns the new value, `append` is atomic, `get` and
+`multi_get` wait on the server until the keys exist, `clone` opens a connection of its own, so that
+waiting here does not hold up other users of the job's store.
+
+Costs per `beat` and rank: one addition and one read, 2 x world size requests at the server in all
+(a server was seen to take 79,000 additions per second).
+"""
+
+import json
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torch_join import _compat
+from torch_join._errors import JoinTimeoutError, JoinValueError, PeerFailedError
+
+T = TypeVar("T")
+
+# One addition carries everything a step needs: arrivals, ranks with a notice, and a sum.
+_FIELD = 16
+_MAX_RANKS = (1 << _FIELD) - 1
+_MAX_COUNT = (1 << (63 - 2 * _FIELD)) - 1
+_FAILED = b"failed"
+# A wait this long is no longer latency: from then on the failure notices are looked at too.
+_PATIENCE = timedelta(seconds=10)
+_POLL_SECONDS = 0.1
+_MOMENT = 1.0  # seconds
+
+_serial = count()
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What all ranks together said in one beat.
+
+    Attributes:
+        total: The sum of every rank's `count`.
+        notices: What the ranks that had something to say sent, by rank.
+
+    """
+
+    total: int
+    notices: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class Channel:
+    """The messages of one rank; a world of one needs no store."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def beat(self, count: int = 0, notice: dict[str, Any] | None = None) -> Beat:
+        """Meet all ranks: add up a number and share what some of them have to say.
+
+        Args:
+            count: What this rank adds to the sum, from 0 to 2**31 - 1.
+            notice: What this rank has to say, if anything: a JSON object.
+
+        Returns:
+            The sum and the notices of all ranks, the same on each.
+
+        Raises:
+            PeerFailedError: Another rank has failed.
+            JoinTimeoutError: Another rank did not come within the channel's timeout.
+
+        """
+        return Beat(count, {} if notice is None else {self.rank: notice})
+
+    def gather(self, value: T) -> list[T]:
+        """Meet all ranks and return every rank's value, by rank (values are pickled).
+
+        Raises:
+            PeerFailedError: Another rank has failed.
+            JoinTimeoutError: Another rank did not come within the channel's timeout.
+
+        """
+        return [value]
+
+    def fail(self, reason: str) -> None:
+        """Tell the other ranks that this one cannot go on; waits for nobody."""
+
+    def failure(self) -> PeerFailedError | None:
+        """Return the failure that another rank has told of, if any; waits for nobody."""
+        return None
+
+
+class StoreChannel(Channel):
+    """A channel over a `torch.distributed` store that is this object's own connection."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        if world_size > _MAX_RANKS:
+            raise JoinValueError(f"A channel serves at most {_MAX_RANKS} ranks, not {world_size}.")
+        super().__init__(rank, world_size)
+        self._store: Any = store  # torch's stubs lack half of its methods
+        self._store.set_timeout(min(timeout, _PATIENCE))
+        self._timeout = timeout
+        self._beats = 0
+        self._gathers = 0
+        self._noted: set[int] = set()
+
+    def beat(self, count: int = 0, notice: dict[str, Any] | None = None) -> Beat:
+        if not 0 <= count <= _MAX_COUNT:
+            raise JoinValueError(f"A beat adds from 0 to {_MAX_COUNT}, not {count}.")
+        index, self._beats = self._beats, self._beats + 1
+        with self._server():
+            if notice is not None:
+                self._store.append(f"notices/{index}", json.dumps([self.rank, notice]) + "\n")
+            packed = 1 + ((notice is not None) << _FIELD) + (count << 2 * _FIELD)
+            packed = self._store.add(f"sum/{index}", packed)
+            arrivals = packed & _MAX_RANKS
+            if arrivals == self.world_size:
+                self._store.set(f"go/{index}", str(packed))
+            else:
+                if arrivals == 1 and index >= 2:  # the first one here has time to tidy up
+                    # Whoever arrives at a beat has read everything of the beat before the last.
+                    self._store.delete_key(f"sum/{index - 2}")
+                    self._store.delete_key(f"go/{index - 2}")
+                    if index - 2 in self._noted:
+                        self._store.delete_key(f"notices/{index - 2}")
+                packed = int(self._wait([f"go/{index}"], lambda: [self._store.get(f"go/{index}")])[0])
+            notices = {}
+            self._noted &= {index - 1}
+            if packed >> _FIELD & _MAX_RANKS:
+                self._noted.add(index)
+                lines = self._store.get(f"notices/{index}").decode().splitlines()
+                notices = dict(sorted(json.loads(line) for line in lines))
+        return Beat(packed >> 2 * _FIELD, notices)
+
+    def gather(self, value: T) -> list[T]:
+        index, self._gathers = self._gathers, self._gathers + 1
+        keys = [f"gather/{index}/{rank}" for rank in range(self.world_size)]
+        with self._server():
+            self._store.set(keys[self.rank], pickle.dumps(value))
+            if index >= 2:
+                self._store.delete_key(f"gather/{index - 2}/{self.rank}")
+            found = self._wait(keys, lambda: self._store.multi_get(keys))
+        return [pickle.loads(data) for data in found]
+
+    def fail(self, reason: str) -> None:
+        try:
+            self._store.compare_set("failure", "", json.dumps([self.rank, reason]))  # the first one counts
+            # The others can only be waiting for what this rank would have said next.
+            self._store.set(f"go/{self._beats}", _FAILED)
+            self._store.set(f"gather/{self._gathers}/{self.rank}", _FAILED)
+        except RuntimeError:  # the store went down with its host: nobody is left to tell
+            pass
+
+    def failure(self) -> PeerFailedError | None:
+        try:
+            if not self._store.check(["failure"]):
+                return None
+            rank, reason = json.loads(self._store.get("failure"))
+        except RuntimeError:
+            return PeerFailedError(
+                "The rank that hosts the job's key-value store (as a rule rank 0) is gone: it was"
+                " killed or has exited early. Its own log says why."
+            )
+        if rank == self.rank:
+            return None
+        return PeerFailedError(f"Rank {rank} failed, so rank {self.rank} cannot go on. Rank {rank}: {reason}")
+
+    def _wait(self, keys: list[str], read: Callable[[], Sequence[bytes]]) -> Sequence[bytes]:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        try:
+            found = read()
+        except _compat.store_error():
+            while not self._store.check(keys):
+                if (failure := self.failure()) is not None:
+                    raise failure from None
+                if time.monotonic() > deadline:
+                    raise self._timed_out() from None
+                time.sleep(_POLL_SECONDS)
+            found = read()
+        if _FAILED in found:
+            raise self.failure() or PeerFailedError("Another rank failed.")
+        return found
+
+    def _timed_out(self) -> JoinTimeoutError:
+        # Whoever waits says so, waits a moment for the others to say so, and sees who did not.
+        self._store.set(f"waiting/{self.rank}", "1")
+        time.sleep(_MOMENT)
+        silent = [r for r in range(self.world_size) if not self._store.check([f"waiting/{r}"])]
+        return JoinTimeoutError(
+            f"Rank {self.rank} waited {self._timeout.total_seconds():.0f} s for the other ranks to say"
+            f" whether they have a next batch. Not heard of: ranks {silent or 'none, all wait'}. Usual"
+            " causes: a dataloader that takes longer than the timeout, or a step that only some ranks"
+            " run. Raise `timeout` or see what these ranks are doing (py-spy dump)."
+        )
+
+    @contextmanager
+    def _server(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            raise self.failure() or error from error
+
+
+@contextmanager
+def telling_failures(channel: Channel) -> Iterator[None]:
+    """Tell the other ranks if the body raises, and say whose failure a broken collective comes from.
+
+    Raises:
+        PeerFailedError: In place of a communication error, if another rank has failed.
+
+    """
+    try:
+        yield
+    except PeerFailedError:
+        raise
+    except BaseException as error:
+        if _compat.is_communication_error(error):
+            time.sleep(_MOMENT)  # the rank that broke the collective may still be writing why
+            if (failure := channel.failure()) is not None:
+                raise failure from error
+        channel.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> Channel:
+    """Open a channel between the ranks of `group`; every rank of it must call this, in the same order.
+
+    Uses a connection of its own to the job's `TCPStore` (no new port; it works wherever the job
+    works); where the job was started from another kind of store, the group's first rank serves one.
+
+    Args:
+        group: The process group, by default the whole world.
+        timeout: How long a rank waits for another one.
+
+    Returns:
+        The channel of this rank.
+
+    Raises:
+        JoinTimeoutError: The group's first rank did not open its store in time.
+
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return Channel()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    job: Any = _compat.group_store(group)
+    name = f"torch_join/{next(_serial)}"
+    if isinstance(_compat.innermost_store(job), dist.TCPStore):
+        store = job.clone()
+    else:
+        store = _serve(dist.PrefixStore(name, job), rank, timeout)
+    return StoreChannel(dist.PrefixStore(name, store), rank, world_size, timeout)
+
+
+def _serve(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
+    here = socket.gethostname()
+    if rank == 0:
+        server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        job.set("address", f"{here} {server.port}")
+        return server
+    try:
+        job.wait(["address"], timeout)
+    except RuntimeError as error:
+        raise JoinTimeoutError(f"Rank {rank} waited for the store of the group's first rank: {error}") from error
+    host, port = job.get("address").decode().split()
+    # On one machine the name need not resolve, so do not rely on it.
+    return dist.TCPStore(
+        "localhost" if host == here else host,
+        int(port),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timeout,
+    )

@@ -1,0 +1,64 @@
+"""Every private name of torch that this package touches (seen in torch 2.13.0).
+
+`tests/test_compat.py` notices when one of them goes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+
+def group_store(group: dist.ProcessGroup | None) -> dist.Store:
+    """Return the store that `group` was built from (the default group's for `None`)."""
+    if group is None or group is dist.group.WORLD:
+        return distributed_c10d._get_default_store()
+    store: dist.Store = distributed_c10d._world.pg_map[group][1]
+    return store
+
+
+def innermost_store(store: dist.Store) -> dist.Store:
+    """Unwrap the prefixes around `store`."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], bucket_bytes: int, src: int) -> None:
+    """Broadcast `tensors` in place from rank `src` of `group`, packed as DDP packs its buffers."""
+    dist._broadcast_coalesced(group, list(tensors), bucket_bytes, src)
+
+
+def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:
+    """Name the option of `ddp` that a zero-gradient pass cannot drive, if it has one."""
+    if ddp._use_python_reducer:
+        return "torch._dynamo's python_reducer"
+    if ddp._delay_all_reduce_params:
+        return "delay_all_reduce_named_params"
+    if ddp.mixed_precision is not None:
+        return "mixed_precision (DDP's own; autocast is fine)"
+    return None
+
+
+def backward_hooks(parameter: Tensor) -> dict[int, Any]:
+    """Return the dictionary that `parameter.register_hook` fills (autograd reads it on each backward)."""
+    return {} if parameter._backward_hooks is None else parameter._backward_hooks
+
+
+def is_sparse_embedding(module: nn.Module) -> bool:
+    """Whether DDP expects a sparse gradient of this module's parameters."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether `error` comes from a collective (gloo's have no class of their own)."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def store_error() -> type[Exception]:
+    """Return the error of a store whose wait timed out."""
+    return torch.distributed.DistStoreError

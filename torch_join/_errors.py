@@ -1,0 +1,40 @@
+"""The errors of torch_join, lightning_join and accelerate_join.
+
+    JoinError (RuntimeError)          anything that joining on uneven inputs cannot do
+    ├── JoinValueError (ValueError)   an argument or a set-up holds a value that is not allowed
+    ├── JoinTypeError (TypeError)     an argument or a set-up is of a type that is not allowed
+    ├── UnsupportedError              the set-up cannot be trained exactly on uneven inputs (yet)
+    ├── EarlyTerminationError         a rank ran out of inputs and `throw_on_early_termination` is set
+    ├── PeerFailedError               another rank failed; the message says which and why
+    └── JoinTimeoutError (TimeoutError)  another rank did not answer in time
+
+`JoinError` is a `RuntimeError` because that is what `torch.distributed.algorithms.Join` raises.
+"""
+
+
+class JoinError(RuntimeError):
+    """Base of every error that this project raises on purpose."""
+
+
+class JoinValueError(JoinError, ValueError):
+    """An argument or a set-up holds a value that is not allowed."""
+
+
+class JoinTypeError(JoinError, TypeError):
+    """An argument or a set-up is of a type that is not allowed."""
+
+
+class UnsupportedError(JoinError):
+    """The set-up cannot be trained exactly on uneven inputs (yet)."""
+
+
+class EarlyTerminationError(JoinError):
+    """A rank ran out of inputs and `throw_on_early_termination` is set."""
+
+
+class PeerFailedError(JoinError):
+    """Another rank failed; the message says which and why."""
+
+
+class JoinTimeoutError(JoinError, TimeoutError):
+    """Another rank did not answer in time."""

@@ -1,0 +1,172 @@
+"""The zero-gradient pass: a DDP model's shadow on a rank that has no batch.
+
+The contract relied on: `DistributedDataParallel.forward` runs `self.module` and otherwise only
+plumbing (buffer broadcast, bucket rebuild, `prepare_for_backward`); its reducer hears of a gradient
+from a hook on the parameter's `AccumulateGrad` node, which autograd runs even when the incoming
+gradient is undefined; an undefined gradient counts as zero and as *unused*. So the real wrapper is
+run around a stand-in whose graph leads to every parameter with undefined gradients: DDP issues its
+own collectives in its own order, and leaves the average in `param.grad`.
+
+Returning zeros instead would make every parameter count as used under `find_unused_parameters=True`,
+and momentum and weight decay would move parameters that no rank used.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from torch_join import _compat
+from torch_join._errors import JoinTypeError, UnsupportedError
+
+
+class ModelShadow:
+    """What a rank without a batch runs in place of a forward of `ddp`.
+
+    Args:
+        ddp: The model, which must not have run yet where it has `static_graph=True`.
+
+    Raises:
+        JoinTypeError: `ddp` is not a `DistributedDataParallel`.
+        UnsupportedError: The model uses something whose collectives cannot be shadowed.
+
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise JoinTypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
+        if (feature := _compat.unsupported_ddp_feature(ddp)) is not None:
+            raise UnsupportedError(f"DistributedDataParallel with {feature} cannot train on uneven inputs yet.")
+        if any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules()):
+            raise UnsupportedError(
+                "SyncBatchNorm issues collectives in forward and backward that a rank without a batch cannot"
+                " take part in. Use BatchNorm (its buffers are kept in step) or GroupNorm."
+            )
+        self.ddp = ddp
+        named = ddp.module.named_parameters()
+        self._parameters = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
+        self._sparse = {
+            id(p) for m in ddp.module.modules() if _compat.is_sparse_embedding(m) for p in m.parameters(recurse=False)
+        }
+        # Under `static_graph` the first iteration decides how often each parameter fires in all others.
+        self._fired: dict[int, int] | None = None
+        self._watches: list[RemovableHandle] = []
+        if ddp.static_graph:
+            self._watch_first_iteration()
+
+    @contextmanager
+    def step(self, shadow: bool) -> Iterator[None]:
+        """Put around a whole step, forward and backward, in which this rank is a shadow or is not."""
+        muted = {id(p): dict(_compat.backward_hooks(p)) for p in self._parameters} if shadow else {}
+        for parameter in self._parameters if shadow else ():
+            # The user's hooks expect a gradient, and here there is none.
+            _compat.backward_hooks(parameter).clear()
+        try:
+            yield
+        finally:
+            for parameter in self._parameters if shadow else ():
+                _compat.backward_hooks(parameter).update(muted[id(parameter)])
+            if self._fired:
+                self._stop_watching()
+
+    def forward(self) -> Tensor:
+        """Run the wrapper's forward on nothing.
+
+        Returns:
+            A scalar zero. Its backward hands DDP an undefined gradient for every parameter.
+
+        Raises:
+            UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
+
+        """
+        parameters = [p for p in self._parameters if p.requires_grad and self._fires(p)]
+        sparse = [id(p) in self._sparse for p in parameters]
+        module = self.ddp.module
+        self.ddp.module = _StandIn(module, parameters, sparse)
+        try:
+            # With `device_ids` DDP cannot take a call without a tensor.
+            zero: Tensor = self.ddp(torch.empty(0, device=parameters[0].device))
+        finally:
+            self.ddp.module = module
+        return zero
+
+    def sync_buffers(self, src: int) -> None:
+        """Broadcast the model's buffers from rank `src` of its process group, as DDP would from rank 0."""
+        if not self.ddp.broadcast_buffers:
+            return
+        named = self.ddp.module.named_buffers()
+        buffers = [b.detach() for name, b in named if name not in self.ddp.parameters_to_ignore]
+        if buffers:
+            _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
+
+    def _fires(self, parameter: Tensor) -> bool:
+        if not self._fired:
+            return True
+        times = self._fired.get(id(parameter), 0)
+        if times > 1:
+            raise UnsupportedError(
+                f"A parameter of shape {tuple(parameter.shape)} receives {times} gradients per backward under"
+                " static_graph=True (reentrant activation checkpointing does this), which a rank without a batch"
+                " cannot repeat. Use checkpointing with use_reentrant=False, or static_graph=False."
+            )
+        return times == 1
+
+    def _watch_first_iteration(self) -> None:
+        fired: dict[int, int] = {}
+        self._fired = fired
+
+        def watch(parameter: Tensor) -> RemovableHandle:
+            def count(*_: Any) -> None:
+                fired[id(parameter)] = fired.get(id(parameter), 0) + 1
+
+            node = get_gradient_edge(parameter).node
+            return node.register_prehook(count)
+
+        self._watches = [watch(p) for p in self._parameters]
+
+    def _stop_watching(self) -> None:
+        while self._watches:
+            self._watches.pop().remove()
+
+
+class _StandIn(nn.Module):
+    """Takes the inner module's place for one forward of the wrapper."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor], sparse: Sequence[bool]) -> None:
+        super().__init__()
+        self._inner = (module,)  # in a tuple, so that it does not become a submodule
+        self._inputs = parameters
+        self._sparse = sparse
+
+    def forward(self, _: Tensor) -> Tensor:
+        zero: Tensor = _ZeroGradient.apply(self._sparse, *self._inputs)  # type: ignore[no-untyped-call]
+        return zero
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self._inner[0].named_buffers(*args, **kwargs)
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """A scalar zero that depends on all parameters and whose gradients are undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: Sequence[bool], *parameters: Tensor) -> Tensor:
+        # DDP insists on a defined gradient only where it expects a sparse one.
+        ctx.gradients = [_empty_sparse(p) if s else None for p, s in zip(parameters, sparse, strict=True)]
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+def _empty_sparse(parameter: Tensor) -> Tensor:
+    # An embedding's gradient has one sparse dimension, its rows, and dense rows.
+    rows = parameter.new_zeros((1, 0), dtype=torch.long)
+    values = parameter.new_zeros((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(rows, values, parameter.shape)
