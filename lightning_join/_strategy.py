@@ -1,6 +1,7 @@
 """The strategy: `Trainer(strategy="ddp_join")`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch_join import (
     UnsupportedError,
     open_channel,
     resolve_weighting,
+    telling_failures,
 )
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -169,6 +171,14 @@ class DDPJoinStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         return without_padding(super().process_dataloader(dataloader))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Put around a run of a loop: failures reach the other ranks, and all ranks leave together."""
+        with telling_failures(self.channel):
+            yield
+        # Whoever hosts the channel's store must not exit while others still read from it.
+        self.barrier("join")
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local_sgd
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import LBFGS, Optimizer
 
 from torch_join import UnsupportedError
@@ -17,6 +15,9 @@ if TYPE_CHECKING:
 
 def check_strategy(strategy: "DDPJoinStrategy") -> None:
     """Raise if the strategy's arguments ask for something unsupported."""
+    # Imported here, since it brings in all of torch.distributed.optim.
+    import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local_sgd
+
     local_sgd = isinstance(strategy._ddp_comm_state, post_local_sgd.PostLocalSGDState)
     if local_sgd or strategy._model_averaging_period is not None:
         raise UnsupportedError(
@@ -48,7 +49,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], world_size: int) -> None:
                 "LBFGS evaluates its closure as often as each rank's own loss asks for, so ranks fall out of step."
                 " Use an optimizer that takes one gradient per step."
             )
-        if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp:
+        if getattr(optimizer, "_overlap_with_ddp", False):
             raise UnsupportedError(
                 "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward. Use"
                 " overlap_with_ddp=False."

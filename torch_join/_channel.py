@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import count
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -39,8 +38,6 @@ _FAILED = b"failed"
 _PATIENCE = timedelta(seconds=10)
 _POLL_SECONDS = 0.1
 _MOMENT = 1.0  # seconds
-
-_serial = count()
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,8 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
         return Channel()
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     job: Any = _compat.group_store(group)
-    name = f"torch_join/{next(_serial)}"
+    # Each rank counts its own calls in the job's store, so that all mean the same channel.
+    name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
     if isinstance(_compat.innermost_store(job), dist.TCPStore):
         store = job.clone()
     else:

@@ -16,7 +16,6 @@ from lightning_join._compat import EvaluationLoop, no_grad_context
 from lightning_join._logging import share_schema
 from lightning_join.loops import _loaders
 from lightning_join.loops._access import channel_of, strategy_of
-from torch_join import telling_failures
 
 
 class JoinEvaluationLoop(EvaluationLoop):
@@ -32,10 +31,9 @@ class JoinEvaluationLoop(EvaluationLoop):
         return sum(min(most, limit) for limits in self._all_limits for limit in limits) == 0
 
     def run(self) -> Any:
-        # Within fit, the fit loop tells.
         if self._trainer_fn == TrainerFn.FITTING:
             return self._run()
-        with telling_failures(channel_of(self.trainer)):
+        with strategy_of(self.trainer).together():
             return self._run()
 
     @no_grad_context

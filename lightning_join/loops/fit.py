@@ -17,7 +17,6 @@ from lightning_join._fetcher import ReadAheadFetcher
 from lightning_join._logging import share_schema
 from lightning_join.loops import _loaders
 from lightning_join.loops._access import channel_of, strategy_of
-from torch_join import telling_failures
 
 
 class JoinFitLoop(FitLoop):
@@ -29,7 +28,7 @@ class JoinFitLoop(FitLoop):
     _lengths: Sequence[int | float] = ()
 
     def run(self) -> None:
-        with telling_failures(channel_of(self.trainer)):
+        with strategy_of(self.trainer).together():
             self.agreed_stop = False
             self.agree_on_stop()  # `on_fit_start` may have set it
             super().run()
@@ -140,6 +139,9 @@ class JoinFitLoop(FitLoop):
         share_schema(self.epoch_loop._results, strategy)
         super().on_advance_end()
         self.agree_on_stop()
+        if self.max_batches == 0:
+            # One epoch without batches does not end the fit; the next may have some.
+            self.max_batches, self._lengths = float("inf"), ()
 
     def agree_on_stop(self) -> None:
         """Stop on all ranks if one wants to; all ranks meet."""

@@ -1,0 +1,388 @@
+"""One training run, described once, done twice: by Lightning's ranks and by one plain process.
+
+The reference knows nothing of this project: it applies the formulas of the three weightings to the
+batches of all ranks, in float64.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+import lightning_join
+
+TOLERANCE = 1e-10
+FEATURES, CLASSES, ROWS = 4, 3, 6
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how.
+
+    `lengths` holds the number of batches by rank, or by epoch and rank where it changes.
+    """
+
+    lengths: Sequence[Any]
+    epochs: int = 3
+    model: str = "mlp"
+    optimizer: str = "adam"
+    weighting: str = "world"
+    accumulate: int = 1
+    clip: float | None = None
+    scheduler: str | None = None
+    iterable: bool = False
+    ragged: bool = False  # batches of different sizes
+    max_steps: int = -1
+    reload: int = 0
+    limit: int | float | None = None
+    compiled: bool = False
+    hooked: bool = False  # a parameter has a hook of its own
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.lengths_in(0))
+
+    def lengths_in(self, epoch: int) -> Sequence[int]:
+        return self.lengths[epoch] if isinstance(self.lengths[0], (tuple, list)) else self.lengths
+
+    def batches(self, rank: int, epoch: int) -> list[Batch]:
+        """The batches of one rank in one epoch, before `limit`."""
+        return [self.batch(rank, epoch, index) for index in range(self.lengths_in(epoch)[rank])]
+
+    def batch(self, rank: int, epoch: int, index: int) -> Batch:
+        generator = torch.Generator().manual_seed(10_000 * epoch + 100 * rank + index)
+        size = 2 + (rank + 2 * index) % 4 if self.ragged else 3
+        x = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
+        if self.model == "sparse":
+            x[:, 0] = torch.randint(ROWS, (size,), generator=generator)
+        return x, torch.randn(size, CLASSES, generator=generator, dtype=torch.float64)
+
+    def trained(self, rank: int, epoch: int) -> list[Batch]:
+        """The batches that are trained on, after `limit`."""
+        batches = self.batches(rank, epoch)
+        if self.limit is None:
+            return batches
+        most = self.limit if isinstance(self.limit, int) else int(len(batches) * self.limit)
+        return batches[:most]
+
+
+class Net(nn.Module):
+    """Small models, each with something that DDP treats in its own way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        # Before a norm a bias has a gradient of rounding errors only, which Adam would blow up.
+        self.first = nn.Linear(FEATURES, 5, bias=kind != "norm")
+        self.norm = nn.BatchNorm1d(5) if kind == "norm" else nn.Identity()
+        self.last = nn.Linear(5, CLASSES)
+        if kind in ("unused", "sometimes"):
+            self.extra = nn.Linear(FEATURES, CLASSES)
+        if kind == "sparse":
+            self.rows = nn.Embedding(ROWS, FEATURES, sparse=True)
+
+    def forward(self, x: Tensor, use_extra: bool = False) -> Tensor:
+        if self.kind == "sparse":
+            x = x + self.rows(x[:, 0].long())
+        out = self.last(torch.tanh(self.norm(self.first(x))))
+        return out + self.extra(x) if use_extra else out
+
+
+def uses_extra(case: Case, rank: int, step: int) -> bool:
+    """`sometimes`: only a rank that joins early uses the parameters, so that all active ones leave them out."""
+    return case.model == "sometimes" and case.lengths_in(0)[rank] == min(n for n in case.lengths_in(0) if n)
+
+
+def loss_of(net: Net, batch: Batch, use_extra: bool = False) -> Tensor:
+    return (net(batch[0], use_extra) - batch[1]).pow(2).mean()
+
+
+def build_net(case: Case) -> Net:
+    torch.manual_seed(7)
+    net = Net(case.model).double()
+    if case.hooked:
+        net.first.weight.register_hook(lambda grad: 3 * grad)
+    return net
+
+
+def build_optimizer(case: Case, net: nn.Module, sharded: bool) -> torch.optim.Optimizer:
+    parameters = list(net.parameters())
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+    if case.optimizer == "plain":
+        return torch.optim.SGD(parameters, lr=0.05)
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+    if case.optimizer == "zero" and sharded:
+        return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.05)
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def build_scheduler(
+    case: Case, optimizer: torch.optim.Optimizer, steps: float
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    if case.scheduler == "step":
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.8)
+    if case.scheduler == "epoch":
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    if case.scheduler in ("onecycle", "onecycle-setup"):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=int(steps), cycle_momentum=False)
+    return None
+
+
+# ---------------------------------------------------------------- one plain process
+
+
+@dataclass
+class Reference:
+    """What one process computes; `history` holds the state after every optimizer step, by step."""
+
+    net: Net
+    history: dict[int, dict[str, Tensor]]
+    lr: float
+    steps: int
+
+
+def weights(case: Case, sizes: dict[int, int]) -> dict[int, float]:
+    """The weight of each active rank's mean gradient, given their batch sizes."""
+    if case.weighting == "active":
+        return {rank: 1 / len(sizes) for rank in sizes}
+    if case.weighting == "samples":
+        return {rank: n / sum(sizes.values()) for rank, n in sizes.items()}
+    return dict.fromkeys(sizes, 1 / case.world_size)
+
+
+def longest(case: Case, epoch: int) -> int:
+    return max(len(case.trained(rank, epoch)) for rank in range(case.world_size))
+
+
+def total_steps(case: Case) -> int:
+    return sum(-(-longest(case, epoch) // case.accumulate) for epoch in range(case.epochs))
+
+
+def reference(case: Case) -> Reference:
+    net = build_net(case)
+    optimizer = build_optimizer(case, net, sharded=False)
+    scheduler = build_scheduler(case, optimizer, total_steps(case))
+    history: dict[int, dict[str, Tensor]] = {}
+    steps = 0
+    for epoch in range(case.epochs):
+        data = [case.trained(rank, epoch) for rank in range(case.world_size)]
+        for step in range(longest(case, epoch)):
+            batches = {rank: mine[step] for rank, mine in enumerate(data) if step < len(mine)}
+            weight = weights(case, {rank: len(batch[0]) for rank, batch in batches.items()})
+            if step % case.accumulate == 0:
+                optimizer.zero_grad()
+            before = copy.deepcopy(dict(net.named_buffers()))
+            for rank in sorted(batches, reverse=True):
+                # Every rank starts from the same buffers; those of the lowest rank are kept.
+                for name, buffer in net.named_buffers():
+                    buffer.copy_(before[name])
+                loss = loss_of(net, batches[rank], uses_extra(case, rank, step))
+                (loss * weight[rank] / case.accumulate).backward()
+            if (step + 1) % case.accumulate == 0 or step + 1 == longest(case, epoch):
+                if case.clip:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), case.clip)
+                optimizer.step()
+                steps += 1
+                if scheduler is not None and case.scheduler != "epoch":
+                    scheduler.step()
+                history[steps] = copy.deepcopy(net.state_dict())
+                if steps == case.max_steps:
+                    return Reference(net, history, optimizer.param_groups[0]["lr"], steps)
+        if scheduler is not None and case.scheduler == "epoch":
+            scheduler.step()
+    return Reference(net, history, optimizer.param_groups[0]["lr"], steps)
+
+
+# ---------------------------------------------------------------- Lightning's ranks
+
+
+class Shard(Dataset[Batch]):
+    """A rank's data, addressed by (epoch, index)."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank = case, rank
+
+    def __getitem__(self, place: tuple[int, int]) -> Batch:
+        return self.case.batch(self.rank, *place)
+
+
+class EpochSampler(Sampler[tuple[int, int]]):
+    """Its length may change with the epoch."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank, self.epoch = case, rank, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.case.lengths_in(min(self.epoch, self.case.epochs - 1))[self.rank]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([(self.epoch, index) for index in range(len(self))])
+
+
+class Stream(IterableDataset[Batch]):
+    """A rank's data without a length."""
+
+    def __init__(self, case: Case, rank: int, module: pl.LightningModule) -> None:
+        self.case, self.rank, self.module = case, rank, module
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.case.batches(self.rank, self.module.trainer.current_epoch)
+
+
+class Module(pl.LightningModule):
+    """Trains a `Case` and counts what happens."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.net = build_net(case)
+        self.trained: list[tuple[int, int]] = []
+        self.steps_seen_in_setup: float | None = None
+
+    def setup(self, stage: str) -> None:
+        if self.case.scheduler == "onecycle-setup":
+            self.steps_seen_in_setup = self.trainer.estimated_stepping_batches
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        rank = self.trainer.global_rank
+        if self.case.iterable:
+            return DataLoader(Stream(self.case, rank, self), batch_size=None)
+        return DataLoader(Shard(self.case, rank), batch_size=None, sampler=EpochSampler(self.case, rank))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.trained.append((self.trainer.current_epoch, batch_idx))
+        return loss_of(self.net, batch, uses_extra(self.case, self.trainer.global_rank, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = build_optimizer(self.case, self.net, sharded=True)
+        steps = self.steps_seen_in_setup
+        if steps is None and self.case.scheduler == "onecycle":
+            steps = self.trainer.estimated_stepping_batches
+        scheduler = build_scheduler(self.case, optimizer, steps or 0)
+        if scheduler is None:
+            return optimizer
+        interval = "epoch" if self.case.scheduler == "epoch" else "step"
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
+
+
+@dataclass
+class Result:
+    """What one rank holds after training."""
+
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+    optimizer: Any
+    lr: float
+    trained: list[tuple[int, int]]
+    global_step: int
+    epoch: int
+    batches: float
+    metrics: dict[str, Tensor]
+
+
+def build_trainer(case: Case, **overrides: Any) -> pl.Trainer:
+    strategy = overrides.pop("strategy", None) or lightning_join.DDPJoinStrategy(weighting=case.weighting, **case.ddp)
+    options = {
+        "accelerator": "cpu",
+        "devices": case.world_size,
+        "strategy": strategy,
+        "max_epochs": case.epochs,
+        "max_steps": case.max_steps,
+        "accumulate_grad_batches": case.accumulate,
+        "gradient_clip_val": case.clip,
+        "reload_dataloaders_every_n_epochs": case.reload,
+        "limit_train_batches": case.limit,
+        "use_distributed_sampler": False,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(**{**options, **overrides})
+
+
+def result_of(trainer: pl.Trainer, module: Module) -> Result:
+    return Result(
+        parameters=[p.detach().clone() for p in module.net.parameters()],
+        buffers=[b.detach().clone() for b in module.net.buffers()],
+        optimizer=optimizer_state(trainer),
+        lr=trainer.optimizers[0].param_groups[0]["lr"],
+        trained=module.trained,
+        global_step=trainer.global_step,
+        epoch=trainer.current_epoch,
+        batches=trainer.num_training_batches,
+        metrics={name: value.clone() for name, value in trainer.callback_metrics.items()},
+    )
+
+
+def optimizer_state(trainer: pl.Trainer) -> Any:
+    """The state of the first optimizer; of ZeRO the consolidated one, by way of the first rank."""
+    optimizer: Any = trainer.optimizers[0]
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+        state = [optimizer.state_dict()["state"] if trainer.global_rank == 0 else None]
+        torch.distributed.broadcast_object_list(state)
+        return state[0]
+    return optimizer.state_dict()["state"]
+
+
+def fit(rank: int, case: Case) -> Result:
+    module = Module(case)
+    model: Any = torch.compile(module, backend="eager") if case.compiled else module
+    trainer = build_trainer(case)
+    trainer.fit(model)
+    return result_of(trainer, module)
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def flatten(state: Any) -> list[Tensor]:
+    """All tensors in an optimizer's state, in one order."""
+    if isinstance(state, dict):
+        return [tensor for key in sorted(state, key=str) for tensor in flatten(state[key])]
+    if isinstance(state, Tensor):
+        return [state.to_dense() if state.is_sparse else state]
+    return []
+
+
+def assert_same_bits(results: Sequence[Result]) -> None:
+    first = results[0]
+    for other in results[1:]:
+        for mine, its in (
+            (first.parameters, other.parameters),
+            (flatten(first.optimizer), flatten(other.optimizer)),
+        ):
+            assert len(mine) == len(its)
+            assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+        assert first.lr == other.lr
+        assert (first.global_step, first.epoch, first.batches) == (other.global_step, other.epoch, other.batches)
+
+
+def assert_exact(case: Case, results: Sequence[Result]) -> None:
+    """Parameters, learning rate and counters are the reference's, the same bits on all ranks."""
+    expected = reference(case)
+    assert_same_bits(results)
+    for rank, result in enumerate(results):
+        assert difference(result.parameters, list(expected.net.parameters())) < TOLERANCE
+        assert result.lr == expected.lr
+        assert result.global_step == expected.steps
+        once = [(e, i) for e in range(case.epochs) for i in range(len(case.trained(rank, e)))]
+        assert result.trained == once or (case.max_steps > 0 and result.trained == once[: len(result.trained)])

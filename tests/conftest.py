@@ -1,0 +1,12 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.workers import Workers
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    pool = Workers(3)
+    yield pool
+    pool.close()
