@@ -11,14 +11,14 @@ from lightning_join._compat import DataFetcher, sized_len
 class ReadAheadFetcher(DataFetcher):
     """Holds the next batches, so that this rank knows one step ahead that it comes to its end.
 
-    Nothing is read before `fill` is called: Lightning makes two iterators in an epoch that reloads
-    its dataloaders, and what was read from the first would be lost.
+    The loader's iterator is made when the epoch's steps begin, and not where Lightning asks for it:
+    that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
+    before the sampler is told the epoch when training is resumed.
 
     Attributes:
         batches: The batches that have been read and not been used.
         exhausted: Whether the loader has come to its end.
         claimed: What the loader had said its length was, if it ended before that.
-
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,23 @@ class ReadAheadFetcher(DataFetcher):
         self.exhausted = False
         self.claimed: int | None = None
 
+    def __iter__(self) -> "ReadAheadFetcher":
+        self.reset()
+        return self
+
     def reset(self) -> None:
-        super().reset()
-        self.batches = deque()
+        self.fetched = 0
+        self.batches.clear()
         self.exhausted = False
         self.claimed = None
 
-    def measure(self) -> int | None:
-        """Return the number of batches that the loader claims to have, limits included."""
+    def start(self) -> int | None:
+        """Make the epoch's iterator.
+
+        Returns:
+            The number of batches that the loader claims to have, limits included, if it says one.
+        """
+        self.iterator = iter(self.combined_loader)
         self.length = sized_len(self.combined_loader)
         return self.length
 
@@ -43,7 +52,6 @@ class ReadAheadFetcher(DataFetcher):
 
         Returns:
             The number of this epoch's batches, if this call came to the end; else `None`.
-
         """
         if self.exhausted:
             return None
@@ -53,8 +61,7 @@ class ReadAheadFetcher(DataFetcher):
             try:
                 batch, _, _ = super().__next__()
             except StopIteration:
-                if self.length is not None:
-                    self.claimed = self.length
+                self.claimed = self.length
                 break
             if batch is None:
                 # There is nothing to train on; a rank that made a step of it would be out of step.

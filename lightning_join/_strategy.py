@@ -142,12 +142,12 @@ class DDPJoinStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks, as `DDPStrategy.reduce`, but with an exact mean of integers.
 
-        Lightning truncates it: batch sizes 10 and 25 have the mean 17 there.
+        Lightning truncates it: batch sizes 10 and 25 have the mean 17 there. Here it is a float64.
         """
         self._refuse_in_tail("reduce (self.log(..., sync_dist=True) calls it)")
         averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if averages and isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
-            tensor = tensor.to(torch.get_default_dtype())
+            tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:

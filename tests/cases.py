@@ -5,6 +5,7 @@ batches of all ranks, in float64.
 """
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -337,6 +338,14 @@ def optimizer_state(trainer: pl.Trainer) -> Any:
         torch.distributed.broadcast_object_list(state)
         return state[0]
     return optimizer.state_dict()["state"]
+
+
+def fit_recording(trainer: pl.Trainer, module: Module) -> tuple[Result, str]:
+    """Fit, and return all warnings in one text beside the result."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    return result_of(trainer, module), "\n".join(str(w.message) for w in caught)
 
 
 def fit(rank: int, case: Case) -> Result:

@@ -41,10 +41,20 @@ class JoinEpochLoop(TrainingEpochLoop):
         with trainer.fit_loop.stopping_together():
             return bool(TrainingEpochLoop.done.fget(self))  # type: ignore[attr-defined]
 
+    def reset(self) -> None:
+        ended = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
+        super().reset()
+        if ended and self.batch_progress.current.ready > 0:
+            # A checkpoint of an epoch's last step; Lightning sees that only where the length is known.
+            self.batch_progress.reset_on_run()
+            self.scheduler_progress.reset_on_run()
+            self.automatic_optimization.optim_progress.reset_on_run()
+            self.val_loop.batch_progress.total.reset()
+
     def on_run_start(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         super().on_run_start(data_fetcher)
         trainer: Any = self.trainer
-        length = data_fetcher.measure()
+        length = data_fetcher.start()
         end = data_fetcher.fill()
         mine = (float("inf") if length is None else length, self._had_batch, data_fetcher.claimed, end)
         join = join_of(trainer)

@@ -93,10 +93,11 @@ class JoinFitLoop(FitLoop):
         self._lengths = lengths
         self.max_batches = max(lengths)
         trainer: Any = self.trainer
-        interval = trainer.val_check_interval
         if trainer._val_check_time_interval is not None:
             trainer.val_check_batch = None
-        elif isinstance(interval, int):
+            return
+        interval = trainer.val_check_interval
+        if isinstance(interval, int):
             trainer.val_check_batch = interval
             if (
                 0 < self.max_batches < interval

@@ -1,0 +1,105 @@
+"""Every sample exactly once, in DistributedSampler's order; the user's own sampler is left alone."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch_join import UnpaddedDistributedSampler
+
+from tests.cases import Case, build_trainer
+from tests.workers import Workers
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("samples", "ranks"), [(12, 3), (13, 3), (2, 3), (0, 2), (1, 1)])
+def test_every_sample_once_in_the_order_of_distributed_sampler(samples: int, ranks: int, shuffle: bool) -> None:
+    dataset: Any = range(samples)
+    shards = []
+    for rank in range(ranks):
+        ours = UnpaddedDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=5)
+        ours.set_epoch(3)
+        shards.append(list(ours))
+        assert len(ours) == len(shards[-1])
+        if samples:
+            theirs = DistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=5)
+            theirs.set_epoch(3)
+            assert list(theirs)[: len(ours)] == shards[-1]
+    assert sorted(index for shard in shards for index in shard) == list(range(samples))
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="Invalid rank"):
+        UnpaddedDistributedSampler(range(3), 2, 2)  # type: ignore[arg-type]
+
+
+class Seen(pl.LightningModule):
+    """Writes down which samples it is given."""
+
+    def __init__(self, size: int, sampler: str, batch_size: int) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.size, self.sampler, self.batch_size = size, sampler, batch_size
+        self.seen: dict[str, list[list[int]]] = {"train": [], "val": []}
+
+    def loader(self) -> DataLoader[Any]:
+        dataset: Any = [torch.tensor([float(i)]) for i in range(self.size)]
+        samplers: dict[str, Any] = {
+            "shuffle": lambda: RandomSampler(dataset),
+            "in order": lambda: SequentialSampler(dataset),
+            "own": lambda: WeightedRandomSampler([1.0] * self.size, self.size, replacement=False),
+            "own distributed": lambda: DistributedSampler(dataset, shuffle=False),
+        }
+        return DataLoader(dataset, batch_size=self.batch_size, sampler=samplers[self.sampler]())
+
+    train_dataloader = val_dataloader = loader
+
+    def on_train_epoch_start(self) -> None:
+        self.seen["train"].append([])
+
+    def on_validation_epoch_start(self) -> None:
+        self.seen["val"].append([])
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        self.seen["train"][-1] += batch.flatten().int().tolist()
+        return self.net(batch).mean()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Tensor, _: int) -> None:
+        self.seen["val"][-1] += batch.flatten().int().tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_seen(rank: int, world_size: int, size: int, sampler: str, batch_size: int) -> dict[str, list[list[int]]]:
+    torch.manual_seed(1)  # the weighted sampler draws from the global generator, like any user's
+    module = Seen(size, sampler, batch_size)
+    case = Case((1,) * world_size, epochs=2)
+    build_trainer(case, use_distributed_sampler=True, num_sanity_val_steps=0).fit(module)
+    return module.seen
+
+
+@pytest.mark.parametrize("sampler", ["shuffle", "in order", "own"])
+@pytest.mark.parametrize(("world_size", "size", "batch_size"), [(3, 13, 2), (2, 12, 4), (3, 2, 1)])
+def test_injected_samplers_show_every_sample_once(
+    workers: Workers, sampler: str, world_size: int, size: int, batch_size: int
+) -> None:
+    results = workers.run(world_size, fit_seen, world_size, size, sampler, batch_size)
+    for kind in ("train", "val"):
+        for epoch in range(2):
+            seen = [index for result in results for index in result[kind][epoch]]
+            assert sorted(seen) == list(range(size))
+    if sampler == "shuffle":
+        for rank, result in enumerate(results):
+            dataset: Any = range(size)
+            theirs = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=0)
+            for epoch, seen in enumerate(result["train"]):
+                theirs.set_epoch(epoch)
+                assert list(theirs)[: len(seen)] == seen
+
+
+def test_the_users_own_distributed_sampler_is_left_alone(workers: Workers) -> None:
+    results = workers.run(3, fit_seen, 3, 13, "own distributed", 2)
+    assert sorted(index for result in results for index in result["train"][0]) == sorted([*range(13), 0, 1])

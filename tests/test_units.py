@@ -1,0 +1,115 @@
+"""The small pieces, without processes."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch_join
+from torch_join._attendance import Attendance
+from torch_join._weighting import loss_factor
+
+import accelerate_join
+import lightning_join
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = [torch_join, lightning_join, accelerate_join]
+
+
+def test_attendance() -> None:
+    attendance = Attendance(3)
+    assert attendance.active_ranks == (0, 1, 2)
+    attendance.announce({0: 0, 1: 1})
+    assert attendance.active_ranks == (1, 2)
+    assert attendance.joined(0)
+    assert not attendance.joined(1)
+    assert not attendance.is_last_step
+    attendance.announce({2: 1})
+    assert attendance.is_last_step
+    attendance.step = 1
+    assert attendance.active_ranks == ()
+    assert not attendance.is_last_step
+    assert [attendance.ended_last(rank) for rank in range(3)] == [False, True, True]
+
+
+def test_who_may_still_go_on_ends_last() -> None:
+    attendance = Attendance(2, first_step=5)
+    attendance.announce({0: 7})
+    assert [attendance.ended_last(rank) for rank in range(2)] == [False, True]
+    assert attendance.active_ranks == (0, 1)
+
+
+def test_loss_factors() -> None:
+    assert loss_factor("world", 4, 2, 3, 9) == 1.0
+    assert loss_factor("active", 4, 2, 3, 9) == 2.0
+    assert loss_factor("samples", 4, 2, 3, 9) == 4 * 3 / 9
+    assert loss_factor("samples", 4, 2, 0, 0) == 1.0
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_all_is_what_is_public(package: object) -> None:
+    names = package.__all__  # type: ignore[attr-defined]
+    public = [
+        name
+        for name, value in vars(package).items()
+        if not name.startswith("_") and type(value).__name__ != "module" and name not in ("StrategyRegistry",)
+    ]
+    assert names == sorted(names)
+    assert names == sorted(public)
+
+
+def test_versions_agree() -> None:
+    assert len({package.__version__ for package in PACKAGES}) == 1
+
+
+def test_modules_are_private_and_short() -> None:
+    for package in PACKAGES:
+        for path in Path(str(package.__file__)).parent.rglob("*.py"):
+            assert path.name.startswith("_") or path.parent.name == "loops", path
+            assert len(path.read_text().splitlines()) <= 300, path
+        assert (Path(str(package.__file__)).parent / "py.typed").exists()
+
+
+FORBIDDEN = {
+    "torch_join": ("lightning", "lightning_join", "accelerate", "accelerate_join", "torchmetrics", "pytorch_lightning"),
+    "lightning_join": ("accelerate", "accelerate_join"),
+    "accelerate_join": ("lightning", "lightning_join", "pytorch_lightning"),
+}
+LOADED = "import sys, {package}; print([name for name in {names!r} if name in sys.modules])"
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_dependencies_run_one_way(package: str) -> None:
+    script = LOADED.format(package=package, names=FORBIDDEN[package])
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_the_test_of_dependencies_can_fail() -> None:
+    script = LOADED.format(package="lightning_join", names=("lightning",))
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "['lightning']"
+
+
+def test_importing_changes_nothing_global() -> None:
+    script = (
+        "import os, warnings, logging, lightning.pytorch\n"
+        "before = dict(os.environ), list(warnings.filters), list(logging.getLogger().handlers)\n"
+        "import lightning_join\n"
+        "print(before == (dict(os.environ), list(warnings.filters), list(logging.getLogger().handlers)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_errors_can_be_caught_as_what_they_are() -> None:
+    assert issubclass(torch_join.JoinError, RuntimeError)
+    assert issubclass(torch_join.JoinValueError, ValueError)
+    assert issubclass(torch_join.JoinTypeError, TypeError)
+    assert issubclass(torch_join.JoinTimeoutError, TimeoutError)
+    errors = importlib.import_module("torch_join._errors")
+    for name, error in vars(errors).items():
+        if isinstance(error, type):
+            assert issubclass(error, torch_join.JoinError)
+            assert name in (errors.__doc__ or ""), f"{name} is missing in the tree"
