@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch_join import Channel, JoinTimeoutError, JoinValueError, PeerFailedError, open_channel, telling_failures
-from torch_join._channel import Beat, StoreChannel
 
 from tests.workers import Workers
+from torch_join import Channel, JoinTimeoutError, JoinValueError, PeerFailedError, open_channel, telling_failures
+from torch_join._channel import Beat, StoreChannel
 
 
 def test_a_world_of_one_needs_no_store() -> None:

@@ -66,7 +66,7 @@ def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Ca
             assert difference([saved["state_dict"][f"net.{name}"]], [value]) < 1e-10, (step, name)
     for step in (s for s in files if s % per_epoch == 0):
         resumed = workers.run(case.world_size, fit_resumed, case, str(files[step]))
-        assert_same_bits([r for r in resumed])
+        assert_same_bits(resumed)
         assert resumed[0].global_step == expected.steps, step
         assert difference(resumed[0].parameters, whole[0].parameters) == 0, step
         assert difference(flatten(resumed[0].optimizer), flatten(whole[0].optimizer)) == 0

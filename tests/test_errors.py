@@ -12,11 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
-from torch_join import EarlyTerminationError, JoinTypeError, JoinValueError, UnsupportedError, resolve_weighting
 
 from lightning_join import DDPJoinStrategy
 from tests.cases import Batch, Case, Module, build_trainer
 from tests.workers import Outcome, Workers
+from torch_join import EarlyTerminationError, JoinTypeError, JoinValueError, UnsupportedError, resolve_weighting
 
 # ---------------------------------------------------------------- arguments
 

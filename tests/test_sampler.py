@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
-from torch_join import UnpaddedDistributedSampler
 
 from tests.cases import Case, build_trainer
 from tests.workers import Workers
+from torch_join import UnpaddedDistributedSampler
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

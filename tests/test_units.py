@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch_join
-from torch_join._attendance import Attendance
-from torch_join._weighting import loss_factor
 
 import accelerate_join
 import lightning_join
+import torch_join
+from torch_join._attendance import Attendance
+from torch_join._weighting import loss_factor
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [torch_join, lightning_join, accelerate_join]

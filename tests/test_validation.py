@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.cases import Batch, Case, Module, build_trainer, loss_of, reference
+from tests.cases import Case, Module, build_trainer, loss_of, reference
 from tests.workers import Workers
 
 LOADERS = {  # sizes of the batches, by dataloader and rank
@@ -89,6 +89,7 @@ def watch(rank: int, *args: Any) -> tuple[list[int], list[dict[str, float]], lis
         (Case(((2, 4), (6, 1))), {"val_check_interval": 0.5}, [2, 4, 7, 10]),
         (Case((2, 8), epochs=1, limit=6), {"val_check_interval": 3}, [3, 6]),
         (Case((2, 8), epochs=1, limit=6, iterable=True), {"val_check_interval": 3}, [3, 6]),
+        (Case((2, 4), epochs=2, limit=6, iterable=True), {}, [4, 8]),
     ],
     ids=str,
 )

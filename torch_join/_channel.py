@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -38,6 +39,9 @@ _FAILED = b"failed"
 _PATIENCE = timedelta(seconds=10)
 _POLL_SECONDS = 0.1
 _MOMENT = 1.0  # seconds
+
+# The stores that this process serves, for groups whose job has none of its own; as long as the group lives.
+_servers: WeakKeyDictionary[dist.ProcessGroup, dist.TCPStore] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,7 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return Channel()
+    group = group or cast(dist.ProcessGroup, dist.group.WORLD)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     job: Any = _compat.group_store(group)
     # Each rank counts its own calls in the job's store, so that all mean the same channel.
@@ -254,26 +259,23 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
     if isinstance(_compat.innermost_store(job), dist.TCPStore):
         store = job.clone()
     else:
-        store = _serve(dist.PrefixStore(name, job), rank, timeout)
+        store = _own_store(group, dist.PrefixStore("torch_join", job), rank, timeout)
     return StoreChannel(dist.PrefixStore(name, store), rank, world_size, timeout)
 
 
-def _serve(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
+def _own_store(group: dist.ProcessGroup, job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
     here = socket.gethostname()
     if rank == 0:
-        server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        job.set("address", f"{here} {server.port}")
-        return server
+        if group not in _servers:
+            server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            job.set("address", f"{here} {server.port}")
+            _servers[group] = server
+        return _servers[group]
     try:
         job.wait(["address"], timeout)
     except RuntimeError as error:
         raise JoinTimeoutError(f"Rank {rank} waited for the store of the group's first rank: {error}") from error
     host, port = job.get("address").decode().split()
     # On one machine the name need not resolve, so do not rely on it.
-    return dist.TCPStore(
-        "localhost" if host == here else host,
-        int(port),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timeout,
-    )
+    host = "localhost" if host == here else host
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)

@@ -13,10 +13,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 
-def group_store(group: dist.ProcessGroup | None) -> dist.Store:
-    """Return the store that `group` was built from (the default group's for `None`)."""
-    if group is None or group is dist.group.WORLD:
-        return distributed_c10d._get_default_store()
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store that `group` was built from."""
     store: dist.Store = distributed_c10d._world.pg_map[group][1]
     return store
 

@@ -226,7 +226,11 @@ class JoinEpochLoop(TrainingEpochLoop):
                 stops = trainer.should_stop and trainer.fit_loop._can_stop_early
                 self._validates = self._should_check_val_epoch() and (stops or self._validation_due)
             else:
-                self._validates = super()._should_check_val_fx(data_fetcher)
+                # An interval of 1.0 means the epoch's end, also where that comes before the length said so.
+                ends = self.batch_progress.is_last_batch and trainer.val_check_interval == 1.0
+                self._validates = super()._should_check_val_fx(data_fetcher) or (
+                    ends and self._should_check_val_epoch()
+                )
         return self._validates
 
 
