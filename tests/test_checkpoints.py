@@ -48,15 +48,28 @@ def fit_resumed(rank: int, case: Case, path: str) -> Result:
         Case((2, 6), model="norm", optimizer="adamw", scheduler="epoch"),
         Case((1, 4), model="norm", iterable=True, scheduler="epoch"),
         Case((3, 8), optimizer="adam", accumulate=2, clip=0.3),
+        Case((1, 7), optimizer="adam", accumulate=2, iterable=True),
         Case((6, 2), optimizer="sgd", reload=1),
+        Case(((2, 4), (3, 6), (4, 1)), optimizer="sgd"),
     ],
-    ids=["sgd", "iterable", "zero", "buffers", "buffers-iterable", "window", "rank-0-last"],
+    ids=[
+        "sgd",
+        "iterable",
+        "zero",
+        "buffers",
+        "buffers-iterable",
+        "window",
+        "window-iterable",
+        "rank-0-last",
+        "grows",
+    ],
 )
 def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Case, tmp_path: Path) -> None:
     whole = workers.run(case.world_size, fit_saving, case, str(tmp_path))
     assert_exact(case, whole)
     expected = reference(case)
-    per_epoch = -(-longest(case, 0) // case.accumulate)
+    epochs = [-(-longest(case, epoch) // case.accumulate) for epoch in range(case.epochs)]
+    ends = {sum(epochs[: epoch + 1]): epoch + 1 for epoch in range(case.epochs)}  # by step, the next epoch
     files = {int(path.stem.split("=")[1]): path for path in tmp_path.glob("*.ckpt")}
     assert sorted(files) == list(range(2, expected.steps + 1, 2))
     for step, path in files.items():
@@ -64,8 +77,10 @@ def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Ca
         assert saved["global_step"] == step
         for name, value in expected.history[step].items():
             assert difference([saved["state_dict"][f"net.{name}"]], [value]) < 1e-10, (step, name)
-    for step in (s for s in files if s % per_epoch == 0):
+    for step in ends.keys() & files.keys():
         resumed = workers.run(case.world_size, fit_resumed, case, str(files[step]))
+        for mine, before in zip(resumed, whole, strict=True):
+            assert mine.trained == [(epoch, index) for epoch, index in before.trained if epoch >= ends[step]]
         assert_same_bits(resumed)
         assert resumed[0].global_step == expected.steps, step
         assert difference(resumed[0].parameters, whole[0].parameters) == 0, step

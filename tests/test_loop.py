@@ -164,6 +164,13 @@ def test_ranks_that_skip_the_rest_of_the_epoch_join(
         assert "returned -1 at batch 2 on ranks [1] only" in results[0][1]
 
 
+def test_a_skip_that_makes_the_step_the_last_ends_the_window(workers: Workers) -> None:
+    had, left = Case((6, 3), accumulate=2), Case((2, 3), accumulate=2)
+    for result, _ in workers.run(2, fit_skipping, had, (2, None)):
+        assert_reference(result, left)
+        assert result.global_step == 6
+
+
 def test_a_step_in_which_nobody_had_a_batch_moves_nothing(workers: Workers) -> None:
     had, left = (Case(lengths, scheduler="step", optimizer="sgd") for lengths in ((5, 5), (2, 2)))
     for result, _ in workers.run(2, fit_skipping, had, (2, 2)):

@@ -121,7 +121,9 @@ def single_process_values(case: Case, loaders: str, step: int) -> dict[str, floa
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("loaders", LOADERS)
 @pytest.mark.parametrize(
-    "case", [Case((0, 2, 4), epochs=2), Case((1, 4, 2), epochs=2, model="norm")], ids=["mlp", "norm"]
+    "case",
+    [Case((0, 2, 4), epochs=2), Case((1, 4, 2), epochs=2, model="norm"), Case((4, 1, 3), epochs=2, model="norm")],
+    ids=["mlp", "norm", "norm-last"],
 )
 def test_values_equal_those_of_a_single_process(workers: Workers, case: Case, loaders: str, streams: bool) -> None:
     results = workers.run(3, watch, case, {"val_check_interval": 2}, loaders, streams)
