@@ -5,22 +5,20 @@ Seen in lightning 2.6.6 and torchmetrics 1.9.0. `tests/test_compat.py` notices w
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from lightning.fabric.strategies.registry import _StrategyRegistry as StrategyRegistryType
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch.core.module import LightningModule
 from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops import _FitLoop as FitLoop
-from lightning.pytorch.loops import _Loop as Loop
 from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.optimization import _AutomaticOptimization as AutomaticOptimization
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
-from lightning.pytorch.loops.utilities import _select_data_fetcher as select_data_fetcher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import (
     _check_dataloader_iterable as check_dataloader_iterable,
@@ -31,7 +29,6 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.trainer.connectors.data_connector import (
     _resolve_overfit_batches as resolve_overfit_batches,
 )
-from lightning.pytorch.trainer.connectors.data_connector import _update_dataloader as update_dataloader
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultCollection as ResultCollection,
@@ -48,11 +45,11 @@ __all__ = [
     "DistributedSamplerWrapper",
     "EvaluationLoop",
     "FitLoop",
-    "Loop",
     "Metadata",
     "ResultCollection",
     "ResultMetric",
     "SignalConnector",
+    "Stateful",
     "StrategyRegistryType",
     "Sync",
     "TrainingEpochLoop",
@@ -64,11 +61,9 @@ __all__ = [
     "process_dataloader",
     "request_dataloader",
     "resolve_overfit_batches",
-    "select_data_fetcher",
     "set_sampler_epoch",
     "sized_len",
     "unchanged_metrics",
-    "update_dataloader",
 ]
 
 
@@ -89,9 +84,3 @@ def unchanged_metrics(module: LightningModule) -> Iterator[None]:
 def mark_updated(metric: Metric) -> None:
     """Keep torchmetrics from warning that a metric is computed before its first update."""
     metric._update_count = max(metric._update_count, 1)
-
-
-def module_of(trainer: Any) -> LightningModule:
-    """Return the trainer's module, which is there whenever a loop runs."""
-    module: LightningModule = trainer.lightning_module
-    return module

@@ -15,14 +15,19 @@ class ReadAheadFetcher(DataFetcher):
     that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
     before the sampler is told the epoch when training is resumed.
 
+    Args:
+        alone: Whether this is the only rank. Then nobody needs to know, and a loader that has a length
+            is read as Lightning does: when a step begins.
+
     Attributes:
         batches: The batches that have been read and not been used.
-        exhausted: Whether the loader has come to its end.
+        exhausted: Whether the loader's end is known.
         claimed: What the loader had said its length was, if it ended before that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
         super().__init__()
+        self._alone = alone
         self.batches: deque[Any] = deque()
         self.exhausted = False
         self.claimed: int | None = None
@@ -55,26 +60,42 @@ class ReadAheadFetcher(DataFetcher):
         """
         if self.exhausted:
             return None
+        if self._alone and self.length is not None:
+            self.exhausted = True
+            return max(self.length, self.fetched)
         while len(self.batches) < ahead:
             if self.length is not None and self.fetched >= self.length:
                 break
             try:
-                batch, _, _ = super().__next__()
+                self.batches.append(self._read())
             except StopIteration:
                 self.claimed = self.length
                 break
-            if batch is None:
-                # There is nothing to train on; a rank that made a step of it would be out of step.
-                self.fetched -= 1
-                if self.length is not None:
-                    self.length -= 1
-                rank_zero_warn("A train dataloader yielded None. Such batches are left out.")
-                continue
-            self.batches.append(batch)
         else:
             return None
         self.exhausted = True
         return self.fetched
+
+    def take(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        return self.batches.popleft() if self.batches else self._read()
+
+    def _read(self) -> Any:
+        batch, _, _ = super().__next__()
+        while batch is None:
+            # There is nothing to train on; a rank that made a step of it would be out of step.
+            rank_zero_warn("A train dataloader yielded None. Such batches are left out.")
+            self.fetched -= 1
+            if self.length is not None:
+                self.length -= 1
+                if self.fetched >= self.length:
+                    raise StopIteration
+            batch, _, _ = super().__next__()
+        return batch
 
     def drop(self) -> None:
         """Leave the rest of the epoch unread."""

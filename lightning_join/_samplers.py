@@ -1,11 +1,10 @@
 """The samplers that Lightning injects, without their padding."""
 
-from collections.abc import Iterator
-from typing import Any
+from typing import cast
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_join._compat import DistributedSamplerWrapper, update_dataloader
+from lightning_join._compat import DistributedSamplerWrapper
 from torch_join import UnpaddedDistributedSampler
 
 
@@ -13,35 +12,23 @@ class InjectedRank(int):
     """A rank that marks the sampler it was given to as one that Lightning, not the user, made."""
 
 
-class _UnpaddedWrapper(UnpaddedDistributedSampler):
+class _UnpaddedWrapper(DistributedSamplerWrapper, UnpaddedDistributedSampler):
     """An unpadded shard of what a sampler of the user's yields."""
 
-    def __init__(self, wrapper: DistributedSamplerWrapper) -> None:
-        super().__init__(wrapper.dataset, wrapper.num_replicas, int(wrapper.rank), wrapper.shuffle, wrapper.seed)
-        self._wrapper = wrapper
 
-    def __iter__(self) -> Iterator[Any]:
-        samples: Any = self._wrapper.dataset
-        samples.reset()
-        return (samples[index] for index in super().__iter__())
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self._wrapper.set_epoch(epoch)
+_UNPADDED = {DistributedSampler: UnpaddedDistributedSampler, DistributedSamplerWrapper: _UnpaddedWrapper}
 
 
 def without_padding(dataloader: object) -> object:
-    """Replace the sampler of `dataloader` by an unpadded one if Lightning has injected it."""
-    if not isinstance(dataloader, DataLoader):
-        return dataloader
-    sampler = dataloader.sampler
-    if not (isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank)):
-        return dataloader
-    if isinstance(sampler, DistributedSamplerWrapper):
-        return update_dataloader(dataloader, _UnpaddedWrapper(sampler))
-    if type(sampler) is not DistributedSampler:  # predict's own is unpadded already
-        return dataloader
-    unpadded = UnpaddedDistributedSampler(
-        sampler.dataset, sampler.num_replicas, int(sampler.rank), sampler.shuffle, sampler.seed
-    )
-    return update_dataloader(dataloader, unpadded)
+    """Take the padding off the sampler of `dataloader` if Lightning has injected it.
+
+    In place, since a loader of a class of the user's own may not stand being made a second time. What
+    `predict` injects has no padding.
+    """
+    sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
+    if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
+        unpadded = _UNPADDED.get(type(sampler))
+        if unpadded is not None:
+            sampler.__class__ = unpadded
+            cast(UnpaddedDistributedSampler, sampler).unpad()
+    return dataloader

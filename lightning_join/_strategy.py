@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
@@ -23,6 +24,7 @@ from torch_join import (
     ModelShadow,
     PeerFailedError,
     UnsupportedError,
+    name_ranks,
     open_channel,
     resolve_weighting,
     telling_failures,
@@ -83,7 +85,10 @@ class DDPJoinStrategy(DDPStrategy):
             check_strategy(self)
         self.channel = Channel()
         self.join: LockstepJoin | None = None
-        self._in_training_step = False
+        # What runs now whose collectives not all ranks may take part in, and whether they all do.
+        self._running = ""
+        self.evaluates_unevenly = False
+        self._warned_of_collectives = False
 
     @property
     def joined(self) -> bool:
@@ -95,18 +100,20 @@ class DDPJoinStrategy(DDPStrategy):
         if self.enable_join:
             assert self.lightning_module is not None
             self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
-            check_module(self.lightning_module, self.world_size)
-            take_over(self.lightning_module.trainer)
+            trainer = self.lightning_module.trainer
+            check_module(self.lightning_module, trainer.state.fn, self.world_size)
+            take_over(trainer)
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        if self.enable_join and self.world_size > 1 and self._layer_sync is not None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.enable_join and fitting and self.world_size > 1 and self._layer_sync is not None:
             raise UnsupportedError(
                 "sync_batchnorm=True cannot train on uneven inputs: SyncBatchNorm issues collectives in forward"
                 " and backward that a rank without a batch cannot take part in. Leave it False: the buffers of"
                 " plain BatchNorm are kept in step."
             )
         super().setup(trainer)
-        if self.enable_join and trainer.state.fn == TrainerFn.FITTING:
+        if self.enable_join and fitting:
             check_optimizers(self.optimizers, self.world_size)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -122,43 +129,46 @@ class DDPJoinStrategy(DDPStrategy):
         return ddp
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._in_training_step = True
-        try:
+        with self._inside("training_step"):
             return super().training_step(*args, **kwargs)
-        finally:
-            self._in_training_step = False
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self.join is None:
-            return super().validation_step(*args, **kwargs)
-        # Not through the DDP wrapper, which broadcasts buffers per batch: ranks differ in those. The
-        # buffers have been made the same when the validation began.
-        assert self.lightning_module is not None
-        with self.precision_plugin.val_step_context():
-            output: STEP_OUTPUT = self.lightning_module.validation_step(*args, **kwargs)
-            return output
+        with self._inside("validation_step"):
+            if self.join is None:
+                return super().validation_step(*args, **kwargs)
+            # Not through the DDP wrapper, which broadcasts buffers per batch: ranks differ in those. The
+            # buffers have been made the same when the validation began.
+            assert self.lightning_module is not None
+            with self.precision_plugin.val_step_context():
+                output: STEP_OUTPUT = self.lightning_module.validation_step(*args, **kwargs)
+                return output
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._inside("test_step"):
+            return super().test_step(*args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks, as `DDPStrategy.reduce`, but with an exact mean of integers.
 
         Lightning truncates it: batch sizes 10 and 25 have the mean 17 there. Here it is a float64.
         """
-        self._refuse_in_tail("reduce (self.log(..., sync_dist=True) calls it)")
+        self._check_collective("reduce (self.log(..., sync_dist=True) calls it)")
         averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        if averages and isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+        truncates = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+        if self.enable_join and averages and truncates:
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_in_tail("barrier")
+        self._check_collective("barrier")
         super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._refuse_in_tail("broadcast")
+        self._check_collective("broadcast")
         return super().broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        self._refuse_in_tail("all_gather")
+        self._check_collective("all_gather")
         return super().all_gather(tensor, group, sync_grads)
 
     @property
@@ -178,6 +188,7 @@ class DDPJoinStrategy(DDPStrategy):
             yield
         # Whoever hosts the channel's store must not exit while others still read from it.
         self.barrier("join")
+        self.channel.close()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -206,11 +217,34 @@ class DDPJoinStrategy(DDPStrategy):
                 find_unused_parameters=True,
             )
 
-    def _refuse_in_tail(self, operation: str) -> None:
-        if self._in_training_step and self.join is not None and self.join.in_tail:
+    @contextmanager
+    def _inside(self, step: str) -> Iterator[None]:
+        self._running = step
+        try:
+            yield
+        finally:
+            self._running = ""
+
+    def _check_collective(self, operation: str) -> None:
+        if not self._running or not self.enable_join or self.world_size == 1:
+            return
+        if self._running != "training_step":
+            if self.evaluates_unevenly:
+                raise UnsupportedError(
+                    f"`{self._running}` called {operation}, and the ranks have different numbers of batches, or do not"
+                    " know theirs: those that are done cannot take part. Log with on_step=False, or do it in a hook of"
+                    " the epoch's end."
+                )
+            return
+        if self.join is not None and self.join.in_tail:
             raise UnsupportedError(
-                f"`training_step` called {operation} at step {self.join.step}, where only ranks"
-                f" {list(self.join.active_ranks)} have a batch. The ranks that have joined cannot take part in"
-                " collectives of the step yet. Log with on_step=False, on_epoch=True, or do it in"
-                " `on_train_batch_end`, which all ranks run in every step."
+                f"`training_step` called {operation} at step {self.join.step}, where only"
+                f" {name_ranks(self.join.active_ranks)} have a batch. The ranks that have joined cannot take part in"
+                " collectives of the step yet. Log with on_step=False, on_epoch=True."
+            )
+        if not self._warned_of_collectives:
+            self._warned_of_collectives = True
+            rank_zero_warn(
+                f"`training_step` calls {operation}. That works as long as every rank has a batch, and raises when the"
+                " first one runs out. Log with on_step=False, on_epoch=True."
             )

@@ -1,10 +1,12 @@
 """The channel between ranks, its failures and what it leaves in the store."""
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.workers import Workers
@@ -66,6 +68,26 @@ def count_keys(rank: int) -> list[int]:
 def test_what_has_been_read_is_deleted(workers: Workers) -> None:
     for early, late in workers.run(3, count_keys):
         assert late <= early + 2
+
+
+def close_a_channel(rank: int) -> int:
+    channel = open_channel()
+    assert isinstance(channel, StoreChannel)
+    before = channel._store.num_keys()
+    dist.barrier()
+    for step in range(5):
+        channel.beat(notice={"x": step})
+        channel.gather(step)
+    dist.barrier()
+    channel.close()
+    dist.barrier()
+    left = channel._store.num_keys() - before
+    dist.barrier()
+    return int(left)
+
+
+def test_a_closed_channel_leaves_nothing(workers: Workers) -> None:
+    assert workers.run(3, close_a_channel) == [0] * 3
 
 
 def two_channels(rank: int) -> list[int]:
@@ -165,7 +187,50 @@ def wait_in_vain(rank: int) -> str:
 def test_a_timeout_names_who_is_missing(workers: Workers) -> None:
     for rank, text in enumerate(workers.run(3, wait_in_vain)[:2]):
         assert f"Rank {rank} waited 1 s" in text
-        assert "Not heard of: ranks [2]" in text
+        assert "Not heard of: rank 2." in text
+
+
+def killed_peer(rank: int) -> tuple[str, float]:
+    channel = open_channel()
+    channel.beat()
+    dist.barrier()
+    if rank == 1:
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        channel.beat()
+    except PeerFailedError as error:
+        dist.destroy_process_group()
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+def test_a_killed_rank_is_named_within_seconds(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, killed_peer, timeout=60.0)
+    assert outcomes[1].error == "the process ended"
+    for outcome in (outcomes[0], outcomes[2]):
+        text, seconds = outcome.value
+        assert "rank 1 is gone: killed" in text or "Rank 0 failed" in text or "Rank 2 failed" in text
+        assert seconds < 12
+    assert any("rank 1 is gone" in outcomes[rank].value[0] for rank in (0, 2))
+
+
+def broken_by_a_kill(rank: int) -> str:
+    channel = open_channel()
+    try:
+        with telling_failures(channel):
+            if rank == 1:
+                os._exit(1)
+            dist.all_reduce(torch.ones(1))
+    except PeerFailedError as error:
+        dist.destroy_process_group()
+        return str(error)
+    return ""
+
+
+def test_a_collective_broken_by_a_kill_names_who_is_silent(workers: Workers) -> None:
+    outcomes = workers.outcomes(2, broken_by_a_kill, timeout=60.0)
+    assert "A collective failed on rank 0, and rank 1 did not answer since" in outcomes[0].value
 
 
 def slow_peer(rank: int) -> int:

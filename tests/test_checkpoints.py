@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch.utils.data import DataLoader
 
 from tests.cases import (
     Case,
@@ -87,6 +88,56 @@ def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Ca
         assert difference(flatten(resumed[0].optimizer), flatten(whole[0].optimizer)) == 0
         assert difference(resumed[0].buffers, whole[0].buffers) == 0 if resumed[0].buffers else True
         assert resumed[0].lr == whole[0].lr
+
+
+class SavesAtValidation(Module):
+    """Validates on a rank that may have no validation batch, and resumes with what is left of the epoch."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        batches = self.case.batches(self.trainer.global_rank, 0) if self.trainer.global_rank == 0 else []
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+    def validation_step(self, *_: Any) -> None:
+        pass
+
+
+def fit_saving_at_validation(rank: int, case: Case, folder: str, strategy: str) -> list[tuple[int, int]]:
+    module = SavesAtValidation(case)
+    saving = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=False)
+    options: dict[str, Any] = {"val_check_interval": 3, "strategy": strategy, "num_sanity_val_steps": 0}
+    build_trainer(case, callbacks=[saving], enable_checkpointing=True, **options).fit(module)
+    return module.trained
+
+
+def fit_resumed_at_validation(rank: int, case: Case, path: str, strategy: str) -> tuple[list[tuple[int, int]], int]:
+    module = SavesAtValidation(case)
+    trainer = build_trainer(case, val_check_interval=3, strategy=strategy, num_sanity_val_steps=0)
+    trainer.fit(module, ckpt_path=path, weights_only=False)
+    return module.trained, trainer.global_step
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("world", [(6,), (2, 6), (6, 0)])
+def test_resuming_from_a_validation_trains_what_was_left(
+    workers: Workers, tmp_path: Path, world: tuple[int, ...], iterable: bool
+) -> None:
+    case = Case(world, epochs=2, iterable=iterable)
+    whole = workers.run(len(world), fit_saving_at_validation, case, str(tmp_path), "ddp_join")
+    files = {int(path.stem.split("=")[1]): path for path in tmp_path.glob("*.ckpt")}
+    assert sorted(files) == [3, 6, 9, 12]
+    for step, path in files.items():
+        resumed = workers.run(len(world), fit_resumed_at_validation, case, str(path), "ddp_join")
+        epoch, index = divmod(step, 6)
+        # A loader without a state begins anew, as Lightning says. So a rank trains the number that it had left,
+        # or, without a length, everything.
+        if iterable:
+            assert len({steps for _, steps in resumed}) == 1
+        else:
+            for (trained, steps), everything in zip(resumed, whole, strict=True):
+                assert steps == 12, step
+                assert trained == [place for place in everything if place >= (epoch, index)], step
+        if len(world) == 1:
+            assert resumed == workers.run(1, fit_resumed_at_validation, case, str(path), "ddp"), step
 
 
 def fit_with_saving_on_exception(rank: int, case: Case, folder: str) -> tuple[Result, str, list[str]]:

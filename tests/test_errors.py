@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loops import _FitLoop
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_join import DDPJoinStrategy
 from tests.cases import Batch, Case, Module, build_trainer
@@ -92,6 +94,54 @@ def fit_own_loop(rank: int, case: Case) -> None:
     trainer.fit(Module(case))
 
 
+class Exhausts(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.trainer.global_rank == 1:
+            next(iter([]))
+        return super().training_step(batch, batch_idx)
+
+
+class LogsInHook(Module):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("x", 1.0, on_step=True, sync_dist=True)
+
+
+class ValidatesTogether(Module):
+    operation = "log"
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.case.batches(self.trainer.global_rank, 0), batch_size=None)  # type: ignore[arg-type]
+
+    def validation_step(self, *_: Any) -> None:
+        if self.operation == "log":
+            self.log("x", 1.0, on_step=True, sync_dist=True)
+        else:
+            self.all_gather(torch.ones(()))
+
+
+class GathersInValidation(ValidatesTogether):
+    operation = "gather"
+
+
+class LogsUnsynced(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log("step", loss)
+        return loss
+
+
+class LogsMetric(Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.metric = SumMetric()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.metric.update(1.0)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
 def assert_all_raise(outcomes: list[Outcome], *texts: str) -> None:
     for outcome in outcomes:
         for text in texts:
@@ -108,13 +158,13 @@ SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
         Module,
         Case((20, 3)),
         {"limit_train_batches": 0.1},
-        ("JoinValueError", "The dataloaders of rank 1 cannot be run", "0.1 * 3 < 1"),
+        ("DataloaderError", "The dataloaders of rank 1 cannot be run", "0.1 * 3 < 1"),
     ),
     "limit-stream": (
         Module,
         Case((20, 3), iterable=True),
         {"limit_train_batches": 0.5},
-        ("JoinValueError", "ranks 0, 1", "`1.0` or an int"),
+        ("DataloaderError", "ranks 0, 1", "`1.0` or an int"),
     ),
     "interval": (
         Module,
@@ -126,9 +176,25 @@ SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
         Module,
         Case((2, 5), iterable=True),
         {"val_check_interval": 0.5},
-        ("MisconfigurationException", "dataloaders of ranks [0, 1] have no length"),
+        ("MisconfigurationException", "dataloaders of ranks 0, 1 have no length"),
     ),
-    "val-loaders": (DifferentLoaders, Case((2, 3)), {}, ("JoinValueError", "they have [1, 2] (by rank)")),
+    "log-in-hook": (LogsInHook, Case((2, 3)), {}, ("UnsupportedError", "on_step=False")),
+    "validation-log": (ValidatesTogether, Case((2, 3)), {}, ("`validation_step` called reduce", "different numbers")),
+    "validation-gather": (GathersInValidation, Case((2, 3)), {}, ("`validation_step` called all_gather",)),
+    "monitor-epoch": (
+        LogsUnsynced,
+        Case((0, 3)),
+        {"callbacks": [EarlyStopping("loss", strict=False)]},
+        ("The monitored value 'loss' is missing on rank 0", "on_epoch=True, sync_dist=True"),
+    ),
+    "monitor-step": (
+        LogsUnsynced,
+        Case((3, 0)),
+        {"callbacks": [EarlyStopping("step", strict=False)]},
+        ("The monitored value 'step' is missing on rank 1",),
+    ),
+    "metric-object": (LogsMetric, Case((0, 3)), {}, ("The metric object", "is missing on rank 0")),
+    "val-loaders": (DifferentLoaders, Case((2, 3)), {}, ("DataloaderError", "they have [1, 2] (by rank)")),
 }
 
 
@@ -147,6 +213,49 @@ def test_a_loop_of_the_users_own_is_refused(workers: Workers) -> None:
 def test_one_process_needs_no_such_limits(workers: Workers, kind: Any) -> None:
     outcome = workers.outcomes(1, fit_module, kind, Case((2,), epochs=1), {})[0]
     assert ("UnsupportedError" in outcome.error) if kind is Iterates else (outcome.error == ""), outcome.trace
+
+
+def test_stop_iteration_in_a_step_does_not_end_the_epoch_of_one_rank(workers: Workers) -> None:
+    survivor, culprit = workers.outcomes(2, fit_module, Exhausts, Case((4, 6)), {})
+    assert "RuntimeError: A step or a hook raised StopIteration" in culprit.error
+    assert "PeerFailedError: Rank 1 failed" in survivor.error
+
+
+@pytest.mark.parametrize("kind", [ValidatesTogether, GathersInValidation])
+def test_collectives_in_even_validations_are_allowed(workers: Workers, kind: Any) -> None:
+    assert [o.error for o in workers.outcomes(2, fit_module, kind, Case((3, 3)), {})] == ["", ""]
+
+
+def test_a_monitored_value_that_is_synced_is_on_every_rank(workers: Workers) -> None:
+    outcomes = workers.outcomes(2, fit_module, LogsSynced, Case((0, 3)), {"callbacks": [EarlyStopping("loss")]})
+    assert [o.error for o in outcomes] == ["", ""]
+
+
+class LogsSynced(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.trained:  # as where outputs were kept, on ranks that had some
+            self.log("late", 1.0, sync_dist=True)
+
+
+class EvaluatesManually(Manual):
+    def test_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def test_step(self, *_: Any) -> None:
+        pass
+
+
+def evaluate_a_manual_module(rank: int, case: Case) -> None:
+    build_trainer(case, sync_batchnorm=True).test(EvaluatesManually(case), verbose=False)
+
+
+def test_evaluation_has_none_of_the_limits_of_training(workers: Workers) -> None:
+    assert [o.error for o in workers.outcomes(2, evaluate_a_manual_module, Case((2, 3)))] == ["", ""]
 
 
 # ---------------------------------------------------------------- early termination
@@ -262,7 +371,7 @@ def test_a_collective_in_a_step_of_the_tail_raises(workers: Workers, operation: 
     assert [o.error for o in workers.outcomes(2, fit_collecting, operation, (3, 3))] == ["", ""]
     joined, active = workers.outcomes(2, fit_collecting, operation, (2, 3))
     assert f"UnsupportedError: `training_step` called {named}" in active.error, active.trace
-    assert "at step 2, where only ranks [1] have a batch" in active.error
+    assert "at step 2, where only rank 1 have a batch" in active.error
     assert "PeerFailedError: Rank 1 failed" in joined.error, joined.trace
 
 

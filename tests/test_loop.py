@@ -206,6 +206,9 @@ class Stopping(Module):
     def on_train_epoch_end(self) -> None:
         self._maybe_stop("on_train_epoch_end")
 
+    def on_train_epoch_start(self) -> None:
+        self._maybe_stop("on_train_epoch_start")
+
 
 def fit_stopping(rank: int, case: Case, ranks: tuple[int, ...], hook: str, step: int) -> tuple[Result, str]:
     module = Stopping(case, ranks, hook, step)
@@ -222,6 +225,7 @@ def fit_stopping(rank: int, case: Case, ranks: tuple[int, ...], hook: str, step:
         ("on_train_batch_end", 6, 6),
         ("on_train_epoch_end", 6, 6),
         ("on_train_start", 0, 0),
+        ("on_train_epoch_start", 6, 6),
     ],
 )
 def test_should_stop_set_on_some_ranks_stops_all(
@@ -233,7 +237,7 @@ def test_should_stop_set_on_some_ranks_stops_all(
     assert [result.global_step for result, _ in results] == [stops_at] * 2
     if stops_at:
         assert_reference(results[0][0], case, stops_at)
-    warned = "`trainer.should_stop` was set on 1 of 2 ranks only (ranks [1])" in results[0][1]
+    warned = "`trainer.should_stop` was set on 1 of 2 ranks only (rank 1)" in results[0][1]
     assert warned == (ranks == (1,))
 
 
@@ -264,24 +268,36 @@ def test_early_stopping_stops_where_plain_ddp_does(workers: Workers) -> None:
 # ---------------------------------------------------------------- SIGTERM
 
 
-class Terminated(Module):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if batch_idx == 4:
+class Terminated(Validated):
+    where = ""
+
+    def signal(self, where: str) -> None:
+        if where == self.where and self.trainer.global_rank == 1 and not self.trainer.sanity_checking:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.signal(f"step {batch_idx}")
         return super().training_step(batch, batch_idx)
 
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.signal("validation")
+        super().validation_step(batch, batch_idx)
 
-def fit_terminated(rank: int, case: Case) -> tuple[str, int]:
-    trainer = build_trainer(case)
+
+def fit_terminated(rank: int, case: Case, where: str) -> tuple[str, int]:
+    module = Terminated(case)
+    module.where = where
+    trainer = build_trainer(case, val_check_interval=4)
     try:
-        trainer.fit(Terminated(case))
+        trainer.fit(module)
     except SystemExit as error:
         return type(error).__name__, trainer.global_step
     return "nothing", trainer.global_step
 
 
-def test_sigterm_on_one_rank_ends_all_at_the_same_step(workers: Workers) -> None:
-    assert workers.run(2, fit_terminated, Case((3, 7))) == [("SIGTERMException", 5)] * 2
+@pytest.mark.parametrize(("where", "step"), [("step 1", 2), ("step 4", 5), ("step 6", 7), ("validation", 4)])
+def test_sigterm_on_one_rank_ends_all_at_the_same_step(workers: Workers, where: str, step: int) -> None:
+    assert workers.run(2, fit_terminated, Case((3, 7)), where) == [("SIGTERMException", step)] * 2
 
 
 # ---------------------------------------------------------------- the same as plain ddp, where that works
@@ -315,6 +331,22 @@ def test_enable_join_false_is_plain_ddp(workers: Workers) -> None:
     assert_reference(results[0][0], Case((4, 4)))
 
 
+class Undecided(Stopping):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.should_stop = False
+
+
+def fit_undecided(rank: int, case: Case, strategy: str) -> int:
+    trainer = build_trainer(case, strategy=strategy)
+    trainer.fit(Undecided(case, tuple(range(case.world_size)), "on_train_batch_end", 2))
+    return trainer.global_step
+
+
+def test_should_stop_may_be_taken_back(workers: Workers) -> None:
+    assert workers.run(1, fit_undecided, Case((4,)), "ddp_join") == workers.run(1, fit_undecided, Case((4,)), "ddp")
+    assert workers.run(2, fit_undecided, Case((4, 1)), "ddp_join") == [10, 10]
+
+
 def fit_twice(rank: int, case: Case) -> Result:
     module = Validated(case)
     trainer = build_trainer(case, max_epochs=1)
@@ -330,6 +362,48 @@ def fit_twice(rank: int, case: Case) -> Result:
 def test_fit_validate_and_fit_again(workers: Workers) -> None:
     case = Case((3, 5), optimizer="plain")
     assert_exact(case, workers.run(2, fit_twice, case))
+
+
+class Watchful(Module):
+    """Writes down the batches that its hooks get."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.got: list[bool] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.got.append(batch is not None and "loss" in outputs)
+
+
+def fit_again_with_an_empty_rank(rank: int) -> list[bool]:
+    module = Watchful(Case((4, 4)))
+    trainer = build_trainer(module.case, max_steps=2)
+    trainer.fit(module)
+    module.case = Case((0, 3))
+    trainer.fit_loop.epoch_loop.max_steps = 5
+    trainer.fit(module)
+    return module.got
+
+
+def test_hooks_get_a_batch_in_a_second_fit_too(workers: Workers) -> None:
+    for got in workers.run(2, fit_again_with_an_empty_rank):
+        assert len(got) == 5
+        assert all(got)
+
+
+class Short(Validated):
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return DataLoader([self.case.batch(0, 0, 0)], batch_size=None)  # type: ignore[arg-type]
+
+
+def fit_with_a_short_epoch(rank: int, case: Case) -> int:
+    trainer = build_trainer(case, val_check_interval=4)
+    trainer.fit(Short(case))
+    return trainer.global_step
+
+
+def test_an_epoch_shorter_than_the_validation_interval(workers: Workers) -> None:
+    assert workers.run(2, fit_with_a_short_epoch, Case(((2, 5), (3, 2), (5, 5)))) == [13, 13]
 
 
 def fit_with_timed_validation(rank: int, case: Case) -> list[int]:

@@ -100,6 +100,33 @@ def test_injected_samplers_show_every_sample_once(
                 assert list(theirs)[: len(seen)] == seen
 
 
+class OwnLoader(DataLoader[Any]):
+    """Lightning can make it a second time only from the arguments that it has kept."""
+
+    def __init__(self, size: int, flavour: str, **options: Any) -> None:
+        self.flavour = flavour
+        super().__init__([torch.tensor([float(i)]) for i in range(size)], **options)  # type: ignore[arg-type]
+
+
+class SeenByOwnLoader(Seen):
+    def loader(self) -> DataLoader[Any]:
+        return OwnLoader(self.size, "vanilla", batch_size=self.batch_size)
+
+    train_dataloader = val_dataloader = loader
+
+
+def fit_own_loader(rank: int) -> dict[str, list[list[int]]]:
+    module = SeenByOwnLoader(7, "", 2)
+    build_trainer(Case((1, 1), epochs=2), use_distributed_sampler=True, num_sanity_val_steps=0).fit(module)
+    return module.seen
+
+
+def test_a_loader_of_a_class_of_the_users_own(workers: Workers) -> None:
+    results = workers.run(2, fit_own_loader)
+    for kind in ("train", "val"):
+        assert sorted(index for result in results for index in result[kind][1]) == list(range(7))
+
+
 def test_the_users_own_distributed_sampler_is_left_alone(workers: Workers) -> None:
     results = workers.run(3, fit_seen, 3, 13, "own distributed", 2)
     assert sorted(index for result in results for index in result["train"][0]) == sorted([*range(13), 0, 1])

@@ -55,9 +55,9 @@ class Validated(Module):
 
     def on_validation_start(self) -> None:
         self.at.append(self.trainer.global_step)
-        self.buffers_seen.append([b.clone() for b in self.net.buffers()])
 
     def on_validation_epoch_end(self) -> None:
+        self.buffers_seen.append([b.clone() for b in self.net.buffers()])
         self.log("rank", float(self.trainer.global_rank), sync_dist=True)
 
     def on_validation_end(self) -> None:

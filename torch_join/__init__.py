@@ -1,6 +1,6 @@
 """Training on uneven inputs that just works, and trains exactly: the core, on torch alone."""
 
-from torch_join._channel import Channel, open_channel, telling_failures
+from torch_join._channel import Channel
 from torch_join._errors import (
     EarlyTerminationError,
     JoinError,
@@ -9,8 +9,11 @@ from torch_join._errors import (
     JoinValueError,
     PeerFailedError,
     UnsupportedError,
+    name_ranks,
 )
+from torch_join._failures import telling_failures
 from torch_join._lockstep import LockstepJoin
+from torch_join._rendezvous import open_channel
 from torch_join._sampler import UnpaddedDistributedSampler
 from torch_join._shadow import ModelShadow
 from torch_join._weighting import Weighting, resolve_weighting
@@ -30,6 +33,7 @@ __all__ = [
     "UnpaddedDistributedSampler",
     "UnsupportedError",
     "Weighting",
+    "name_ranks",
     "open_channel",
     "resolve_weighting",
     "telling_failures",

@@ -14,19 +14,18 @@ Costs per `beat` and rank: one addition and one read, 2 x world size requests at
 
 import json
 import pickle
-import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torch_join import _compat
-from torch_join._errors import JoinTimeoutError, JoinValueError, PeerFailedError
+from torch_join._errors import JoinTimeoutError, JoinValueError, PeerFailedError, name_ranks
 
 T = TypeVar("T")
 
@@ -36,12 +35,10 @@ _MAX_RANKS = (1 << _FIELD) - 1
 _MAX_COUNT = (1 << (63 - 2 * _FIELD)) - 1
 _FAILED = b"failed"
 # A wait this long is no longer latency: from then on the failure notices are looked at too.
-_PATIENCE = timedelta(seconds=10)
+_PATIENCE = timedelta(seconds=5)
 _POLL_SECONDS = 0.1
+_PROBE_SECONDS = 2.0
 _MOMENT = 1.0  # seconds
-
-# The stores that this process serves, for groups whose job has none of its own; as long as the group lives.
-_servers: WeakKeyDictionary[dist.ProcessGroup, dist.TCPStore] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -99,17 +96,33 @@ class Channel:
         """Return the failure that another rank has told of, if any; waits for nobody."""
         return None
 
+    def roll_call(self) -> list[int]:
+        """Return the ranks that do not answer within a moment; all that can should call this together."""
+        return []
+
+    def close(self) -> None:
+        """Delete what the last messages left in the store; all ranks must have read them."""
+
 
 class StoreChannel(Channel):
     """A channel over a `torch.distributed` store that is this object's own connection."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         if world_size > _MAX_RANKS:
             raise JoinValueError(f"A channel serves at most {_MAX_RANKS} ranks, not {world_size}.")
         super().__init__(rank, world_size)
         self._store: Any = store  # torch's stubs lack half of its methods
         self._store.set_timeout(min(timeout, _PATIENCE))
         self._timeout = timeout
+        # Weakly, so that a destroyed group hangs up on its peers at once.
+        self._group = None if group is None else weakref.ref(group)
         self._beats = 0
         self._gathers = 0
         self._noted: set[int] = set()
@@ -175,32 +188,59 @@ class StoreChannel(Channel):
             return None
         return PeerFailedError(f"Rank {rank} failed, so rank {self.rank} cannot go on. Rank {rank}: {reason}")
 
+    def roll_call(self) -> list[int]:
+        self._store.set(f"here/{self.rank}", "1")
+        time.sleep(_MOMENT)
+        return [rank for rank in range(self.world_size) if not self._store.check([f"here/{rank}"])]
+
+    def close(self) -> None:
+        for index in range(max(0, self._gathers - 2), self._gathers):
+            self._store.delete_key(f"gather/{index}/{self.rank}")
+        for index in range(max(0, self._beats - 2), self._beats) if self.rank == 0 else ():
+            for kind in ("sum", "go", "notices"):
+                self._store.delete_key(f"{kind}/{index}")
+
     def _wait(self, keys: list[str], read: Callable[[], Sequence[bytes]]) -> Sequence[bytes]:
-        deadline = time.monotonic() + self._timeout.total_seconds()
         try:
             found = read()
         except _compat.store_error():
-            while not self._store.check(keys):
-                if (failure := self.failure()) is not None:
-                    raise failure from None
-                if time.monotonic() > deadline:
-                    raise self._timed_out() from None
-                time.sleep(_POLL_SECONDS)
+            self._wait_long(keys)
             found = read()
         if _FAILED in found:
             raise self.failure() or PeerFailedError("Another rank failed.")
         return found
 
+    def _wait_long(self, keys: list[str]) -> None:
+        now = time.monotonic()
+        deadline, next_probe = now + self._timeout.total_seconds(), now
+        while not self._store.check(keys):
+            if (failure := self.failure()) is not None:
+                raise failure
+            if (now := time.monotonic()) > deadline:
+                raise self._timed_out()
+            if now > next_probe:
+                next_probe = now + _PROBE_SECONDS
+                self._probe()
+            time.sleep(_POLL_SECONDS)
+
+    def _probe(self) -> None:
+        group = self._group() if self._group is not None else None
+        if group is None:
+            return
+        gone = [r for r in range(self.world_size) if r != self.rank and _compat.is_gone(group, r)]
+        if gone:
+            raise PeerFailedError(
+                f"The process of {name_ranks(gone)} is gone: killed, or ended without a word. Its own log, or the"
+                " system's (a lack of memory, for example), says why."
+            )
+
     def _timed_out(self) -> JoinTimeoutError:
-        # Whoever waits says so, waits a moment for the others to say so, and sees who did not.
-        self._store.set(f"waiting/{self.rank}", "1")
-        time.sleep(_MOMENT)
-        silent = [r for r in range(self.world_size) if not self._store.check([f"waiting/{r}"])]
+        silent = self.roll_call()
         return JoinTimeoutError(
             f"Rank {self.rank} waited {self._timeout.total_seconds():.0f} s for the other ranks to say"
-            f" whether they have a next batch. Not heard of: ranks {silent or 'none, all wait'}. Usual"
-            " causes: a dataloader that takes longer than the timeout, or a step that only some ranks"
-            " run. Raise `timeout` or see what these ranks are doing (py-spy dump)."
+            f" whether they have a next batch. Not heard of: {name_ranks(silent) if silent else 'nobody, all wait'}."
+            " Usual causes: a dataloader that takes longer than the timeout, or a step that only some ranks run."
+            " Raise `timeout`, or see what these ranks are doing (py-spy dump)."
         )
 
     @contextmanager
@@ -209,73 +249,3 @@ class StoreChannel(Channel):
             yield
         except dist.DistNetworkError as error:
             raise self.failure() or error from error
-
-
-@contextmanager
-def telling_failures(channel: Channel) -> Iterator[None]:
-    """Tell the other ranks if the body raises, and say whose failure a broken collective comes from.
-
-    Raises:
-        PeerFailedError: In place of a communication error, if another rank has failed.
-
-    """
-    try:
-        yield
-    except PeerFailedError:
-        raise
-    except BaseException as error:
-        if _compat.is_communication_error(error):
-            time.sleep(_MOMENT)  # the rank that broke the collective may still be writing why
-            if (failure := channel.failure()) is not None:
-                raise failure from error
-        channel.fail(f"{type(error).__name__}: {error}")
-        raise
-
-
-def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> Channel:
-    """Open a channel between the ranks of `group`; every rank of it must call this, in the same order.
-
-    Uses a connection of its own to the job's `TCPStore` (no new port; it works wherever the job
-    works); where the job was started from another kind of store, the group's first rank serves one.
-
-    Args:
-        group: The process group, by default the whole world.
-        timeout: How long a rank waits for another one.
-
-    Returns:
-        The channel of this rank.
-
-    Raises:
-        JoinTimeoutError: The group's first rank did not open its store in time.
-
-    """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return Channel()
-    group = group or cast(dist.ProcessGroup, dist.group.WORLD)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    job: Any = _compat.group_store(group)
-    # Each rank counts its own calls in the job's store, so that all mean the same channel.
-    name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
-    if isinstance(_compat.innermost_store(job), dist.TCPStore):
-        store = job.clone()
-    else:
-        store = _own_store(group, dist.PrefixStore("torch_join", job), rank, timeout)
-    return StoreChannel(dist.PrefixStore(name, store), rank, world_size, timeout)
-
-
-def _own_store(group: dist.ProcessGroup, job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
-    here = socket.gethostname()
-    if rank == 0:
-        if group not in _servers:
-            server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            job.set("address", f"{here} {server.port}")
-            _servers[group] = server
-        return _servers[group]
-    try:
-        job.wait(["address"], timeout)
-    except RuntimeError as error:
-        raise JoinTimeoutError(f"Rank {rank} waited for the store of the group's first rank: {error}") from error
-    host, port = job.get("address").decode().split()
-    # On one machine the name need not resolve, so do not rely on it.
-    host = "localhost" if host == here else host
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)

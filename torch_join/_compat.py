@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+_PROBE_TAG = 0x7001
+
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the store that `group` was built from."""
@@ -55,6 +57,21 @@ def is_sparse_embedding(module: nn.Module) -> bool:
 def is_communication_error(error: BaseException) -> bool:
     """Whether `error` comes from a collective (gloo's have no class of their own)."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether the process of `rank` in `group` has ended, as far as gloo knows (other backends do not say).
+
+    Gloo refuses to send to a peer whose connection has been closed. A message to a living one is never
+    received, and harms nobody under a tag of its own.
+    """
+    try:
+        dist.isend(torch.zeros(1), group=group, group_dst=rank, tag=_PROBE_TAG)
+    except RuntimeError as error:
+        return "Connection closed" in str(error) or "Connection reset" in str(error)
+    except ValueError:
+        pass
+    return False
 
 
 def store_error() -> type[Exception]:

@@ -11,6 +11,8 @@
 `JoinError` is a `RuntimeError` because that is what `torch.distributed.algorithms.Join` raises.
 """
 
+from collections.abc import Iterable
+
 
 class JoinError(RuntimeError):
     """Base of every error that this project raises on purpose."""
@@ -38,3 +40,9 @@ class PeerFailedError(JoinError):
 
 class JoinTimeoutError(JoinError, TimeoutError):
     """Another rank did not answer in time."""
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks in words: "rank 1", "ranks 0, 2"."""
+    names = sorted(ranks)
+    return f"rank {names[0]}" if len(names) == 1 else "ranks " + ", ".join(map(str, names))

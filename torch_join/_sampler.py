@@ -35,7 +35,11 @@ class UnpaddedDistributedSampler(DistributedSampler[int]):
         seed: int = 0,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=False)
-        self.total_size = len(cast(Sized, dataset))
+        self.unpad()
+
+    def unpad(self) -> None:
+        """Count this rank's samples anew, without padding."""
+        self.total_size = len(cast(Sized, self.dataset))
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:

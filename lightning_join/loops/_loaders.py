@@ -8,7 +8,11 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_join._compat import parse_num_batches, sized_len
-from torch_join import Channel, JoinValueError
+from torch_join import Channel, JoinValueError, name_ranks
+
+
+class DataloaderError(JoinValueError, MisconfigurationException):
+    """The dataloaders of some rank cannot be run; also the error that Lightning raises for them."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +45,18 @@ def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
     """Share what every rank measured.
 
     Raises:
-        JoinValueError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
+        DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
 
     """
     everyone = channel.gather(mine)
     errors = {rank: loaders.error for rank, loaders in enumerate(everyone) if loaders.error}
     if errors:
         rank, error = next(iter(errors.items()))
-        raise JoinValueError(f"The dataloaders of {_ranks(errors)} cannot be run. Rank {rank}: {error}")
+        raise DataloaderError(f"The dataloaders of {name_ranks(errors)} cannot be run. Rank {rank}: {error}")
     counts = [len(loaders.limits) for loaders in everyone]
     if len(set(counts)) > 1:
-        raise JoinValueError(
+        raise DataloaderError(
             f"Every rank needs the same number of dataloaders, but they have {counts} (by rank). Give a rank"
             " without data an empty dataloader."
         )
     return everyone
-
-
-def _ranks(ranks: dict[int, Any]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -2,8 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -14,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join._compat import TrainingEpochLoop, call, unchanged_metrics
 from lightning_join._fetcher import ReadAheadFetcher
-from lightning_join._logging import Silence, forget_step_values
+from lightning_join._logging import HookLogging, check_monitored, forget_step_values
 from lightning_join.loops._access import join_of, strategy_of
 
 
@@ -31,9 +30,15 @@ class JoinEpochLoop(TrainingEpochLoop):
     _last_output: dict[str, Any] | None = None
     _had_batch = False
     _joined_before = False
-    _sigterm = False
+    _lacks_values = False  # some rank goes through its first batch hooks without ever having logged
+    _made_step = True
     _validation_due = False
     _validates = False
+
+    def forget_batches(self) -> None:
+        """Begin a fit in which this rank has not had a batch yet."""
+        self._last_batch = self._last_output = None
+        self._had_batch = False
 
     @property
     def done(self) -> bool:
@@ -56,22 +61,26 @@ class JoinEpochLoop(TrainingEpochLoop):
         trainer: Any = self.trainer
         length = data_fetcher.start()
         end = data_fetcher.fill()
-        mine = (float("inf") if length is None else length, self._had_batch, data_fetcher.claimed, end)
+        wishes = trainer.fit_loop.wishes
+        mine = (float("inf") if length is None else length, self._had_batch, data_fetcher.claimed, end, wishes)
         join = join_of(trainer)
         everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
-        self._sigterm = self._validation_due = self._joined_before = False
+        self._validation_due = self._joined_before = False
         trainer.fit_loop.set_lengths([length for length, *_ in everyone])
-        for rank, (_, _, claimed, its_end) in enumerate(everyone):
+        trainer.fit_loop.heed({rank: its_wishes for rank, (*_, its_wishes) in enumerate(everyone)})
+        for rank, (_, _, claimed, its_end, _) in enumerate(everyone):
             if claimed is not None:
                 _warn_short(rank, claimed, its_end)
         lack_batch = {rank for rank, (_, had_batch, *_) in enumerate(everyone) if not had_batch}
-        if join.active_ranks and lack_batch.difference(join.active_ranks):
+        self._lacks_values = bool(lack_batch.difference(join.active_ranks))
+        if join.active_ranks and self._lacks_values:
             self._share_first_batch(data_fetcher)
 
     def advance(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         # Lightning's, but for: no broadcast, the batch or its stand-in, `is_last_batch`, skipping.
         trainer: Any = self.trainer
         join = join_of(trainer)
+        self._made_step = False
         if self.restarting and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return  # go back and finish running validation
@@ -83,6 +92,7 @@ class JoinEpochLoop(TrainingEpochLoop):
 
         if not join.active_ranks:
             raise StopIteration
+        self._made_step = True
         batch_idx = self.batch_idx + 1
         batch = self._next_batch(data_fetcher)
         self.batch_progress.is_last_batch = join.is_last_step
@@ -103,7 +113,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         self.batch_progress.is_last_batch = join.is_last_step
         self.batch_progress.increment_started()
 
-        with trainer.profiler.profile("run_training_batch"):
+        with trainer.profiler.profile("run_training_batch"), self._no_stop_iteration():
             kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
             if trainer.lightning_module.automatic_optimization:
                 output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
@@ -119,6 +129,9 @@ class JoinEpochLoop(TrainingEpochLoop):
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
+        if self._lacks_values:
+            self._lacks_values = False
+            check_monitored(trainer, join.channel)
         with self._quiet():
             call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
             call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
@@ -127,31 +140,27 @@ class JoinEpochLoop(TrainingEpochLoop):
         trainer._logger_connector.update_train_step_metrics()
 
     def on_advance_end(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
-        self._meet(data_fetcher)
+        if self._made_step:  # and not come back from a checkpoint just to validate
+            self._meet(data_fetcher)
         self._validates = False
         super().on_advance_end(data_fetcher)
+        trainer: Any = self.trainer
         if self._validates:
-            trainer: Any = self.trainer
             trainer.fit_loop.agree_on_stop()  # EarlyStopping may have decided in the validation
-        if self._sigterm and not self._is_training_done:
-            raise SIGTERMException
+            if trainer.received_sigterm and not self._is_training_done:
+                raise SIGTERMException
 
     def _meet(self, data_fetcher: ReadAheadFetcher) -> None:
         """Exchange all that may end the epoch or the fit, and go on to the next step."""
         trainer: Any = self.trainer
         end = data_fetcher.fill()
-        notice: dict[str, Any] = {}
-        if trainer.should_stop and not trainer.fit_loop.agreed_stop:
-            notice["stop"] = True
-        if trainer.received_sigterm:
-            notice["sigterm"] = True
+        notice: dict[str, Any] = trainer.fit_loop.wishes
         if trainer.is_global_zero and self._time_to_validate():
             notice["validate"] = True  # clocks differ: rank 0's counts
         if data_fetcher.claimed is not None and end is not None:
             notice["claimed"] = data_fetcher.claimed
         notices = join_of(trainer).advance(end, self._next_samples(data_fetcher), notice or None)
-        trainer.fit_loop.stop_on(notices)
-        self._sigterm = any("sigterm" in each for each in notices.values())
+        trainer.fit_loop.heed(notices)
         self._validation_due = any("validate" in each for each in notices.values())
         for rank, each in notices.items():
             if "claimed" in each:
@@ -171,7 +180,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             return self._last_batch
         self._last_batch = self._last_output = None
         self._had_batch = True
-        return self._to_device(data_fetcher.batches.popleft())
+        return self._to_device(data_fetcher.take())
 
     def _to_device(self, batch: Any) -> Any:
         trainer: Any = self.trainer
@@ -205,14 +214,19 @@ class JoinEpochLoop(TrainingEpochLoop):
                 f" rest of the epoch; ranks {list(join.active_ranks)} go on."
             )
 
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def _quiet(self) -> ExitStack:
         """Run hooks; those of a shadow step leave no trace in logged values and metrics."""
-        if not join_of(self.trainer).joined:
-            yield
-            return
-        with Silence(self._results), unchanged_metrics(self.trainer.lightning_module):
-            yield
+        join = join_of(self.trainer)
+        stack = ExitStack()
+        stack.enter_context(self._no_stop_iteration())
+        if join.in_tail:
+            stack.enter_context(HookLogging(self._results, join.joined))
+        if join.joined:
+            stack.enter_context(unchanged_metrics(self.trainer.lightning_module))
+        return stack
+
+    def _no_stop_iteration(self) -> "_NoStopIteration | nullcontext[None]":
+        return _NoStopIteration() if self.trainer.world_size > 1 else nullcontext()
 
     def _time_to_validate(self) -> bool:
         trainer: Any = self.trainer
@@ -232,6 +246,19 @@ class JoinEpochLoop(TrainingEpochLoop):
                     ends and self._should_check_val_epoch()
                 )
         return self._validates
+
+
+class _NoStopIteration:
+    """A `StopIteration` out of user code would end the epoch of this rank alone."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, StopIteration):
+            raise RuntimeError(
+                "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
+            ) from error
 
 
 def _warn_short(rank: int, claimed: int, end: int) -> None:

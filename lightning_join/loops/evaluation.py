@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_join import _compat
-from lightning_join._compat import EvaluationLoop, no_grad_context
-from lightning_join._logging import share_schema
+from lightning_join._compat import EvaluationLoop, call, no_grad_context
+from lightning_join._logging import check_monitored, share_schema
 from lightning_join.loops import _loaders
 from lightning_join.loops._access import channel_of, strategy_of
 
@@ -31,8 +31,8 @@ class JoinEvaluationLoop(EvaluationLoop):
         return sum(min(most, limit) for limits in self._all_limits for limit in limits) == 0
 
     def run(self) -> Any:
-        if self._trainer_fn == TrainerFn.FITTING:
-            return self._run()
+        if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            return self._run()  # the fit loop's run is around it
         with strategy_of(self.trainer).together():
             return self._run()
 
@@ -95,10 +95,26 @@ class JoinEvaluationLoop(EvaluationLoop):
         self._seen_batches_per_dataloader = defaultdict(int)
 
     def on_run_start(self) -> None:
-        join = strategy_of(self.trainer).join
-        if join is not None:
-            join.sync_buffers()  # each rank has its own since the last training step
         super().on_run_start()
+        strategy = strategy_of(self.trainer)
+        strategy.evaluates_unevenly = len(set(self._all_limits)) > 1 or float("inf") in self._all_limits[0]
+        if strategy.join is not None:
+            # Each rank has its own since the last training step, or those that a hook has put in.
+            strategy.join.sync_buffers()
+
+    def _on_evaluation_epoch_end(self) -> None:
+        # Lightning's, but for: ranks compare what the hooks have logged before it is reduced.
+        trainer: Any = self.trainer
+        hook = "on_test_epoch_end" if trainer.testing else "on_validation_epoch_end"
+        call._call_callback_hooks(trainer, hook)
+        call._call_lightning_module_hook(trainer, hook)
+        share_schema(self._results, strategy_of(trainer))
+        trainer._logger_connector.on_epoch_end()
+
+    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            check_monitored(self.trainer, channel_of(self.trainer))
+        super()._on_evaluation_end(*args, **kwargs)
 
     def _store_outputs(self, until: int) -> None:
         """Store the values of the dataloaders before `until`; all ranks meet at each."""

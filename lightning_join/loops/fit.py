@@ -1,22 +1,23 @@
 """The fit loop: lengths of all ranks before each epoch, one decision on when to stop."""
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
-from lightning_join._compat import FitLoop
+from lightning_join._compat import FitLoop, call
 from lightning_join._fetcher import ReadAheadFetcher
-from lightning_join._logging import share_schema
+from lightning_join._logging import check_monitored, share_schema
 from lightning_join.loops import _loaders
 from lightning_join.loops._access import channel_of, strategy_of
+from torch_join import name_ranks
 
 
 class JoinFitLoop(FitLoop):
@@ -30,6 +31,7 @@ class JoinFitLoop(FitLoop):
     def run(self) -> None:
         with strategy_of(self.trainer).together():
             self.agreed_stop = False
+            cast(Any, self.epoch_loop).forget_batches()
             self.agree_on_stop()  # `on_fit_start` may have set it
             super().run()
 
@@ -57,10 +59,12 @@ class JoinFitLoop(FitLoop):
         loader.flattened = flattened
         self._combined_loader = loader
         self._last_train_dl_reload_epoch = trainer.current_epoch
-        self._data_fetcher = fetcher = ReadAheadFetcher()
+        self._data_fetcher = fetcher = ReadAheadFetcher(alone=trainer.world_size == 1)
         fetcher.setup(loader)
+        self._warn_of_states()
         self._lengths = ()
         self.measure()
+        self._check_interval()
         self._load_combined_loader_states()
         iter(fetcher)
 
@@ -99,17 +103,6 @@ class JoinFitLoop(FitLoop):
         interval = trainer.val_check_interval
         if isinstance(interval, int):
             trainer.val_check_batch = interval
-            if (
-                0 < self.max_batches < interval
-                and trainer.check_val_every_n_epoch is not None
-                and trainer.limit_val_batches > 0
-            ):
-                raise ValueError(
-                    f"`val_check_interval` ({interval}) must be less than or equal to the number of the training"
-                    f" batches ({self.max_batches} on the longest rank). If you want to disable validation set"
-                    " `limit_val_batches` to 0.0 instead. If you want to validate based on the total training"
-                    " batches, set `check_val_every_n_epoch=None`."
-                )
         elif self.max_batches != float("inf"):
             trainer.val_check_batch = max(1, int(self.max_batches * interval))
         elif interval == 1.0:
@@ -117,8 +110,32 @@ class JoinFitLoop(FitLoop):
         else:
             unsized = [rank for rank, length in enumerate(lengths) if length == float("inf")]
             raise MisconfigurationException(
-                f"The train dataloaders of ranks {unsized} have no length, so `Trainer(val_check_interval)` must"
+                f"The train dataloaders of {name_ranks(unsized)} have no length, so `Trainer(val_check_interval)` must"
                 " be time based, `1.0` or an int. An int k specifies checking validation every k training batches."
+            )
+
+    def _check_interval(self) -> None:
+        # Only at the beginning, as Lightning does: a later epoch may be too short for a validation.
+        trainer: Any = self.trainer
+        timed = trainer._val_check_time_interval is not None
+        validates = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+        if timed or not validates or not isinstance(trainer.val_check_interval, int):
+            return
+        if 0 < self.max_batches < trainer.val_check_interval:
+            raise ValueError(
+                f"`val_check_interval` ({trainer.val_check_interval}) must be less than or equal to the number of the"
+                f" training batches ({self.max_batches} on the longest rank). If you want to disable validation set"
+                " `limit_val_batches` to 0.0 instead. If you want to validate based on the total training"
+                " batches, set `check_val_every_n_epoch=None`."
+            )
+
+    def _warn_of_states(self) -> None:
+        loader = self._combined_loader
+        assert loader is not None
+        if self.trainer.world_size > 1 and any(isinstance(part, _compat.Stateful) for part in loader.flattened):
+            rank_zero_warn(
+                "A train dataloader has a state. Checkpoints hold rank 0's, after batches that were read ahead, so"
+                " resuming in the middle of an epoch is not exact yet. Resume from the end of an epoch."
             )
 
     def on_run_start(self) -> None:
@@ -134,31 +151,59 @@ class JoinFitLoop(FitLoop):
         super().on_advance_start()
 
     def on_advance_end(self) -> None:
-        strategy = strategy_of(self.trainer)
+        # Lightning's, but for: ranks compare what they have logged before anything is reduced or monitored.
+        trainer: Any = self.trainer
+        strategy = strategy_of(trainer)
         assert strategy.join is not None
         strategy.join.finish()
         share_schema(self.epoch_loop._results, strategy)
-        super().on_advance_end()
+        trainer._logger_connector.epoch_end_reached()
+        self.epoch_progress.increment_processed()
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
+        call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+        share_schema(self.epoch_loop._results, strategy)  # the hooks may have logged on some ranks only
+        check_monitored(trainer, strategy.channel)
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+        trainer._logger_connector.on_epoch_end()
+        if not self.restarting and self.epoch_loop._num_ready_batches_reached():
+            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=not self.restarting)
+        # Loggers expect the same step for values of the epoch's end.
+        self.epoch_loop._batches_that_stepped -= 1
+        trainer._logger_connector.update_train_epoch_metrics()
+        self.epoch_loop._batches_that_stepped += 1
+        self.epoch_progress.increment_completed()
+
         self.agree_on_stop()
         if self.max_batches == 0:
             # One epoch without batches does not end the fit; the next may have some.
             self.max_batches, self._lengths = float("inf"), ()
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+    @property
+    def wishes(self) -> dict[str, bool]:
+        """What this rank wants all ranks to do."""
+        trainer: Any = self.trainer
+        wishes = {"stop": trainer.should_stop, "sigterm": trainer._signal_connector.signalled}
+        return {name: True for name, wanted in wishes.items() if wanted}
 
     def agree_on_stop(self) -> None:
-        """Stop on all ranks if one wants to; all ranks meet."""
-        wants = self.trainer.should_stop and not self.agreed_stop
-        self.stop_on(channel_of(self.trainer).beat(notice={"stop": True} if wants else None).notices)
+        """Stop, or terminate, on all ranks if one wants to; all ranks meet."""
+        self.heed(channel_of(self.trainer).beat(notice=self.wishes or None).notices)
 
-    def stop_on(self, notices: dict[int, dict[str, object]]) -> None:
-        """Stop if one of `notices`, which all ranks have got, says so."""
+    def heed(self, notices: Mapping[int, Mapping[str, object]]) -> None:
+        """Take the wishes among `notices`, which all ranks have got."""
+        trainer: Any = self.trainer
+        if any("sigterm" in notice for notice in notices.values()):
+            trainer._signal_connector.agreed = True
         ranks = [rank for rank, notice in notices.items() if "stop" in notice]
-        if not ranks:
-            return
-        self.agreed_stop = self.trainer.should_stop = True
-        if len(ranks) < self.trainer.world_size:
+        agreed_before, self.agreed_stop = self.agreed_stop, bool(ranks)
+        if ranks:
+            trainer.should_stop = True
+        if ranks and not agreed_before and len(ranks) < trainer.world_size:
             rank_zero_warn(
-                f"`trainer.should_stop` was set on {len(ranks)} of {self.trainer.world_size} ranks only (ranks"
-                f" {ranks}), at global step {self.trainer.global_step}. All ranks stop here."
+                f"`trainer.should_stop` was set on {len(ranks)} of {trainer.world_size} ranks only"
+                f" ({name_ranks(ranks)}), at global step {trainer.global_step}. All ranks stop here."
             )
 
     def stopping_together(self) -> "_StoppingTogether":

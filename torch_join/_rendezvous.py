@@ -1,0 +1,64 @@
+"""Opening a channel over the job's own store, or one of ours."""
+
+import socket
+from datetime import timedelta
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from torch_join import _compat
+from torch_join._channel import Channel, StoreChannel
+from torch_join._errors import JoinTimeoutError
+
+# The stores that this process serves, for groups whose job has none of its own; as long as the group lives.
+_servers: WeakKeyDictionary[dist.ProcessGroup, dist.TCPStore] = WeakKeyDictionary()
+
+
+def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> Channel:
+    """Open a channel between the ranks of `group`; every rank of it must call this, in the same order.
+
+    Uses a connection of its own to the job's `TCPStore` (no new port; it works wherever the job
+    works); where the job was started from another kind of store, the group's first rank serves one.
+
+    Args:
+        group: The process group, by default the whole world.
+        timeout: How long a rank waits for another one.
+
+    Returns:
+        The channel of this rank.
+
+    Raises:
+        JoinTimeoutError: The group's first rank did not open its store in time.
+
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return Channel()
+    group = group or cast(dist.ProcessGroup, dist.group.WORLD)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    job: Any = _compat.group_store(group)
+    # Each rank counts its own calls in the job's store, so that all mean the same channel.
+    name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
+    if isinstance(_compat.innermost_store(job), dist.TCPStore):
+        store = job.clone()
+    else:
+        store = _own_store(group, dist.PrefixStore("torch_join", job), rank, timeout)
+    return StoreChannel(dist.PrefixStore(name, store), rank, world_size, timeout, group)
+
+
+def _own_store(group: dist.ProcessGroup, job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
+    here = socket.gethostname()
+    if rank == 0:
+        if group not in _servers:
+            server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            job.set("address", f"{here} {server.port}")
+            _servers[group] = server
+        return _servers[group]
+    try:
+        job.wait(["address"], timeout)
+    except RuntimeError as error:
+        raise JoinTimeoutError(f"Rank {rank} waited for the store of the group's first rank: {error}") from error
+    host, port = job.get("address").decode().split()
+    # On one machine the name need not resolve, so do not rely on it.
+    host = "localhost" if host == here else host
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
