@@ -193,11 +193,11 @@ def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout
     if store == "file":
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=limit)
         return
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     if server is not None:
         meeting.set("port", str(server.port))
     port = int(meeting.get("port"))
-    tcp = server or dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+    tcp = server or dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=tcp, rank=rank, world_size=world_size, timeout=limit)
 
 

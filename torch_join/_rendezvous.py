@@ -11,8 +11,9 @@ from torch_join import _compat
 from torch_join._channel import Channel, StoreChannel
 from torch_join._errors import JoinTimeoutError
 
-# The stores that this process serves, for groups whose job has none of its own; as long as the group lives.
-_servers: WeakKeyDictionary[dist.ProcessGroup, dist.TCPStore] = WeakKeyDictionary()
+# One connection per group, as long as the group lives: to the job's store, or to one of ours, which the
+# group's first rank serves with it.
+_connections: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> Channel:
@@ -39,26 +40,23 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
     job: Any = _compat.group_store(group)
     # Each rank counts its own calls in the job's store, so that all mean the same channel.
     name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
-    if isinstance(_compat.innermost_store(job), dist.TCPStore):
-        store = job.clone()
-    else:
-        store = _own_store(group, dist.PrefixStore("torch_join", job), rank, timeout)
-    return StoreChannel(dist.PrefixStore(name, store), rank, world_size, timeout, group)
+    if group not in _connections:
+        is_tcp = isinstance(_compat.innermost_store(job), dist.TCPStore)
+        _connections[group] = job.clone() if is_tcp else _own_store(dist.PrefixStore("torch_join", job), rank, timeout)
+    return StoreChannel(dist.PrefixStore(name, _connections[group]), rank, world_size, timeout, group)
 
 
-def _own_store(group: dist.ProcessGroup, job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
+def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
     here = socket.gethostname()
     if rank == 0:
-        if group not in _servers:
-            server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            job.set("address", f"{here} {server.port}")
-            _servers[group] = server
-        return _servers[group]
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        job.set("address", f"{here} {server.port}")
+        return server
     try:
         job.wait(["address"], timeout)
     except RuntimeError as error:
         raise JoinTimeoutError(f"Rank {rank} waited for the store of the group's first rank: {error}") from error
     host, port = job.get("address").decode().split()
     # On one machine the name need not resolve, so do not rely on it.
-    host = "localhost" if host == here else host
+    host = "127.0.0.1" if host == here else host
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
