@@ -1,9 +1,10 @@
 """Epoch values that every rank can reduce, also a rank that never logged them.
 
-Each value logged with `sync_dist=True` does its own collectives when the epoch ends, in the order of
-the rank's own dictionary. So before that, the ranks agree on one list of keys in one order, and a
-rank that lacks a key takes a neutral value: 0 for a sum or a mean, the infinities for a minimum and
-a maximum.
+A value logged with `sync_dist=True` is reduced when the epoch has ended and somebody first reads it:
+in Lightning each rank does so in the order of its own dictionary, and a rank-zero-only callback (a
+progress bar) may do it earlier than the other ranks. Here each reduction is agreed on first. A rank
+that lacks the key takes a neutral value: 0 for a sum or a mean, the infinities for a minimum and a
+maximum.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,31 +19,63 @@ if TYPE_CHECKING:
 
     from lightning_join._strategy import DDPJoinStrategy
 
+Description = tuple[str, dict[str, Any], torch.dtype]
 
-def share_schema(results: ResultCollection, strategy: "DDPJoinStrategy") -> None:
-    """Give `results` the keys that other ranks have, in one order on all; all ranks meet.
 
-    Raises:
-        UnsupportedError: On all ranks, if some have logged a metric object and others have not.
-    """
-    everyone = strategy.channel.gather((_schema(results), _metric_objects(results)))
-    schemas = [schema for schema, _ in everyone]
-    _compare("The metric object", [objects for _, objects in everyone], "Log its compute() as a value")
-    if all(schema == schemas[0] for schema in schemas):
-        return
-    union: dict[str, tuple[dict[str, Any], torch.dtype]] = {}
-    for schema in schemas:
-        for key, description in schema:
-            union.setdefault(key, description)
-    own = {key for key, _ in _schema(results)}
-    for key, (fields, dtype) in union.items():
-        if key not in own:
-            results[key] = _neutral(fields, dtype, strategy)
-    rest = {key: item for key, item in results.items() if key not in union}
-    agreed = {key: results[key] for key in union}
-    results.clear()
-    results.update(agreed)
-    results.update(rest)
+class JoinResultCollection(ResultCollection):
+    """Lightning's collection of logged values, whose epoch values all ranks reduce in one order."""
+
+    strategy: "DDPJoinStrategy"
+
+    def metrics(self, on_step: bool) -> Any:
+        if not on_step:
+            self._reduce_together(until_all=False)
+        return super().metrics(on_step)
+
+    def settle(self) -> None:
+        """Reduce what has been logged on any rank; all ranks meet.
+
+        Raises:
+            UnsupportedError: On all ranks, if some have logged a metric object and others have not.
+        """
+        self._reduce_together(until_all=True)
+
+    def _reduce_together(self, until_all: bool) -> None:
+        if self.strategy.world_size == 1:
+            return
+        while True:
+            mine = self._next_unreduced()
+            if mine is None and not until_all:
+                return
+            # A rank that reads early meets the others where they settle.
+            everyone = self.strategy.channel.gather((mine, self._metric_objects()))
+            agreed = next((description for description, _ in everyone if description is not None), None)
+            if agreed is None:
+                _compare("The metric object", [objects for _, objects in everyone], "Log its compute() as a value")
+                return
+            self._reduce(*agreed)
+
+    def _next_unreduced(self) -> Description | None:
+        for key, item in self.valid_items():
+            if item.is_tensor and item.meta.on_epoch and item._computed is None and _is_synced(item.meta.sync):
+                fields = {name: value for name, value in vars(item.meta).items() if name != "_sync"}
+                # The function itself cannot be pickled.
+                return key, {**fields, "reduce_fx": item.meta.reduce_fx.__name__}, item.value.dtype
+        return None
+
+    def _reduce(self, key: str, fields: dict[str, Any], dtype: torch.dtype) -> None:
+        item = self.get(key)
+        if item is None or item.has_reset:
+            item = self[key] = _neutral(fields, dtype, self.strategy)
+        item.compute()
+
+    def _metric_objects(self) -> list[str]:
+        return [key for key, item in self.valid_items() if not item.is_tensor and item.meta.on_epoch]
+
+
+def _is_synced(sync: Sync) -> bool:
+    # A value synced over a group of the user's own is the user's to keep in step.
+    return sync.should and not sync.rank_zero_only and sync.group is None
 
 
 def check_monitored(trainer: "pl.Trainer", channel: Channel) -> None:
@@ -68,28 +101,6 @@ def _compare(what: str, everyone: list[list[str]], remedy: str) -> None:
                 f"{what} {name!r} is missing on {name_ranks(lacking)}, which logged none (had no batch, as a rule),"
                 f" while other ranks have it. {remedy}."
             )
-
-
-def _schema(results: ResultCollection) -> list[tuple[str, tuple[dict[str, Any], torch.dtype]]]:
-    # A value synced over a group of the user's own is the user's to keep in step.
-    return [
-        (key, (_fields(item.meta), item.value.dtype))
-        for key, item in results.valid_items()
-        if item.is_tensor and item.meta.on_epoch and _is_synced(item.meta.sync)
-    ]
-
-
-def _metric_objects(results: ResultCollection) -> list[str]:
-    return [key for key, item in results.valid_items() if not item.is_tensor and item.meta.on_epoch]
-
-
-def _is_synced(sync: Sync) -> bool:
-    return sync.should and not sync.rank_zero_only and sync.group is None
-
-
-def _fields(meta: Metadata) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(meta).items() if name != "_sync"}
-    return {**fields, "reduce_fx": meta.reduce_fx.__name__}  # the function itself cannot be pickled
 
 
 def _neutral(fields: dict[str, Any], dtype: torch.dtype, strategy: "DDPJoinStrategy") -> ResultMetric:

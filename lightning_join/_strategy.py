@@ -102,7 +102,7 @@ class DDPJoinStrategy(DDPStrategy):
             self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
             trainer = self.lightning_module.trainer
             check_module(self.lightning_module, trainer.state.fn, self.world_size)
-            take_over(trainer)
+            take_over(trainer, self)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING

@@ -4,16 +4,20 @@ By assigning `__class__`: the loops' state, checkpoint keys, data sources and ev
 callbacks hold to them stay Lightning's. New loop objects would lose those.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
+from lightning_join._logging import JoinResultCollection
 from lightning_join._signals import JoinSignalConnector
 from lightning_join.loops import JoinAutomaticOptimization, JoinEpochLoop, JoinEvaluationLoop, JoinFitLoop
 from torch_join import UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_join._strategy import DDPJoinStrategy
 
 _CLASSES: dict[type, type] = {
     _compat.FitLoop: JoinFitLoop,
@@ -24,7 +28,7 @@ _CLASSES: dict[type, type] = {
 }
 
 
-def take_over(trainer: "pl.Trainer") -> None:
+def take_over(trainer: "pl.Trainer", strategy: "DDPJoinStrategy") -> None:
     """Give the loops of `trainer` the join classes; doing it again does nothing.
 
     Raises:
@@ -49,6 +53,10 @@ def take_over(trainer: "pl.Trainer") -> None:
                 " replaces that loop, so the two cannot work together. Use Lightning's loop, or strategy='ddp'."
             )
         part.__class__ = _CLASSES[type(part)]
+    for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        results = loop._results
+        results.__class__ = JoinResultCollection
+        cast(JoinResultCollection, results).strategy = strategy
     if trainer.world_size > 1:
         _skip_checkpoints_on_exception(trainer)
 

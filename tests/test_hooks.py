@@ -5,8 +5,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, SumMetric
 
 from tests.cases import Batch, Case, Module, build_trainer
@@ -109,6 +111,42 @@ def test_shadow_steps_leave_no_trace(workers: Workers) -> None:
     for rank, (_, seen, stored, metrics) in enumerate(results):
         assert (seen, stored) == (case.lengths[rank], case.lengths[rank])
         assert metrics["mean"] == pytest.approx((2 * 1 + 4 * 2) / 6, abs=1e-6)
+
+
+class ReadsEarly(pl.Callback):
+    """Logs at the epoch's end, and on rank 0 alone reads all values at once, as progress bars do."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_rank == 1:
+            module.log("some", 3.0, sync_dist=True)
+        module.log("all", float(trainer.global_rank), sync_dist=True)
+        if trainer.global_rank == 0:
+            assert trainer.callback_metrics["all"] == 0.5
+
+    on_validation_epoch_end = on_train_epoch_end  # type: ignore[assignment]
+
+
+class Validates(Logs):
+    def val_dataloader(self) -> Any:
+        return DataLoader([self.case.batch(0, 0, 0)] * self.trainer.global_rank, batch_size=None)  # type: ignore[arg-type]
+
+    def validation_step(self, *_: Any) -> None:
+        self.log("rank", float(self.trainer.global_rank), sync_dist=True, batch_size=1)
+
+
+def fit_read_early(rank: int, case: Case, bar: bool) -> dict[str, float]:
+    callbacks: list[Any] = [TQDMProgressBar()] if bar else [ReadsEarly()]
+    trainer = build_trainer(case, callbacks=callbacks, enable_progress_bar=bar)
+    trainer.fit(Validates(case))
+    return {k: float(v) for k, v in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_rank_that_reads_epoch_values_early(workers: Workers, bar: bool) -> None:
+    for metrics in workers.run(2, fit_read_early, Case((0, 3), epochs=2), bar):
+        assert metrics["mean"] == pytest.approx(2.0)
+        assert metrics["rank"] == 1.0
+        assert bar or (metrics["some"], metrics["all"]) == (3.0, 0.5)
 
 
 def test_epoch_values_of_a_rank_that_never_logged(workers: Workers) -> None:

@@ -5,7 +5,7 @@ dataloader's values are reduced.
 """
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_join import _compat
 from lightning_join._compat import EvaluationLoop, call, no_grad_context
-from lightning_join._logging import check_monitored, share_schema
+from lightning_join._logging import JoinResultCollection, check_monitored
 from lightning_join.loops import _loaders
 from lightning_join.loops._access import channel_of, strategy_of
 
@@ -108,7 +108,7 @@ class JoinEvaluationLoop(EvaluationLoop):
         hook = "on_test_epoch_end" if trainer.testing else "on_validation_epoch_end"
         call._call_callback_hooks(trainer, hook)
         call._call_lightning_module_hook(trainer, hook)
-        share_schema(self._results, strategy_of(trainer))
+        cast(JoinResultCollection, self._results).settle()
         trainer._logger_connector.on_epoch_end()
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
@@ -122,5 +122,5 @@ class JoinEvaluationLoop(EvaluationLoop):
             if self._is_sequential and self.num_dataloaders > 1:
                 self._results.dataloader_idx = self._stored
             self._stored += 1
-            share_schema(self._results, strategy_of(self.trainer))
+            cast(JoinResultCollection, self._results).settle()
             self._store_dataloader_outputs()

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import FitLoop, call
 from lightning_join._fetcher import ReadAheadFetcher
-from lightning_join._logging import check_monitored, share_schema
+from lightning_join._logging import JoinResultCollection, check_monitored
 from lightning_join.loops import _loaders
 from lightning_join.loops._access import channel_of, strategy_of
 from torch_join import name_ranks
@@ -156,12 +156,13 @@ class JoinFitLoop(FitLoop):
         strategy = strategy_of(trainer)
         assert strategy.join is not None
         strategy.join.finish()
-        share_schema(self.epoch_loop._results, strategy)
+        results = cast(JoinResultCollection, self.epoch_loop._results)
+        results.settle()
         trainer._logger_connector.epoch_end_reached()
         self.epoch_progress.increment_processed()
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
         call._call_lightning_module_hook(trainer, "on_train_epoch_end")
-        share_schema(self.epoch_loop._results, strategy)  # the hooks may have logged on some ranks only
+        results.settle()  # the hooks may have logged, and on some ranks only
         check_monitored(trainer, strategy.channel)
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
         trainer._logger_connector.on_epoch_end()
