@@ -189,9 +189,18 @@ class StoreChannel(Channel):
         return PeerFailedError(f"Rank {rank} failed, so rank {self.rank} cannot go on. Rank {rank}: {reason}")
 
     def roll_call(self) -> list[int]:
-        self._store.set(f"here/{self.rank}", "1")
-        time.sleep(_MOMENT)
-        return [rank for rank in range(self.world_size) if not self._store.check([f"here/{rank}"])]
+        everyone = [f"here/{rank}" for rank in range(self.world_size)]
+        try:
+            self._store.set(everyone[self.rank], "1")
+            # A rank that has only begun to wait answers when its patience is at an end.
+            deadline = time.monotonic() + _PATIENCE.total_seconds() + _MOMENT
+            while time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                if self._store.check(everyone) or self._store.check(["failure"]):
+                    break
+            return [rank for rank, key in enumerate(everyone) if not self._store.check([key])]
+        except RuntimeError:  # the store went down with its host
+            return []
 
     def close(self) -> None:
         for index in range(max(0, self._gathers - 2), self._gathers):
@@ -211,6 +220,7 @@ class StoreChannel(Channel):
         return found
 
     def _wait_long(self, keys: list[str]) -> None:
+        self._store.set(f"here/{self.rank}", "1")  # an answer to whoever calls the roll
         now = time.monotonic()
         deadline, next_probe = now + self._timeout.total_seconds(), now
         while not self._store.check(keys):
@@ -228,6 +238,12 @@ class StoreChannel(Channel):
         if group is None:
             return
         gone = [r for r in range(self.world_size) if r != self.rank and _compat.is_gone(group, r)]
+        if gone:
+            # It may have failed with a word, or broken off with gloo alone, at a timeout of a collective.
+            time.sleep(2 * _MOMENT)
+            if (failure := self.failure()) is not None:
+                raise failure
+            gone = [rank for rank in gone if not self._store.check([f"here/{rank}"])]
         if gone:
             raise PeerFailedError(
                 f"The process of {name_ranks(gone)} is gone: killed, or ended without a word. Its own log, or the"

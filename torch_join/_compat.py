@@ -56,7 +56,10 @@ def is_sparse_embedding(module: nn.Module) -> bool:
 
 def is_communication_error(error: BaseException) -> bool:
     """Whether `error` comes from a collective (gloo's have no class of their own)."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    signs = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
 
 
 def is_gone(group: dist.ProcessGroup, rank: int) -> bool:

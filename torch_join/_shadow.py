@@ -100,7 +100,8 @@ class ModelShadow:
         if not self.ddp.broadcast_buffers:
             return
         named = self.ddp.module.named_buffers()
-        buffers = [b.detach() for name, b in named if name not in self.ddp.parameters_to_ignore]
+        # As DDP does it, past autograd's eyes: a graph that waits for its backward may have saved them.
+        buffers = [b.data for name, b in named if name not in self.ddp.parameters_to_ignore]
         if buffers:
             _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
 
