@@ -44,6 +44,7 @@ class Outcome:
     error: str = ""  # "Type: message", with the causes that it was raised from
     trace: str = ""
     seconds: float = 0.0
+    ends: bool = False  # the process ends with it: torch cannot begin anew after half a process group
 
 
 class Workers:
@@ -112,8 +113,9 @@ class Workers:
                 try:
                     outcomes[rank] = connection.recv()  # type: ignore[union-attr]
                 except EOFError:
+                    outcomes[rank] = Outcome(error="the process ended", ends=True)
+                if outcomes[rank].ends:
                     self._processes.pop(rank).join()
-                    outcomes[rank] = Outcome(error="the process ended")
         return [outcomes[rank] for rank in range(world_size)]
 
     def pid(self, rank: int) -> int:
@@ -171,6 +173,10 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
         try:
             if store:
                 _join_group(rank, world_size, rendezvous, store, timeout)
+        except BaseException as error:
+            connection.send(Outcome(error=_describe(error), trace=traceback.format_exc(), ends=True))
+            return
+        try:
             value = function(rank, *args)
             if dist.is_initialized():
                 dist.barrier()  # nobody hangs up on a rank that is still reading
