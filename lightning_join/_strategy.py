@@ -99,10 +99,10 @@ class DDPJoinStrategy(DDPStrategy):
         super().setup_environment()
         if self.enable_join:
             assert self.lightning_module is not None
-            self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
             trainer = self.lightning_module.trainer
             check_module(self.lightning_module, trainer.state.fn, self.world_size)
             take_over(trainer, self)
+            self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING

@@ -161,7 +161,6 @@ class Workers:
 
 def _serve(connection: Connection, rank: int, stack_file: str) -> None:
     stacks = open(stack_file, "a")  # noqa: SIM115  faulthandler needs it open for good
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     while True:
@@ -169,6 +168,9 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
             function, args, world_size, rendezvous, store, timeout = connection.recv()
         except EOFError:
             return
+        # Anew each time: Lightning puts back the signal handlers that Python knows of, and not this one.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         start = time.monotonic()
         try:
             if store:

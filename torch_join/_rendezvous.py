@@ -11,6 +11,8 @@ from torch_join import _compat
 from torch_join._channel import Channel, StoreChannel
 from torch_join._errors import JoinTimeoutError
 
+_CONNECTING = timedelta(seconds=30)
+
 # One connection per group, as long as the group lives: to the job's store, or to one of ours, which the
 # group's first rank serves with it.
 _connections: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
@@ -59,4 +61,9 @@ def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
     host, port = job.get("address").decode().split()
     # On one machine the name need not resolve, so do not rely on it.
     host = "127.0.0.1" if host == here else host
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    try:
+        # It is there already, or its process has ended: no reason to wait for long.
+        limit = min(timeout, _CONNECTING)
+        return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+    except RuntimeError as error:
+        raise JoinTimeoutError(f"Rank {rank} cannot reach the store of the group's first rank: {error}") from error
