@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from tests.workers import Workers
 from torch_join import Channel, JoinTimeoutError, JoinValueError, PeerFailedError, open_channel, telling_failures
-from torch_join._channel import Beat, StoreChannel
+from torch_join._channel import Beat
+from torch_join._store_channel import StoreChannel
 
 
 def test_a_world_of_one_needs_no_store() -> None:

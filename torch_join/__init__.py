@@ -12,6 +12,7 @@ from torch_join._errors import (
     name_ranks,
 )
 from torch_join._failures import telling_failures
+from torch_join._join import Join
 from torch_join._lockstep import LockstepJoin
 from torch_join._rendezvous import open_channel
 from torch_join._sampler import UnpaddedDistributedSampler
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Channel",
     "EarlyTerminationError",
+    "Join",
     "JoinError",
     "JoinTimeoutError",
     "JoinTypeError",

@@ -3,13 +3,14 @@
 `tests/test_compat.py` notices when one of them goes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 _PROBE_TAG = 0x7001
@@ -80,3 +81,28 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
 def store_error() -> type[Exception]:
     """Return the error of a store whose wait timed out."""
     return torch.distributed.DistStoreError
+
+
+def backward_in_progress() -> int:
+    """Return a number for the backward that this thread is in, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have `callback` called when the backward that is under way ends, after those queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def join_config(joinable: Joinable) -> Any:
+    """Return what `Join.notify_join_context` reads of `joinable`."""
+    return joinable._join_config
+
+
+def set_join_config(joinable: Joinable, config: Any) -> None:
+    """Set what `Join.notify_join_context` reads of `joinable`."""
+    joinable._join_config = config
+
+
+def zero_shard(zero: Any, rank: int) -> list[Tensor]:
+    """Return the parameters that `rank` steps for a `ZeroRedundancyOptimizer`."""
+    return [p for group in zero._partition_parameters()[rank] for p in group["params"]]

@@ -8,8 +8,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from torch_join import _compat
-from torch_join._channel import Channel, StoreChannel
+from torch_join._channel import Channel
 from torch_join._errors import JoinTimeoutError
+from torch_join._store_channel import StoreChannel
 
 _CONNECTING = timedelta(seconds=30)
 

@@ -14,6 +14,7 @@ and momentum and weight decay would move parameters that no rank used.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_join import _compat
 from torch_join._errors import JoinTypeError, UnsupportedError
+
+# Which parameters fired in a model's first iteration, and how often: models outlive their shadows.
+_first_iterations: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
 
 
 class ModelShadow:
@@ -49,30 +53,33 @@ class ModelShadow:
             )
         self.ddp = ddp
         named = ddp.module.named_parameters()
-        self._parameters = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
+        self.parameters = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
         self._sparse = {
             id(p) for m in ddp.module.modules() if _compat.is_sparse_embedding(m) for p in m.parameters(recurse=False)
         }
         # Under `static_graph` the first iteration decides how often each parameter fires in all others.
-        self._fired: dict[int, int] | None = None
-        self._watches: list[RemovableHandle] = []
-        if ddp.static_graph:
-            self._watch_first_iteration()
+        self._fired: dict[int, int] | None = _first_iterations.setdefault(ddp, {}) if ddp.static_graph else None
+        self._watches = [self._watch(p, self._fired) for p in self.parameters] if self._fired == {} else []
 
     @contextmanager
     def step(self, shadow: bool) -> Iterator[None]:
         """Put around a whole step, forward and backward, in which this rank is a shadow or is not."""
-        muted = {id(p): dict(_compat.backward_hooks(p)) for p in self._parameters} if shadow else {}
-        for parameter in self._parameters if shadow else ():
+        muted = {id(p): dict(_compat.backward_hooks(p)) for p in self.parameters} if shadow else {}
+        for parameter in self.parameters if shadow else ():
             # The user's hooks expect a gradient, and here there is none.
             _compat.backward_hooks(parameter).clear()
         try:
             yield
         finally:
-            for parameter in self._parameters if shadow else ():
+            for parameter in self.parameters if shadow else ():
                 _compat.backward_hooks(parameter).update(muted[id(parameter)])
-            if self._fired:
-                self._stop_watching()
+            self.settle()
+
+    def settle(self) -> None:
+        """Stop watching which parameters fire, once the first iteration has shown it."""
+        if self._fired:
+            while self._watches:
+                self._watches.pop().remove()
 
     def forward(self) -> Tensor:
         """Run the wrapper's forward on nothing.
@@ -84,7 +91,7 @@ class ModelShadow:
             UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
 
         """
-        parameters = [p for p in self._parameters if p.requires_grad and self._fires(p)]
+        parameters = [p for p in self.parameters if p.requires_grad and self._fires(p)]
         sparse = [id(p) in self._sparse for p in parameters]
         module = self.ddp.module
         self.ddp.module = _StandIn(module, parameters, sparse)
@@ -117,6 +124,12 @@ class ModelShadow:
             )
         return times == 1
 
+    def _watch(self, parameter: Tensor, fired: dict[int, int]) -> RemovableHandle:
+        def count(*_: Any) -> None:
+            fired[id(parameter)] = fired.get(id(parameter), 0) + 1
+
+        return get_gradient_edge(parameter).node.register_prehook(count)
+
     def _watch_first_iteration(self) -> None:
         fired: dict[int, int] = {}
         self._fired = fired
@@ -128,11 +141,7 @@ class ModelShadow:
             node = get_gradient_edge(parameter).node
             return node.register_prehook(count)
 
-        self._watches = [watch(p) for p in self._parameters]
-
-    def _stop_watching(self) -> None:
-        while self._watches:
-            self._watches.pop().remove()
+        self._watches = [watch(p) for p in self.parameters]
 
 
 class _StandIn(nn.Module):

@@ -1,0 +1,180 @@
+"""Every private name of torch that the collective tap touches (seen in torch 2.13.0).
+
+`tests/test_tap.py` notices when one of them goes.
+"""
+
+import functools
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd import graph
+from torch.distributed import c10d_logger, distributed_c10d
+from torch.nn.modules import _functions
+
+# The dispatcher's operators, by what they are called in `torch.distributed`.
+OPERATORS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "reduce_": "reduce",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_single_coalesced",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "_allgather_base_": "all_gather_single",
+    "allgather_into_tensor_coalesced_": "all_gather_single_coalesced",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "broadcast_": "broadcast",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "barrier": "barrier",
+    "monitored_barrier_": "monitored_barrier",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+}
+# An operator that communicates with nobody.
+_LOCAL_OPERATORS = {"check_for_nan"}
+
+AllgatherOptions = distributed_c10d.AllgatherOptions  # the one of its kind that torch.distributed does not export
+
+_ENGINE = graph._engine_run_backward.__code__
+_SYNC_BATCH_NORM = _functions.SyncBatchNorm.forward.__code__
+_C10D_FILE = distributed_c10d.__file__
+_LOGGER_FILE = c10d_logger.__file__
+
+
+@functools.cache
+def operators() -> tuple[str, ...]:
+    """Return the names of the `c10d` operators that communicate, known to `OPERATORS` or not."""
+    names = torch._C._dispatch_get_all_op_names()
+    found = {name.removeprefix("c10d::") for name in names if name.startswith("c10d::")}
+    return tuple(sorted(found - _LOCAL_OPERATORS))
+
+
+def overload(name: str) -> Any:
+    """Return the `c10d` operator of this name (each has one overload)."""
+    return getattr(torch.ops.c10d, name).default
+
+
+def argument_names(name: str) -> tuple[str, ...]:
+    """Return the names of an operator's arguments, in order."""
+    return tuple(argument.name for argument in overload(name)._schema.arguments)
+
+
+def below(keyset: Any) -> Any:
+    """Return what is left of a call's keyset after the key at which the tap listens."""
+    return keyset & torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def has_kernel(name: str) -> bool:
+    """Whether an operator has a kernel at the key at which the tap listens."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "BackendSelect"))
+
+
+def c10d_library() -> Any:
+    """Return something to register kernels of the `c10d` operators with."""
+    make: Any = torch.library.Library
+    return make("c10d", "IMPL")
+
+
+def destroy(library: Any) -> None:
+    """Take back everything that `library` has registered."""
+    library._destroy()
+
+
+def unbox_group(boxed: Any) -> dist.ProcessGroup:
+    """Return the process group that an operator was given."""
+    group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
+    return group
+
+
+def unbox_reduce_op(boxed: Any) -> str:
+    """Return the name of the reduce operation that an operator was given."""
+    name: str = dist.ReduceOp.RedOpType(boxed.op()).name
+    return name
+
+
+def reduce_op(name: str) -> Any:
+    """Return the reduce operation of this name."""
+    return getattr(dist.ReduceOp, name)
+
+
+def group_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Return the global ranks of a group's members, or nothing for a group that is not `torch.distributed`'s."""
+    return list(distributed_c10d._world.pg_group_ranks.get(group, ()))
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """Return the group of this name, if this rank is a member of it."""
+    for group, its_name in distributed_c10d._world.pg_names.items():
+        if its_name == name:
+            return group
+    return None
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def waits_for_backward(thread: int) -> bool:
+    """Whether another thread waits for a backward pass that the engine's own threads run."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code is _ENGINE
+
+
+def is_ddps(operation: str, caller: FrameType | None) -> bool:
+    """Whether DDP issued a collective in backward, itself or through a communication hook.
+
+    Its reducer is called by the engine, and calls, without any Python between, and only ever
+    all-reduces; a communication hook is known by the bucket that it was given.
+    """
+    if caller is None or caller.f_code is _ENGINE:
+        return operation == "all_reduce"
+    while caller is not None and caller.f_code is not _ENGINE:
+        if any(isinstance(value, dist.GradBucket) for value in caller.f_locals.values()):
+            return True
+        caller = caller.f_back
+    return False
+
+
+class Origin(NamedTuple):
+    """Where in Python a collective comes from.
+
+    Attributes:
+        function: The frame of the function of `torch.distributed` that was called, if it was one. Some
+            call each other (`batch_isend_irecv`, `isend`): this is the outermost.
+        caller: The frame that called it.
+
+    """
+
+    function: FrameType | None
+    caller: FrameType | None
+
+    @property
+    def is_sync_batch_norm(self) -> bool:
+        """Whether SyncBatchNorm's forward called."""
+        return self.caller is not None and self.caller.f_code is _SYNC_BATCH_NORM
+
+
+def origin(caller: FrameType | None) -> Origin:
+    """Find out where a collective comes from, given the innermost Python frame."""
+    function = None
+    while caller is not None and caller.f_code.co_filename in (_C10D_FILE, _LOGGER_FILE):
+        if caller.f_code.co_filename == _C10D_FILE:
+            function = caller
+        caller = caller.f_back
+    if function is not None and function.f_code.co_name.startswith("_"):
+        function = None
+    return Origin(function, caller)
+
+
+def gather_object_destination(frame: FrameType) -> int:
+    """Return the destination, as a rank of the group, from the frame of a `gather_object`."""
+    destination: int = frame.f_locals["group_dst"]
+    return destination

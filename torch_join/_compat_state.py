@@ -1,0 +1,51 @@
+"""The private names of torch that the handover touches (seen in torch 2.13.0).
+
+`tests/test_handover.py` notices when one of them goes.
+"""
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.constants import default_pg_timeout
+
+
+def scale_device(scaler: GradScaler) -> str | None:
+    """Return the kind of device that `scaler` keeps its scale on; it makes the tensors when first used."""
+    scale = getattr(scaler, "_scale", None)  # a disabled scaler lacks it
+    return None if scale is None else scale.device.type
+
+
+def was_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether LR schedulers have seen `optimizer` step (they warn where it was not)."""
+    return bool(getattr(optimizer, "_opt_called", False))
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Make LR schedulers see `optimizer` as stepped."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether `module`'s own buffer `name` is part of its state dict."""
+    return name not in module._non_persistent_buffers_set
+
+
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` is a `ZeroRedundancyOptimizer`, without importing it (which warns)."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of `group`'s collectives, or the default where its backend does not tell."""
+    device = dist.get_backend_config(group).split(",")[0].split(":")[0]
+    try:
+        options: Any = group._get_backend(torch.device(device)).options
+        return timedelta(seconds=options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return default_pg_timeout

@@ -1,0 +1,78 @@
+"""Reading a loader so that its end is known in time."""
+
+from collections import deque
+from collections.abc import Iterable, Sized
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from torch_join._errors import JoinValueError
+
+T = TypeVar("T")
+
+
+def certain_length(loader: Iterable[Any]) -> int | None:
+    """Return the length of `loader` if there is reason to trust it."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None  # DataLoader's is a guess there
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class Reader(Generic[T]):
+    """An iterator that can look ahead."""
+
+    def __init__(self, loader: Iterable[T]) -> None:
+        self._iterator = iter(loader)
+        self._ahead: deque[T] = deque()
+        self._ended = False
+
+    def has_next(self, ahead: int = 1) -> bool:
+        """Whether there are `ahead` more batches."""
+        while len(self._ahead) < ahead and not self._ended:
+            try:
+                self._ahead.append(next(self._iterator))
+            except StopIteration:
+                self._ended = True
+        return len(self._ahead) >= ahead
+
+    def take(self) -> T:
+        """Return the next batch."""
+        self.has_next()
+        return self._ahead.popleft()
+
+    def length_if_known(self, step: int) -> int | None:
+        """Return the number of batches if the end is no more than two batches away, having taken `step`."""
+        return None if self.has_next(2) else step + len(self._ahead)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the next batch, 0 without one."""
+        return count_samples(self._ahead[0]) if self.has_next() else 0
+
+
+def count_samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor in `batch`.
+
+    Raises:
+        JoinValueError: There is none.
+    """
+    first = _first_tensor(batch)
+    if first is None:
+        raise JoinValueError(
+            f"weighting='samples' takes a batch's size from the first dimension of its first tensor, and a batch of"
+            f" type {type(batch).__name__} has none. Use another weighting, or put a tensor in the batch."
+        )
+    return len(first)
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch if batch.ndim > 0 else None
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)

@@ -1,0 +1,246 @@
+"""What is handed over of each kind of object: how it is captured on the source and restored elsewhere.
+
+model        parameters, buffers (also those outside the state dict), extra state
+optimizer    hyperparameters of every group, state of every parameter; of a sharded one
+             (ZeroRedundancyOptimizer) the hyperparameters only, because each rank owns a shard
+LR scheduler, GradScaler, anything else    what its `state_dict` returns
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torch_join import _compat_state
+from torch_join._errors import JoinTypeError, JoinValueError
+from torch_join._specs import TensorSpec
+from torch_join._state import MISSING, Capture, Restore, has_state
+
+_ACCEPTED = (
+    "a model (torch.nn.Module, DistributedDataParallel), an optimizer, an LR scheduler, a GradScaler, or"
+    " anything with state_dict and load_state_dict"
+)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The state of one object.
+
+    Attributes:
+        state: Its tree.
+        hints: What helps to restore it but is not a part of it.
+
+    """
+
+    state: Any
+    hints: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How objects of one kind are handed over.
+
+    Attributes:
+        name: The kind.
+        capture: Turns such an object into `Captured`; the string names it in errors.
+        restore: Puts that into the object of another rank.
+
+    """
+
+    name: str
+    capture: Callable[[Any, Capture, str], Captured]
+    restore: Callable[[Captured, Any, Restore, str], None]
+
+
+def kind_of(value: Any) -> Kind:
+    """Return how `value` is handed over.
+
+    Raises:
+        JoinTypeError: It is of no kind that can be.
+
+    """
+    for kind, accepts in KINDS.items():
+        if accepts(value):
+            return kind
+    raise JoinTypeError(f"A {type(value).__name__} has no state to hand over. Expected {_ACCEPTED}.")
+
+
+def order_of(value: Any) -> int:
+    """Return the place of `value`'s kind: what others build on comes before them."""
+    return list(KINDS).index(kind_of(value))
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
+    # Under all its names: what is one tensor on the source may be two elsewhere.
+    parameters: Any = _inner(model).named_parameters(remove_duplicate=False)
+    buffers = _inner(model).named_buffers(remove_duplicate=False)
+    return {n: p for n, p in parameters if n not in ignored}, {n: b for n, b in buffers if n not in ignored}
+
+
+def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    default = nn.Module.get_extra_state
+    return {name: m for name, m in _inner(model).named_modules() if type(m).get_extra_state is not default}
+
+
+def _capture_model(model: nn.Module, capture: Capture, name: str) -> Captured:
+    parameters, buffers = _named_tensors(model)
+    persistent = [key for key in buffers if _compat_state.is_persistent(*_owner(model, key))]
+    return Captured(
+        {
+            "parameters": {key: capture.tensor(p, f"{name}: {key}") for key, p in parameters.items()},
+            "buffers": {key: capture.tensor(b, f"{name}: {key}") for key, b in buffers.items()},
+            "extra": {
+                key: capture.tree(module.get_extra_state(), f"{name}: {key}.get_extra_state()")
+                for key, module in _extra_states(model).items()
+            },
+        },
+        {"persistent": persistent},
+    )
+
+
+def _restore_model(captured: Captured, model: nn.Module, restore: Restore, name: str) -> None:
+    parameters, buffers = _named_tensors(model)
+    state = captured.state
+    if state["parameters"].keys() != parameters.keys():
+        names = sorted(state["parameters"].keys() ^ parameters.keys())
+        raise JoinValueError(f"{name} has other parameters than on the source: {names} are not on both.")
+    for key, slot in state["parameters"].items():
+        if restore.tensor(slot, parameters[key]) is not parameters[key]:
+            here, there = TensorSpec.of(parameters[key]), restore.specs[slot.index]
+            raise JoinValueError(f"{name}: {key} is {here} here and {there} on the source.")
+    device = next(iter(parameters.values())).device if parameters else None
+    for key in buffers.keys() - state["buffers"].keys():
+        module, own = _owner(model, key)
+        restore.later(lambda module=module, own=own: setattr(module, own, None))  # type: ignore[misc]
+    for key, slot in state["buffers"].items():
+        buffer = restore.tensor(slot, buffers.get(key, MISSING), device)
+        if buffer is not buffers.get(key):
+            restore.later(lambda key=key, b=buffer: _set_buffer(model, key, b, key in captured.hints["persistent"]))  # type: ignore[misc]
+    modules = _extra_states(model)
+    for key, tree in state["extra"].items():
+        value = restore.value(tree, modules[key].get_extra_state(), f"{name}: {key}", device, reuse=False)
+        restore.later(lambda key=key, value=value: modules[key].set_extra_state(value))  # type: ignore[misc]
+
+
+def _owner(model: nn.Module, key: str) -> tuple[nn.Module, str]:
+    path, _, own = key.rpartition(".")
+    return _inner(model).get_submodule(path), own
+
+
+def _set_buffer(model: nn.Module, key: str, buffer: Tensor, persistent: bool) -> None:
+    module, own = _owner(model, key)
+    if hasattr(module, own):
+        setattr(module, own, buffer)
+    else:
+        module.register_buffer(own, buffer, persistent)
+
+
+def _group_lists(optimizer: Optimizer) -> list[list[dict[str, Any]]]:
+    # A sharded optimizer takes its hyperparameters from its own groups, and the other way round, at each step.
+    inner = [optimizer.optim.param_groups] if _compat_state.is_sharded(optimizer) else []  # type: ignore[attr-defined]
+    return [optimizer.param_groups, *inner]
+
+
+def _states(optimizer: Optimizer) -> Iterator[tuple[Any, Any, torch.device | None]]:
+    """Yield a name that all ranks share, the key in `state`, and the device for every entry there may be."""
+    if _compat_state.is_sharded(optimizer):
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            yield (index, position), parameter, parameter.device
+    for key in list(optimizer.state):
+        if not isinstance(key, Tensor):
+            yield key, key, None
+
+
+def _capture_optimizer(optimizer: Optimizer, capture: Capture, name: str) -> Captured:
+    hyperparameters = [
+        [
+            capture.tree({k: v for k, v in group.items() if k != "params"}, f"{name}: param_groups[{index}]")
+            for index, group in enumerate(groups)
+        ]
+        for groups in _group_lists(optimizer)
+    ]
+    state = {
+        shared: capture.tree(dict(optimizer.state[key]), f"{name}: state[{shared}]")
+        for shared, key, _ in _states(optimizer)
+        if key in optimizer.state
+    }
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    hints = {"stepped": _compat_state.was_stepped(optimizer), "sizes": sizes}
+    return Captured({"groups": hyperparameters, "state": state}, hints)
+
+
+def _restore_optimizer(captured: Captured, optimizer: Optimizer, restore: Restore, name: str) -> None:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != captured.hints["sizes"]:
+        raise JoinValueError(
+            f"{name} has groups of {sizes} parameters here and of {captured.hints['sizes']} on the source."
+        )
+    for trees, groups in zip(captured.state["groups"], _group_lists(optimizer), strict=True):
+        for index, (tree, group) in enumerate(zip(trees, groups, strict=True)):
+            values = restore.value(tree, group, f"{name}: param_groups[{index}]")
+            restore.later(lambda g=group, v=values: _replace(g, {"params": g["params"], **v}))  # type: ignore[misc]
+    states = captured.state["state"]
+    own = {shared: (key, device) for shared, key, device in _states(optimizer)}
+    for shared, (key, _) in own.items():
+        if shared not in states and key in optimizer.state:
+            restore.later(lambda key=key: optimizer.state.pop(key))  # type: ignore[misc]
+    for shared, tree in states.items():
+        key, device = own.get(shared, (shared, None))
+        entry = optimizer.state.get(key, {})
+        values = restore.value(tree, entry, f"{name}: state[{shared}]", device)
+        restore.later(lambda key=key, e=entry, v=values: optimizer.state.__setitem__(key, _replace(e, v)))  # type: ignore[misc]
+    if captured.hints["stepped"]:
+        restore.later(lambda: _compat_state.mark_stepped(optimizer))
+
+
+def _replace(entries: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    entries.clear()
+    entries.update(values)
+    return entries
+
+
+def _capture_state(value: Any, capture: Capture, name: str) -> Captured:
+    return Captured(capture.tree(value.state_dict(), f"{name}.state_dict()"))
+
+
+def _restore_state(captured: Captured, value: Any, restore: Restore, name: str) -> None:
+    # What `state_dict` returns may be shared with anything, so its tensors are not written to.
+    state = restore.value(captured.state, value.state_dict(), f"{name}.state_dict()", reuse=False)
+    restore.later(lambda: value.load_state_dict(state))
+
+
+def _capture_scaler(scaler: GradScaler, capture: Capture, name: str) -> Captured:
+    state = _capture_state(scaler, capture, name).state
+    return Captured(state, {"enabled": scaler.is_enabled(), "device": _compat_state.scale_device(scaler)})
+
+
+def _restore_scaler(captured: Captured, scaler: GradScaler, restore: Restore, name: str) -> None:
+    if scaler.is_enabled() != captured.hints["enabled"]:
+        raise JoinValueError(f"{name} is enabled on the source or here, but not on both.")
+    _restore_state(captured, scaler, restore, name)
+    if captured.hints["device"] is not None and _compat_state.scale_device(scaler) is None:
+        # It makes its tensors at first use; without them `update` would raise here and not on the source.
+        restore.later(lambda: scaler.scale(torch.zeros((), device=captured.hints["device"])))
+
+
+# In the order in which they are handed over.
+KINDS: dict[Kind, Callable[[Any], bool]] = {
+    Kind("model", _capture_model, _restore_model): lambda value: isinstance(value, nn.Module),
+    Kind("optimizer", _capture_optimizer, _restore_optimizer): lambda value: isinstance(value, Optimizer),
+    Kind("LR scheduler", _capture_state, _restore_state): lambda value: isinstance(value, LRScheduler),
+    Kind("GradScaler", _capture_scaler, _restore_scaler): lambda value: isinstance(value, GradScaler),
+    Kind("other", _capture_state, _restore_state): has_state,
+}

@@ -1,0 +1,100 @@
+"""What a tensor is, apart from its contents, and how these lie in memory."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor is, without its contents.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        device: The type of its device.
+        stride: The strides of a dense tensor that is laid out like it.
+        expanded: The dimensions along which all elements are one in memory.
+
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    stride: tuple[int, ...]
+    expanded: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Describe `tensor`."""
+        stride = torch.empty_like(tensor, device="meta").stride()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type, stride, expanded_dimensions(tensor))
+
+    @property
+    def storage_shape(self) -> tuple[int, ...]:
+        """The shape of what `storage_view` returns of it: that in which its contents travel."""
+        return tuple(1 if d in self.expanded else self.shape[d] for d in self._order)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its contents, elements that are one in memory counted once."""
+        return math.prod(self.storage_shape) * self.dtype.itemsize
+
+    @property
+    def _order(self) -> list[int]:
+        return sorted(range(len(self.shape)), key=lambda d: -self.stride[d])
+
+    def permuted(self, tensor: Tensor) -> Tensor:
+        """View `tensor` with its dimensions in the order of this one's strides, so that such a tensor is contiguous."""
+        return tensor.permute(self._order)
+
+    def create(self, device: torch.device | None = None) -> Tensor:
+        """Create such a tensor, on `device` if that is of the right type."""
+        place = device if device is not None and device.type == self.device else self.device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
+
+    def fits(self, tensor: Any) -> bool:
+        """Whether `tensor` can hold the contents of such a tensor, bit for bit and in place."""
+        return (
+            isinstance(tensor, Tensor)
+            and flaw(tensor) is None
+            and tuple(tensor.shape) == self.shape
+            and tensor.dtype == self.dtype
+            and tensor.device.type == self.device
+            and not tensor.is_inference()
+            and expanded_dimensions(tensor) in ((), self.expanded)
+        )
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+
+def flaw(tensor: Tensor) -> str | None:
+    """Say why the contents of `tensor` cannot be copied as bytes, if they cannot."""
+    if is_lazy(tensor):
+        return "is not initialized (run a forward first)"
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"is a {type(tensor).__name__}"
+    if tensor.is_quantized or tensor.device.type == "meta":
+        return "is quantized" if tensor.is_quantized else "is on the meta device"
+    return None
+
+
+def expanded_dimensions(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions along which all elements of `tensor` are one in memory."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(dimension for dimension, (size, stride) in enumerate(sizes) if stride == 0 and size > 1)
+
+
+def storage_view(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """View `tensor` without repeated elements and in the order of `spec`'s memory: contiguous if it is laid out so."""
+    view = tensor.detach()
+    for dimension in expanded_dimensions(tensor):
+        view = view.narrow(dimension, 0, 1)
+    return spec.permuted(view)

@@ -1,0 +1,44 @@
+"""Every mechanism is a joinable: what an active rank announces and how a joined rank answers."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._compat_state import is_sharded
+from torch_join._errors import JoinTypeError
+from torch_join.joinables._part import Part
+from torch_join.joinables.custom import CustomPart
+from torch_join.joinables.metric import MetricPart, holds_metrics
+from torch_join.joinables.model import ModelPart
+from torch_join.joinables.optimizer import ShardedOptimizerPart
+
+if TYPE_CHECKING:
+    from torch_join._join import Join
+
+__all__ = ["CustomPart", "MetricPart", "ModelPart", "Part", "ShardedOptimizerPart", "holds_metrics", "make_parts"]
+
+
+def make_parts(join: "Join", joinables: Sequence[Any], options: dict[str, Any]) -> list[Part]:
+    """Wrap each of `joinables` that does something in a step; the others are only handed over.
+
+    Raises:
+        JoinTypeError: One of them is of a type that cannot take part.
+    """
+    parts: list[Part] = []
+    for thing in joinables:
+        if isinstance(thing, DistributedDataParallel):
+            parts.append(ModelPart(join, len(parts), thing))
+        elif is_sharded(thing):
+            parts.append(ShardedOptimizerPart(join, len(parts), thing))
+        elif isinstance(thing, Joinable):
+            parts.append(CustomPart(join, len(parts), thing, options))
+        elif holds_metrics(thing):
+            parts.append(MetricPart(join, len(parts), thing))
+        elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise JoinTypeError(
+                f"Join takes DDP models, optimizers, schedulers, torch Joinables and anything with state_dict and"
+                f" load_state_dict, not {type(thing).__name__}."
+            )
+    return parts

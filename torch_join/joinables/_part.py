@@ -1,0 +1,51 @@
+"""What `Join` knows of the things it is given."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_join._join import Join
+
+
+class Part:
+    """One of the things given to `Join`, on this rank.
+
+    On an active rank it announces, in the tail, what it is about to do with others; on a joined rank
+    `answer` does the same with nothing.
+    """
+
+    def __init__(self, join: "Join", index: int) -> None:
+        self.join = join
+        self.index = index
+        self._undo: list[Callable[[], None]] = []
+
+    def enter(self) -> None:
+        """Install what lets this rank notice; each piece adds its removal to `_undo`."""
+
+    def exit(self) -> None:
+        """Remove all that was installed."""
+        while self._undo:
+            self._undo.pop()()
+
+    def announce(self, kind: str, payload: Any = None) -> None:
+        """Tell the joined ranks what comes next, if there are any."""
+        self.join.announce(self.index, kind, payload)
+
+    def answer(self, kind: str, payload: Any) -> None:
+        """Do, on a joined rank, the counterpart of what was announced."""
+        raise NotImplementedError
+
+    def enter_tail(self) -> None:
+        """Some rank has joined, and this one is active."""
+
+    def leave_tail(self) -> None:
+        """All ranks have joined."""
+
+    def last_words(self) -> Any:
+        """Return, on the rank whose state all others take, what `close` needs to know."""
+
+    def close(self, words: Any, source: int) -> None:
+        """Take, on every rank, what the source's `last_words` say; the tail is over."""
+
+    def after_all(self, is_last_joiner: bool) -> None:
+        """The context ends."""

@@ -1,0 +1,53 @@
+"""A `Joinable` of the user's own, written against torch's documentation."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.algorithms.join import Joinable
+
+from torch_join import _compat
+from torch_join.joinables._part import Part
+
+if TYPE_CHECKING:
+    from torch_join._join import Join
+
+
+class CustomPart(Part):
+    """Its `notify_join_context` becomes the announcement that its collectives come next."""
+
+    def __init__(self, join: "Join", index: int, joinable: Joinable, options: dict[str, Any]) -> None:
+        super().__init__(join, index)
+        self.joinable = joinable
+        self._hook = joinable.join_hook(**options)
+
+    def enter(self) -> None:
+        before = _compat.join_config(self.joinable)
+        _compat.set_join_config(self.joinable, _Announcing(self))
+        self._undo.append(lambda: _compat.set_join_config(self.joinable, before))
+
+    def notified(self) -> None:
+        """Announce the main hook's collectives; `notify_join_context` has been called."""
+        if self.join.serving:
+            return
+        self.join.before_notice(self)
+        self.announce("hook")
+
+    def answer(self, kind: str, payload: Any) -> None:
+        self.join.run_hook(self._hook.main_hook)
+
+    def after_all(self, is_last_joiner: bool) -> None:
+        self._hook.post_hook(is_last_joiner)
+
+
+class _Announcing:
+    """A join configuration; torch reads `is_first_joinable` at each `notify_join_context`."""
+
+    enable = False
+    throw_on_early_termination = False
+
+    def __init__(self, part: CustomPart) -> None:
+        self._part = part
+
+    @property
+    def is_first_joinable(self) -> bool:
+        self._part.notified()
+        return False

@@ -1,0 +1,193 @@
+"""A DDP model: its forward and backward are announced, and shadowed by zero-gradient passes.
+
+Announced are each forward (with its grad mode and whether it will sync) and, once per backward and
+model, the moment before DDP sees the model's first gradient: a prehook on the parameters' gradient
+accumulators fires exactly then. A node on the model's outputs would not do: it fires for a gradient
+penalty's `autograd.grad` too, and misses L2 terms on the parameters.
+"""
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from torch_join import _compat
+from torch_join._errors import JoinError
+from torch_join._reader import count_samples
+from torch_join._shadow import ModelShadow
+from torch_join.joinables._part import Part
+
+if TYPE_CHECKING:
+    from torch_join._join import Join
+
+_CLEARED, _KEPT, _CHANGED = "cleared", "kept", "changed"
+
+
+class ModelPart(Part):
+    """A `DistributedDataParallel` model in a plain loop."""
+
+    def __init__(self, join: "Join", index: int, ddp: DistributedDataParallel) -> None:
+        super().__init__(join, index)
+        self.ddp = ddp
+        self._shadow = ModelShadow(ddp)
+        self._parameters = self._shadow.parameters
+        self.synced = 0  # backwards of this context in which gradients were averaged
+        self._armed = False  # the last forward will sync in backward
+        self._pending: list[Tensor] = []  # a joined rank's shadow outputs that wait for a backward
+        self._task = -1  # the backward that has been announced
+        self._known: dict[int, tuple[int, int] | None] = {}  # the gradients after the last backward
+        self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
+        self._watches: list[RemovableHandle] = []
+        self._plumbing = ExitStack()
+
+    def enter(self) -> None:
+        self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward).remove)
+        self._undo.append(self.ddp.module.register_forward_pre_hook(self._inside_forward).remove)
+        if self.join.weighting == "samples":
+            self._watch_gradients()
+        self._undo.append(self._stop_watching)
+
+    def enter_tail(self) -> None:
+        self._remember()
+        if not self._watches:
+            self._watch_gradients()
+
+    def leave_tail(self) -> None:
+        if self.join.weighting != "samples":
+            self._stop_watching()
+
+    # ------------------------------------------------------------ on an active rank
+
+    def _before_forward(self, _: Any, args: tuple[Any, ...]) -> None:
+        self._shadow.settle()
+        join = self.join
+        if join.serving:
+            return
+        join.before_forward(count_samples(args) if join.weighting == "samples" else 0)
+        authority, self._authority = self._authority, join.leader
+        grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
+        if grad and sync:
+            self.synced += 1
+        if not join.in_tail:
+            return
+        if not self.ddp.require_forward_param_sync:
+            authority = 0
+        self.announce("forward", (grad, sync, authority))
+        self._armed = grad and sync
+        # Until the inner module runs, the collectives are DDP's own.
+        self._plumbing.enter_context(join.own_collectives())
+        if authority:
+            self._shadow.sync_buffers(authority)
+
+    def _inside_forward(self, *_: Any) -> None:
+        self._plumbing.close()
+
+    def _watch_gradients(self) -> None:
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                self._watches.append(get_gradient_edge(parameter).node.register_prehook(self._before_gradient))
+
+    def _stop_watching(self) -> None:
+        while self._watches:
+            self._watches.pop().remove()
+
+    def _before_gradient(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        join = self.join
+        if join.serving:
+            return None
+        if join.in_tail and self._task != (task := _compat.backward_in_progress()):
+            self._task = task
+            _compat.after_backward(lambda: _compat.after_backward(self._remember))  # after DDP's own callback
+            # Without a sync too: what has been cleared now counts at the next one.
+            self.announce("backward" if self._armed else "gradients", self._state_of_gradients())
+            self._armed = False
+        factor = join.loss_factor
+        if factor == 1.0:
+            return None
+        return tuple(None if gradient is None else gradient * factor for gradient in gradients)
+
+    def _remember(self) -> None:
+        self._known = {i: _identity(p.grad) for i, p in enumerate(self._parameters)}
+
+    def _state_of_gradients(self) -> list[str]:
+        states = [self._state(i, p) for i, p in enumerate(self._parameters)]
+        if _CHANGED in states:
+            where = states.index(_CHANGED)
+            raise JoinError(
+                "A gradient was changed by hand since the last backward (clipping, scaling, noise) and not cleared"
+                f" before the next one accumulates into it (parameter {where}, of shape"
+                f" {tuple(self._parameters[where].shape)}), while ranks {self.join.joined_ranks} have joined: they"
+                " cannot know of the change. Call zero_grad() after each optimizer step, or change gradients only"
+                " right before it."
+            )
+        return states
+
+    def _state(self, index: int, parameter: Tensor) -> str:
+        now = _identity(parameter.grad)
+        if now is None:
+            return _CLEARED
+        if now == self._known.get(index):
+            return _KEPT
+        assert parameter.grad is not None
+        return _CHANGED if parameter.grad.is_sparse or bool(parameter.grad.any()) else _CLEARED
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def answer(self, kind: str, payload: Any) -> None:
+        if kind == "forward":
+            self._shadow_forward(*payload)
+        elif kind == "backward":
+            self._shadow_backward(payload)
+        else:
+            self._clear(payload)
+
+    def _shadow_forward(self, grad: bool, sync: bool, authority: int) -> None:
+        self._authority = self.join.leader
+        if authority:
+            self._shadow.sync_buffers(authority)
+        before = self.ddp.require_backward_grad_sync
+        self.ddp.require_backward_grad_sync = sync
+        try:
+            with torch.set_grad_enabled(grad):
+                output = self._shadow.forward()
+        finally:
+            self.ddp.require_backward_grad_sync = before
+        if grad and sync:
+            self._pending.append(output)
+
+    def _shadow_backward(self, states: list[str]) -> None:
+        self._clear(states)
+        with self._shadow.step(shadow=True):
+            torch.autograd.backward(self._pending)
+        self._pending.clear()
+
+    def _clear(self, states: list[str]) -> None:
+        for parameter, state in zip(self._parameters, states, strict=True):
+            if state == _CLEARED:
+                parameter.grad = None
+
+    # ------------------------------------------------------------ at the end
+
+    def last_words(self) -> list[str]:
+        return [self._state(i, p) for i, p in enumerate(self._parameters)]
+
+    def close(self, words: list[str], source: int) -> None:
+        if self.join.rank != source:
+            self._clear(words)
+        for parameter, state in zip(self._parameters, words, strict=True):
+            if state == _CHANGED:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.broadcast(parameter.grad, group_src=source, group=self.ddp.process_group)
+        self._pending.clear()
+        self._authority = source
+        self.synced = 0
+
+
+def _identity(gradient: Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)

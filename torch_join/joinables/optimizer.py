@@ -1,0 +1,105 @@
+"""ZeroRedundancyOptimizer: a joined rank still owns a shard, and must step it.
+
+It steps with the gradient and the hyperparameters that the active ranks have at step time, which
+users change in ways that nobody can announce (clipping, schedulers): so the lowest active rank sends
+both.
+"""
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_join import _compat
+from torch_join._errors import UnsupportedError
+from torch_join.joinables._part import Part
+
+if TYPE_CHECKING:
+    from torch_join._join import Join
+
+
+class ShardedOptimizerPart(Part):
+    """A `ZeroRedundancyOptimizer` in a plain loop.
+
+    Raises:
+        UnsupportedError: It has `overlap_with_ddp=True`.
+    """
+
+    def __init__(self, join: "Join", index: int, zero: Any) -> None:
+        super().__init__(join, index)
+        if zero._overlap_with_ddp:
+            raise UnsupportedError(
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward, which a joined rank cannot"
+                " follow. Use overlap_with_ddp=False."
+            )
+        self.zero = zero
+        self._stepping = ExitStack()
+
+    def enter(self) -> None:
+        self._undo.append(self.zero.register_step_pre_hook(self._before_step).remove)
+        self._undo.append(self.zero.register_step_post_hook(self._after_step).remove)
+
+    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.join.in_tail:
+            return None
+        optimizer, *positional = args  # torch passes the optimizer among them
+        closure = positional[0] if positional else kwargs.get("closure")
+        if closure is None:
+            self._send()
+            return None
+
+        def closure_and_send() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._send()
+            return loss
+
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, closure_and_send, *positional[1:]), rest
+
+    def _after_step(self, *_: Any) -> None:
+        self._stepping.close()
+
+    def _send(self) -> None:
+        shards = {rank: self._shard(rank) for rank in self.join.joined_ranks}
+        present = {rank: [p.grad is not None for p in shard] for rank, shard in shards.items()}
+        self.announce("step", ([_hyperparameters(group) for group in self.zero.param_groups], present))
+        self._stepping.enter_context(self.join.own_collectives())  # until the step is over
+        for shard in shards.values():
+            self._exchange([p.grad for p in shard if p.grad is not None])
+
+    def _shard(self, rank: int) -> list[Tensor]:
+        return _compat.zero_shard(self.zero, rank)
+
+    def _exchange(self, gradients: list[Tensor]) -> None:
+        works = [
+            dist.broadcast(g, group_src=self.join.leader, group=self.zero.process_group, async_op=True)
+            for g in gradients
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def answer(self, kind: str, payload: Any) -> None:
+        groups, present = payload
+        for group, values in zip(self.zero.param_groups, groups, strict=True):
+            group.update(values)
+        for rank in self.join.joined_ranks:
+            shard = self._shard(rank)
+            if rank == self.join.rank:
+                for parameter, has in zip(shard, present[rank], strict=True):
+                    if not has:
+                        parameter.grad = None
+                    elif parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                self._exchange([p.grad for p in shard if p.grad is not None])
+            else:
+                shapes = zip(shard, present[rank], strict=True)
+                self._exchange([torch.zeros_like(p) for p, has in shapes if has])
+        self.zero.step()
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
