@@ -51,7 +51,7 @@ class Way:
 
 
 DDP = Way("plain DDP", lambda ddp, optimizer: nullcontext())
-TORCH = Way("torch's Join", lambda ddp, optimizer: TorchJoin([ddp]))  # type: ignore[list-item, return-value]
+TORCH = Way("torch's Join", lambda ddp, optimizer: TorchJoin([ddp]))
 SIZED = Way("join.batches", lambda ddp, optimizer: Join([ddp, optimizer]), lambda join, loader: join.batches(loader))
 BEATS = Way(
     "heartbeat=True",

@@ -75,7 +75,7 @@ def evaluate(network: nn.Module, test: Any, rank: int) -> float:
     with torch.no_grad():
         correct = (network(images).argmax(dim=1) == labels).sum()
     dist.all_reduce(correct)
-    return correct.item() / len(test)
+    return int(correct) / len(test)
 
 
 def train_in_one_process(network: nn.Module) -> None:

@@ -110,7 +110,7 @@ class Join(Server, TorchJoin):
         """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
 
         A length that is certain (of a map-style dataset, of a list) is exchanged once, and a step then
-        costs nothing more. Elsewhere the ranks meet at each batch.
+        costs one request to the store. Elsewhere the ranks meet at each batch.
 
         Args:
             loader: This rank's batches, which may be none.
