@@ -130,19 +130,6 @@ class ModelShadow:
 
         return get_gradient_edge(parameter).node.register_prehook(count)
 
-    def _watch_first_iteration(self) -> None:
-        fired: dict[int, int] = {}
-        self._fired = fired
-
-        def watch(parameter: Tensor) -> RemovableHandle:
-            def count(*_: Any) -> None:
-                fired[id(parameter)] = fired.get(id(parameter), 0) + 1
-
-            node = get_gradient_edge(parameter).node
-            return node.register_prehook(count)
-
-        self._watches = [watch(p) for p in self.parameters]
-
 
 class _StandIn(nn.Module):
     """Takes the inner module's place for one forward of the wrapper."""
