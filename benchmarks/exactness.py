@@ -1,11 +1,11 @@
 """Print how far parameters are from the exact result under torch's Join and under torch_join's.
 
-    python -m benchmarks.exactness [--json PATH] [--quick]
+    python -m benchmarks.exactness [--json PATH] [--quick] [--markdown]
 
 Two gloo ranks with 3 and 6 batches train a small network for two epochs in float64. A single process
 applies the same steps to the batches of both: the sum of their mean losses' gradients over the world size.
 The table holds the largest difference of a parameter from its result, on the worst rank.
-Exits non-zero if `torch_join.Join` is not exact.
+Exits non-zero if `torch_join.Join` is not exact. The README's table is what `--markdown` prints.
 """
 
 import argparse
@@ -150,22 +150,47 @@ def measure(program: Program) -> Row:
     return Row(program.name, worst[False], worst[True], expected.abs().max().item())
 
 
+def measure_all(quick: bool = False) -> list[Row]:
+    return [measure(program) for program in PROGRAMS if not quick or program.name in QUICK]
+
+
+COLUMNS = ("", "torch's Join", "torch_join.Join", "largest parameter")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    return row.name, short(row.torch), short(row.ours), f"{row.largest:.1f}"
+
+
+def short(value: float) -> str:
+    """Write 0.0412 as 4e-2."""
+    mantissa, _, exponent = f"{value:.0e}".partition("e")
+    return "0" if value == 0 else f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
 def table_of(rows: Sequence[Row]) -> Table:
     table = Table(title="Largest difference of a parameter from the exact result")
-    for column in ("", "torch's Join", "torch_join.Join", "largest parameter"):
+    for column in COLUMNS:
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
-        table.add_row(row.name, f"{row.torch:.0e}", f"{row.ours:.0e}", f"{row.largest:.1f}")
+        table.add_row(*cells(row))
     return table
+
+
+def markdown_of(rows: Sequence[Row]) -> str:
+    lines = (COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(cells, rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def work(arguments: argparse.Namespace) -> None:
     """Train, in each of the processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = [measure(program) for program in PROGRAMS if not arguments.quick or program.name in QUICK]
+    rows = measure_all(arguments.quick)
     if dist.get_rank() == 0:
-        Console(width=100).print(table_of(rows))
+        if arguments.markdown:
+            print(markdown_of(rows))
+        else:
+            Console(width=100).print(table_of(rows))
         if arguments.json:
             report = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -182,6 +207,7 @@ def launch(arguments: argparse.Namespace) -> int:
     command += ["-m", "benchmarks.exactness"]
     command += ["--json", str(arguments.json)] if arguments.json else []
     command += ["--quick"] if arguments.quick else []
+    command += ["--markdown"] if arguments.markdown else []
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
 
 
@@ -189,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to a file")
     parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(QUICK)}")
+    parser.add_argument("--markdown", action="store_true", help="print the table as the README has it")
     arguments = parser.parse_args()
     if "LOCAL_RANK" in os.environ:
         work(arguments)

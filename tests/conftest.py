@@ -7,6 +7,6 @@ from tests.workers import Workers
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
-    pool = Workers(3)
+    pool = Workers(4)
     yield pool
     pool.close()

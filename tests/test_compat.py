@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
@@ -82,6 +83,15 @@ def test_torchs_ddp() -> None:
     assert isinstance(torch.distributed.distributed_c10d._world.pg_map, dict)
 
 
+def test_torchs_join_config() -> None:
+    disabled = torch_compat.disabled_join_config()
+    assert (disabled.enable, disabled.is_first_joinable, disabled.throw_on_early_termination) == (False, False, False)
+    assert {*disabled._fields} == {"enable", "throw_on_early_termination", "is_first_joinable"}
+    source = inspect.getsource(TorchJoin.notify_join_context)
+    assert "joinable._join_config" in source
+    assert source.index("is_first_joinable") < source.index("dist.all_reduce")
+
+
 def test_torchs_hooks_live_in_a_dictionary_that_autograd_reads() -> None:
     parameter = torch.ones(1, requires_grad=True)
     seen = []
@@ -94,3 +104,11 @@ def test_torchs_hooks_live_in_a_dictionary_that_autograd_reads() -> None:
     hooks.update(kept)
     parameter.sum().backward()
     assert seen == [1]
+
+
+def test_torch_configures_joinables_after_it_has_asked_for_their_hooks() -> None:
+    source = inspect.getsource(TorchJoin.__init__)
+    assert source.index("join_hook(") < source.index("self._set_joinable_configs()")
+    assert "joinable._join_config = _JoinConfig(" in inspect.getsource(TorchJoin._set_joinable_configs)
+    # A word has the form of torch's count.
+    assert "torch.zeros(1, device=self._device)" in inspect.getsource(TorchJoin._get_num_nonjoined_procs)

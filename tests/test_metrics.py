@@ -6,6 +6,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -258,6 +259,48 @@ def test_a_reset_in_the_tail_resets_joined_ranks(workers: Workers, loop: str) ->
     for window, value in enumerate(found):
         assert_value(value, case.expected(collection, history(case, lengths, [2 * window, 2 * window + 1])))
     assert len(found) == 3
+
+
+def _after_a_plain_loop(rank: int, lengths: Sequence[int], what: str) -> Any:
+    model = DistributedDataParallel(nn.Linear(CLASSES, CLASSES))
+    metric = SumMetric()
+    with Join([model, metric], timeout=timedelta(seconds=20)) as join:
+        for step in range(lengths[rank]):
+            metric.update(1.0)
+            model(torch.ones(1, CLASSES)).sum().backward()
+            if what == "every step":
+                assert float(metric.compute()) == sum(min(step + 1, length) for length in lengths)
+        if what == "compute":
+            return float(metric.compute())
+        if what == "batches":
+            for _ in join.batches(range(2)):
+                metric.update(1.0)
+    return float(metric.compute())
+
+
+@pytest.mark.parametrize("what", ["compute", "batches"])
+@pytest.mark.parametrize("lengths", [(1, 3), (3, 2), (0, 2), (2, 4, 1)], ids=str)
+def test_what_ranks_do_together_after_a_plain_loop_raises_at_once(
+    workers: Workers, lengths: tuple[int, ...], what: str
+) -> None:
+    outcomes = workers.outcomes(len(lengths), _after_a_plain_loop, lengths, what)
+    errors = [outcome.error for outcome in outcomes]
+    first = lengths.index(min(lengths))
+    assert errors[first].startswith(f"JoinError: Rank {first} came to something that all ranks do together")
+    assert "use `for batch in join.batches(loader)`" in errors[first]
+    for error in errors[:first] + errors[first + 1 :]:
+        assert error.startswith(f"PeerFailedError: Rank {first} failed")
+    assert max(outcome.seconds for outcome in outcomes) < 8
+
+
+@pytest.mark.parametrize("what", ["compute", "batches", "after", "every step"])
+def test_after_a_plain_loop_of_even_lengths_nothing_raises(workers: Workers, what: str) -> None:
+    assert workers.run(2, _after_a_plain_loop, (3, 3), what) == [10.0 if what == "batches" else 6.0] * 2
+
+
+@pytest.mark.parametrize("what", ["after", "every step"])
+def test_compute_after_the_with_or_in_a_plain_loop(workers: Workers, what: str) -> None:
+    assert workers.run(2, _after_a_plain_loop, (1, 3), what) == [4.0] * 2
 
 
 # ---------------------------------------------------------------- manners

@@ -41,7 +41,7 @@ def _cases(world_size: int, joined: int) -> Iterator[tuple[str, tuple[int, ...],
     for name in BY_OPERATION:
         for reduction in [r.op for r in REDUCTIONS] if name in REDUCING else ["SUM"]:
             for dtype in [torch.float32] * 4 if name in WITHOUT_TENSORS else DTYPES:
-                if not _supported(reduction, dtype):
+                if not supported(reduction, dtype):
                     continue
                 n = next(turn)
                 default = n % 2 == 0
@@ -49,7 +49,7 @@ def _cases(world_size: int, joined: int) -> Iterator[tuple[str, tuple[int, ...],
                 yield name, everyone if default else groups[n // 2 % len(groups)], kwargs
 
 
-def _supported(reduction: str, dtype: torch.dtype) -> bool:
+def supported(reduction: str, dtype: torch.dtype) -> bool:
     """Whether gloo has it."""
     if reduction == "AVG":
         return dtype in FLOATS

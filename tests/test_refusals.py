@@ -1,5 +1,6 @@
 """What joined ranks cannot take part in raises on the active ranks, before it runs."""
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +18,14 @@ from torch_join._call import REFUSALS
 from torch_join._tap import Call, CollectiveTap
 
 
-def _issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
+def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
     """What this rank issues while rank 0 has joined, by the refusal that it is to get."""
     one = torch.ones(2)
     peer = [dist.P2POp(dist.isend, one, 0, group), dist.P2POp(dist.irecv, one, 0, group)]
     uneven = [torch.ones(2), torch.ones(3)]
     factor = dist._make_nccl_premul_sum(2.0)
     integers, average = torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG
-    point_to_point, joined_root, unequal, integer_average, premul_sum, backward, sync_batch_norm = (
+    point_to_point, joined_root, unequal, integer_average, premul_sum, backward, fsdp, sync_batch_norm = (
         refusal.what for refusal in REFUSALS
     )
     return {
@@ -63,12 +64,19 @@ def _issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
             lambda: _with_hook(group).backward(),
             lambda: torch.autograd.grad(_with_hook(group), _LEAF),
         ],
+        fsdp: [lambda: as_fsdp(one, group)],
         sync_batch_norm: [
             lambda: _functions.SyncBatchNorm.apply(
                 torch.empty(0, 3, 1, 1), torch.ones(3), torch.zeros(3), None, None, 1e-5, 0.1, dist.group.WORLD, 2
             )
         ],
     }
+
+
+def as_fsdp(tensor: Tensor, group: Any) -> None:
+    """Issue a collective from where FSDP does; `test_join_collectives` has a real model."""
+    scope = {"dist": dist, "tensor": tensor, "group": group}
+    exec(compile("dist.all_reduce(tensor, group=group)", os.path.join(dist.__path__[0], "fsdp", "x.py"), "exec"), scope)
 
 
 _LEAF = torch.ones(2, requires_grad=True)
@@ -99,7 +107,7 @@ def _refused(rank: int) -> tuple[dict[str, list[str]], int, Tensor]:
     named = dist.new_group([0, 1])
     if rank == 1:
         for group in (None, named):
-            for what, calls in _issue_refused(group).items():
+            for what, calls in issue_refused(group).items():
                 for call in calls:
                     try:
                         with listening(tap):

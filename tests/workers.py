@@ -195,18 +195,17 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
 
 
 def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout: float) -> None:
-    limit = timedelta(seconds=timeout)
-    meeting = dist.FileStore(rendezvous, world_size)
+    limit = timedelta(seconds=60)  # to begin: a worker may have to start first
+    meeting: dist.Store = dist.FileStore(rendezvous, world_size)
     meeting.set_timeout(limit)
-    if store == "file":
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=limit)
-        return
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    if server is not None:
-        meeting.set("port", str(server.port))
-    port = int(meeting.get("port"))
-    tcp = server or dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=tcp, rank=rank, world_size=world_size, timeout=limit)
+    if store == "tcp":
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+        if server is not None:
+            meeting.set("port", str(server.port))
+        port = int(meeting.get("port"))
+        meeting = server or dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=limit)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
 
 
 def _describe(error: BaseException) -> str:

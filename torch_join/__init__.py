@@ -18,6 +18,7 @@ from torch_join._rendezvous import open_channel
 from torch_join._sampler import UnpaddedDistributedSampler
 from torch_join._shadow import ModelShadow
 from torch_join._weighting import Weighting, resolve_weighting
+from torch_join.joinables import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,10 @@ __all__ = [
     "JoinTimeoutError",
     "JoinTypeError",
     "JoinValueError",
+    "JoinableMetric",
+    "JoinableModel",
+    "JoinableOptimizer",
+    "JoinableState",
     "LockstepJoin",
     "ModelShadow",
     "PeerFailedError",

@@ -58,6 +58,11 @@ _BACKWARD = Refusal(
     "in backward a joined rank cannot know its place among DistributedDataParallel's own all-reduces",
     "a collective on detached tensors in the forward pass",
 )
+_FSDP = Refusal(
+    "the forward of a model that is sharded by FSDP",
+    "it needs the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
+    "DistributedDataParallel, or the same number of batches on every rank",
+)
 _SYNC_BATCH_NORM = Refusal(
     "`SyncBatchNorm`",
     "SyncBatchNorm issues collectives in backward, where a joined rank cannot know their place",
@@ -70,6 +75,7 @@ REFUSALS = (
     _INTEGER_AVERAGE,
     _PREMUL_SUM,
     _BACKWARD,
+    _FSDP,
     _SYNC_BATCH_NORM,
 )
 
@@ -153,6 +159,8 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
     """
     if _compat_c10d.in_backward():
         return _BACKWARD
+    if origin.is_fsdp:
+        return _FSDP
     if origin.is_sync_batch_norm:
         return _SYNC_BATCH_NORM
     if call.operation in ("send", "recv"):

@@ -1,9 +1,10 @@
 """Small messages between the ranks of a process group."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torch_join._errors import JoinTimeoutError, PeerFailedError
+from torch_join._errors import JoinError, JoinTimeoutError, PeerFailedError
 
 T = TypeVar("T")
 
@@ -28,6 +29,9 @@ class Channel:
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
+        # What this rank adds to its answer to a roll call, and what the answers (by rank) tell of a failure.
+        self.status: Callable[[], Any] = lambda: None
+        self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
 
     def beat(self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None) -> Beat:
         """Meet all ranks: add up a number and share what some of them have to say.
@@ -48,10 +52,15 @@ class Channel:
         """
         return Beat(count, {} if notice is None else {self.rank: notice})
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, unless_beat: bool = False) -> list[T]:
         """Meet all ranks and return every rank's value, by rank (values are pickled).
 
+        Args:
+            value: What this rank has to say.
+            unless_beat: Whether to raise as soon as another rank comes to the next beat instead.
+
         Raises:
+            JoinError: See `unless_beat`.
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
 
@@ -67,14 +76,36 @@ class Channel:
                 order, and one of them writes.
         """
 
-    def follow(self) -> Any:
+    @property
+    def records(self) -> int:
+        """How many records of the log this rank has written, or would have, or followed."""
+        return 0
+
+    def follow(self, meanwhile: Callable[[], None] | None = None) -> Any:
         """Wait for the log's next record.
+
+        Args:
+            meanwhile: Called again and again while there is none; the wait is then not as quick.
 
         Raises:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: No record came within the channel's timeout.
         """
         raise JoinTimeoutError("A world of one has nobody to follow.")
+
+    def post(self, key: str, value: Any) -> None:
+        """Give a value (it is pickled) a name of its own; waits for nobody."""
+
+    def posted(self, *keys: str) -> bool:
+        """Whether there is a value under each of these names."""
+        return False
+
+    def read(self, key: str, meanwhile: Callable[[], None] | None = None) -> Any:
+        """Wait for the value of this name, as `follow` does for a record."""
+        return self.follow(meanwhile)
+
+    def delete(self, key: str) -> None:
+        """Delete the value of this name."""
 
     def forget(self) -> None:
         """Delete the records that this rank has followed, and that all others who follow have too."""
@@ -94,16 +125,23 @@ class Channel:
     def skip_to(self, beats: int) -> None:
         """Take up the beats again, after others have met without this rank."""
 
-    def fail(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot go on; waits for nobody."""
+    def fail(self, reason: str, rank: int | None = None) -> None:
+        """Tell the other ranks that this one (or `rank`, which cannot) is unable to go on; waits for nobody."""
 
     def failure(self) -> PeerFailedError | None:
         """Return the failure that another rank has told of, if any; waits for nobody."""
         return None
 
-    def roll_call(self) -> list[int]:
-        """Return the ranks that do not answer within a moment; all that can should call this together."""
-        return []
+    def roll_call(self) -> dict[int, Any]:
+        """Return who is there: by rank, whether it waits on this channel, and what its `status` says.
+
+        Ranks answer from a thread of their own, wherever they are. Whoever does not within three
+        seconds has ended or is stopped. Ends early once a failure has been told of.
+        """
+        return {self.rank: [False, self.status()]}
+
+    def leave(self) -> None:
+        """Answer no more roll calls."""
 
     def close(self) -> None:
-        """Delete what the last messages left in the store; all ranks must have read them."""
+        """Leave, and delete what the last messages left in the store; all ranks must have read them."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 _PROBE_TAG = 0x7001
@@ -98,9 +98,35 @@ def join_config(joinable: Joinable) -> Any:
     return joinable._join_config
 
 
+def disabled_join_config() -> Any:
+    """Return what tells `Join.notify_join_context` that there is no context."""
+    return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+
+
 def set_join_config(joinable: Joinable, config: Any) -> None:
     """Set what `Join.notify_join_context` reads of `joinable`."""
     joinable._join_config = config
+
+
+def reduced(work: Any) -> int:
+    """Return the sum that `work`, an all-reduce of one number, has been started for."""
+    return int(work.get_future().wait()[0].item())
+
+
+class ConfiguredJoinable(Joinable):
+    """A `Joinable` that hears of it when a `Join` of torch takes it in: torch sets its `_join_config`."""
+
+    def configured(self, enable: bool, is_first: bool) -> None:
+        """Do what begins with the context; torch has asked for the hook before."""
+
+    @property
+    def _join_config(self) -> Any:
+        return self._config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self._config = config
+        self.configured(config.enable, config.enable and config.is_first_joinable)
 
 
 def zero_shard(zero: Any, rank: int) -> list[Tensor]:

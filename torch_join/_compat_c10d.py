@@ -4,6 +4,7 @@
 """
 
 import functools
+import os
 import sys
 from types import FrameType
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ AllgatherOptions = distributed_c10d.AllgatherOptions  # the one of its kind that
 _ENGINE = graph._engine_run_backward.__code__
 _SYNC_BATCH_NORM = _functions.SyncBatchNorm.forward.__code__
 _C10D_FILE = distributed_c10d.__file__
+_FSDP_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "fsdp", "")
 _LOGGER_FILE = c10d_logger.__file__
 
 
@@ -117,6 +119,12 @@ def group_named(name: str) -> dist.ProcessGroup | None:
     return None
 
 
+def groups_of_this_rank() -> dict[str, list[int]]:
+    """Return the global ranks of the members of each group that this rank is in, by the group's name."""
+    world = distributed_c10d._world
+    return {name: list(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -155,6 +163,11 @@ class Origin(NamedTuple):
 
     function: FrameType | None
     caller: FrameType | None
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP called, of either generation."""
+        return self.caller is not None and self.caller.f_code.co_filename.startswith(_FSDP_FOLDER)
 
     @property
     def is_sync_batch_norm(self) -> bool:

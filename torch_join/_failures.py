@@ -14,6 +14,7 @@ def telling_failures(channel: Channel) -> Iterator[None]:
 
     Raises:
         PeerFailedError: In place of a communication error, if another rank has failed.
+        JoinError: The same, if what the ranks say of themselves explains it.
 
     """
     try:
@@ -21,14 +22,20 @@ def telling_failures(channel: Channel) -> Iterator[None]:
     except PeerFailedError:
         raise
     except BaseException as error:
+        reason: BaseException = error
         if _compat.is_communication_error(error):
-            missing = channel.roll_call()  # the rank that broke the collective may still be writing why
+            answers = channel.roll_call()  # the rank that broke the collective may still be writing why
             if (failure := channel.failure()) is not None:
                 raise failure from error
-            if missing:
+            silent = [rank for rank in range(channel.world_size) if rank not in answers]
+            if silent:
+                channel.fail("it does not answer: it was killed, or is stopped. Its own log says why.", silent[0])
                 raise PeerFailedError(
-                    f"A collective failed on rank {channel.rank}, and {name_ranks(missing)} did not answer since:"
-                    " killed, stopped, or at work elsewhere. Its own log says why."
+                    f"A collective failed on rank {channel.rank}, and {name_ranks(silent)} did not answer since:"
+                    " killed, or stopped. Its own log says why."
                 ) from error
-        channel.fail(f"{type(error).__name__}: {error}")
-        raise
+            reason = channel.explain({rank: status for rank, (_, status) in answers.items()}) or error
+        channel.fail(f"{type(reason).__name__}: {reason}")
+        if reason is error:
+            raise
+        raise reason from error

@@ -12,6 +12,7 @@ from torch_join._channel import Channel
 from torch_join._errors import EarlyTerminationError, JoinTypeError
 from torch_join._shadow import ModelShadow
 from torch_join._weighting import Weighting, loss_factor
+from torch_join.joinables._joinable import WrappingJoinable
 
 
 class LockstepJoin:
@@ -47,10 +48,10 @@ class LockstepJoin:
         **kwargs: Any,
     ) -> None:
         for joinable in joinables:
-            if not isinstance(joinable, Joinable):
+            if not isinstance(joinable, Joinable) or isinstance(joinable, WrappingJoinable):
                 raise JoinTypeError(
-                    f"joinables must be torch.distributed.algorithms.Joinable objects, got"
-                    f" {type(joinable).__name__}. Optimizers and schedulers need not be passed: in this loop"
+                    f"joinables must be torch.distributed.algorithms.Joinable objects of your own, got"
+                    f" {type(joinable).__name__}. Models, optimizers and schedulers need not be passed: in this loop"
                     " every rank steps its own."
                 )
         self.channel = channel

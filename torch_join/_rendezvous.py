@@ -1,6 +1,7 @@
 """Opening a channel over the job's own store, or one of ours."""
 
 import socket
+import threading
 from datetime import timedelta
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -14,9 +15,23 @@ from torch_join._store_channel import StoreChannel
 
 _CONNECTING = timedelta(seconds=30)
 
-# One connection per group, as long as the group lives: to the job's store, or to one of ours, which the
-# group's first rank serves with it.
-_connections: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+
+class _Connections:
+    """Two connections per group, as long as it lives; the second is made when it is first needed."""
+
+    def __init__(self, first: Any) -> None:
+        self.first = first
+        self._second: Any = None
+        self._lock = threading.Lock()
+
+    def second(self) -> Any:
+        with self._lock:
+            self._second = self._second or self.first.clone()
+            return self._second
+
+
+# To the job's store, or to one of ours, which the group's first rank serves with the first of them.
+_connections: WeakKeyDictionary[dist.ProcessGroup, _Connections] = WeakKeyDictionary()
 
 
 def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> Channel:
@@ -45,8 +60,11 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
     name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
     if group not in _connections:
         is_tcp = isinstance(_compat.innermost_store(job), dist.TCPStore)
-        _connections[group] = job.clone() if is_tcp else _own_store(dist.PrefixStore("torch_join", job), rank, timeout)
-    return StoreChannel(dist.PrefixStore(name, _connections[group]), rank, world_size, timeout, group)
+        first: Any = job.clone() if is_tcp else _own_store(dist.PrefixStore("torch_join", job), rank, timeout)
+        _connections[group] = _Connections(first)
+    both = _connections[group]
+    second = lambda: dist.PrefixStore(name, both.second())  # noqa: E731
+    return StoreChannel(dist.PrefixStore(name, both.first), rank, world_size, timeout, group, second)
 
 
 def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:

@@ -1,21 +1,26 @@
 """What active ranks announce in the tail of a loop, and how a joined rank serves them."""
 
+import math
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from torch_join import _compat_c10d
+from torch_join._agreement import Agreement, explain_counts, explain_places
 from torch_join._channel import Channel
-from torch_join._errors import JoinError, JoinValueError, UnsupportedError
+from torch_join._errors import JoinError, JoinValueError
+from torch_join._failures import telling_failures
 from torch_join._handover import hand_over
 from torch_join._neutral import mirror
+from torch_join._subgroups import Subgroups
 from torch_join._tap import Call, CollectiveTap
 from torch_join._weighting import Weighting, loss_factor
 from torch_join.joinables import ModelPart, Part, holds_metrics
 
 _END, _COLLECTIVE, _TAIL = "end", "collective", "tail"
+_MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
 
 
 class Server:
@@ -29,20 +34,36 @@ class Server:
 
     def __init__(self, group: Any, objects: list[Any], weighting: Weighting) -> None:
         self.weighting = weighting
-        self.rank = dist.get_rank(group)
-        self.serving = False
+        alone = not dist.is_initialized()  # a single process, or `enable=False`
+        self.rank = 0 if alone else dist.get_rank(group)
         self.group = group
         self._objects = objects
-        self._members = dist.get_process_group_ranks(group)
+        self._members = [0] if alone else dist.get_process_group_ranks(group)
         self._world_size = len(self._members)
         self._parts: list[Part] = []
-        self._channel = Channel()
-        self._tap = CollectiveTap(self._announce_collective, self._has_joined)
+        self._open(Channel())
+        self._tap = self._new_tap()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin anew, as before the first step."""
         self._active: tuple[int, ...] = tuple(range(self._world_size))
         self._leader = 0
-        self._tail = False
+        self._tail = self.serving = False
         self._samples = self._total_samples = 0
         self._last_joiner = True
+
+    def _open(self, channel: Channel) -> None:
+        self._channel = channel
+        self._subgroups = Subgroups(channel, self._members, self.rank)
+        self._agreement = Agreement(channel)
+        # Weakly: a thread of the channel must not keep this object, and through it the group.
+        status, explain = weakref.WeakMethod(self._status), weakref.WeakMethod(self._explain)
+        channel.status = lambda: (method := status()) and method()
+        channel.explain = lambda statuses: (method := explain()) and method(statuses)
+
+    def _new_tap(self) -> CollectiveTap:
+        return CollectiveTap(self._announce_collective, self._has_joined)
 
     # ------------------------------------------------------------ what the parts see
 
@@ -53,7 +74,8 @@ class Server:
 
     @property
     def in_tail(self) -> bool:
-        """Whether this rank is active and another one has joined."""
+        """Whether this rank is active and another one has joined; a part asks when it is about to act."""
+        self._arrive()
         return self._tail and not self.serving
 
     @property
@@ -69,6 +91,8 @@ class Server:
     def announce(self, index: int, kind: str, payload: Any = None) -> None:
         """Tell the joined ranks, if there are any, what comes next."""
         if self.in_tail:
+            self._subgroups.mark(self._active)
+            self._agreement.note(index, kind, payload)
             self._channel.announce((index, kind, payload, self._active), leads=self.rank == self._leader)
 
     @contextmanager
@@ -79,13 +103,14 @@ class Server:
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
         """Run a main hook; each collective that it issues stands for one that the active ranks announce."""
+        self._tap.remove()
         self._tap = CollectiveTap(self._expect_collective, None)
         self._tap.install()
         try:
             main_hook()
         finally:
             self._tap.remove()
-            self._tap = CollectiveTap(self._announce_collective, self._has_joined)
+            self._tap = self._new_tap()
 
     def _set_active(self, active: tuple[int, ...]) -> None:
         self._active = active
@@ -96,8 +121,9 @@ class Server:
 
     def _begin_tail(self) -> None:
         self._tail = True
-        counts = [part.synced for part in self._parts if isinstance(part, ModelPart)]
-        self.announce(-1, _TAIL, counts)
+        self._subgroups.find()
+        self._agreement.begin()
+        self.announce(-1, _TAIL, [part.synced for part in self._models()])
         for part in self._parts:
             part.enter_tail()
         self._tap.install()
@@ -119,6 +145,9 @@ class Server:
             for part in self._parts:
                 part.leave_tail()
 
+    def _arrive(self) -> None:
+        """Meet the other ranks, if that has been put off until this rank does something in its step."""
+
     def _hand_over(self, words: list[Any]) -> None:
         for part, its_words in zip(self._parts, words, strict=True):
             part.close(its_words, self._leader)
@@ -130,10 +159,12 @@ class Server:
     def _serve(self) -> None:
         """Do what the active ranks announce, with nothing, until they have joined too."""
         self._leave_tail()
+        self._tap.remove()
+        self._subgroups.find()
         self.serving = True
         try:
             while True:
-                index, kind, payload, active = self._channel.follow()
+                index, kind, payload, active = self._subgroups.follow()
                 self._set_active(tuple(active))
                 if kind == _END:
                     break
@@ -153,22 +184,28 @@ class Server:
             self._compare_counts(payload)
         else:
             self._parts[index].answer(kind, payload)
-            if kind == "backward" and self.rank == self.joined_ranks[0]:
-                self._channel.forget()  # it was synced: all joined ranks have read up to here
+        if kind == "backward" or (kind == _COLLECTIVE and _is_meeting(payload)):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Delete the records up to one whose collective all joined ranks have come to, so that they have read it."""
+        self._subgroups.forget()
+        if self.rank == self.joined_ranks[0]:
+            self._channel.forget()
 
     def _announce_collective(self, call: Call) -> None:
-        group = _compat_c10d.group_named(call.group)
-        ranks = [] if group is None else dist.get_process_group_ranks(group)
-        if self._members[self._leader] not in ranks:
-            raise UnsupportedError(
-                f"{call.operation} on a process group of ranks {ranks}, of which some have joined: only the lowest"
-                f" active rank, here {self._members[self._leader]}, can tell them, and it is not in the group. Use a"
-                " group of all ranks, or one that every active rank is in."
-            )
-        self.announce(-1, _COLLECTIVE, call)
+        if self._subgroups.holds(call):
+            self._subgroups.announce(call, self._active)
+        else:
+            self.announce(-1, _COLLECTIVE, call)
 
     def _expect_collective(self, call: Call) -> None:
-        _, kind, payload, _ = self._channel.follow()
+        if self._subgroups.holds(call):
+            kind, payload = _COLLECTIVE, self._subgroups.expect(call.group, self._active)
+            if payload is None:
+                return
+        else:
+            _, kind, payload, _ = self._subgroups.follow()
         if kind != _COLLECTIVE or payload.operation != call.operation:
             found = payload.operation if kind == _COLLECTIVE else kind
             raise JoinError(
@@ -177,6 +214,7 @@ class Server:
             )
 
     def _has_joined(self, rank: int) -> bool:
+        self._arrive()
         return rank in self._members and self._members.index(rank) not in self._active
 
     # ------------------------------------------------------------ checks
@@ -189,13 +227,35 @@ class Server:
             raise JoinValueError(f"All ranks must give Join the same joinables in the same order, but gave {given}.")
 
     def _compare_counts(self, theirs: list[int]) -> None:
-        mine = [part.synced for part in self._parts if isinstance(part, ModelPart)]
-        if mine != theirs:
-            raise JoinError(
-                f"Rank {self.rank} has run {mine} synced backwards (by model) before it joined, and the active ranks"
-                f" {theirs}. A usual cause is to sync on a rank's own last batch (`if i + 1 == len(loader)`), which"
-                " ranks reach at different steps: sync at steps that are the same on all ranks."
-            )
+        if (mine := [part.synced for part in self._models()]) != theirs:
+            raise JoinError(explain_counts({self.rank: mine, self._leader: theirs}))
+
+    def _models(self) -> list[ModelPart]:
+        return [part for part in self._parts if isinstance(part, ModelPart)]
+
+    def _status(self) -> Any:
+        word = self._agreement.word if self._tail else None
+        return {"models": [[part.forwards, part.synced] for part in self._models()], "word": word}
+
+    def _telling(self) -> AbstractContextManager[None]:
+        return telling_failures(self._channel)
+
+    def _explain(self, statuses: dict[int, Any]) -> JoinError | None:
+        """Say what a broken collective comes from, as far as the ranks' own words tell."""
+        models = {rank: status["models"] for rank, status in statuses.items() if status}
+        for mine in models.values():
+            for theirs in models.values():
+                # Not a matter of who is ahead: with no more forwards, more was synced.
+                if any(a[0] <= b[0] and a[1] > b[1] for a, b in zip(mine, theirs, strict=False)):
+                    synced = {rank: [synced for _, synced in counts] for rank, counts in models.items()}
+                    return JoinError(explain_counts(synced))
+        words = {rank: status["word"] for rank, status in statuses.items() if status and status["word"]}
+        return JoinError(text) if (text := explain_places(words)) else None
+
+
+def _is_meeting(call: Call) -> bool:
+    """Whether nobody can leave a collective before all have come; of nothing at all, backends exchange nothing."""
+    return call.operation in _MEETINGS and all(math.prod(spec.shape) > 0 for spec in call.inputs)
 
 
 def _is_stateful(thing: Any) -> bool:

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from torch_join import _compat
 from torch_join._channel import Beat, Channel
-from torch_join._errors import JoinTimeoutError, JoinValueError, PeerFailedError, name_ranks
+from torch_join._errors import JoinError, JoinValueError, PeerFailedError, name_ranks
+from torch_join._presence import Presence, timed_out
 
 T = TypeVar("T")
 
@@ -34,15 +35,24 @@ _FIELD = 16
 _MAX_RANKS = (1 << _FIELD) - 1
 _MAX_COUNT = (1 << (63 - 2 * _FIELD)) - 1
 _FAILED = b"failed"
+_NOBODY = -1  # in place of the rank of a corrected length: a rank has failed
 # A wait this long is no longer latency: from then on the failure notices are looked at too.
 _PATIENCE = timedelta(seconds=5)
 _POLL_SECONDS = 0.1
+_SHORT_POLL_SECONDS = 0.0003
 _PROBE_SECONDS = 2.0
-_MOMENT = 1.0  # seconds
 
 
 class StoreChannel(Channel):
-    """A channel over a `torch.distributed` store that is this object's own connection."""
+    """A channel over a `torch.distributed` store.
+
+    Args:
+        store: A connection of this object's own.
+        rank, world_size: This rank, and the number of ranks.
+        timeout: How long a rank waits for another one.
+        group: The process group, whose connections tell of a process that has ended.
+        second: Returns another connection, over which this rank answers roll calls while it waits.
+    """
 
     def __init__(
         self,
@@ -51,6 +61,7 @@ class StoreChannel(Channel):
         world_size: int,
         timeout: timedelta,
         group: dist.ProcessGroup | None = None,
+        second: Callable[[], dist.Store] | None = None,
     ) -> None:
         if world_size > _MAX_RANKS:
             raise JoinValueError(f"A channel serves at most {_MAX_RANKS} ranks, not {world_size}.")
@@ -64,55 +75,84 @@ class StoreChannel(Channel):
         self._gathers = 0
         self._log = self._forgotten = 0
         self._noted: set[int] = set()
+        self._met = world_size, world_size  # how many came to the last two beats
+        self._waits = False
+        place = weakref.WeakMethod(self._place)
+        self._presence = Presence(second, rank, world_size, lambda: (p := place()) and p()) if second else None
 
     def beat(self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None) -> Beat:
         if not 0 <= count <= _MAX_COUNT:
             raise JoinValueError(f"A beat adds from 0 to {_MAX_COUNT}, not {count}.")
         index, self._beats = self._beats, self._beats + 1
+        participants = participants or self.world_size
         with self._server():
             if notice is not None:
                 self._store.append(f"notices/{index}", json.dumps([self.rank, notice]) + "\n")
             packed = 1 + ((notice is not None) << _FIELD) + (count << 2 * _FIELD)
             packed = self._store.add(f"sum/{index}", packed)
             arrivals = packed & _MAX_RANKS
-            if arrivals == (participants or self.world_size):
+            if arrivals == participants:
                 self._store.set(f"go/{index}", str(packed))
             else:
                 if arrivals == 1 and index >= 2:  # the first one here has time to tidy up
-                    # Whoever arrives at a beat has read everything of the beat before the last.
+                    # Whoever arrives at a beat has read everything of the one before the last. Who left there may not.
                     self._store.delete_key(f"sum/{index - 2}")
-                    self._store.delete_key(f"go/{index - 2}")
-                    if index - 2 in self._noted:
-                        self._store.delete_key(f"notices/{index - 2}")
+                    if self._met[0] == self._met[1]:
+                        self._store.delete_key(f"go/{index - 2}")
+                        if index - 2 in self._noted:
+                            self._store.delete_key(f"notices/{index - 2}")
                 packed = int(self._wait([f"go/{index}"], lambda: [self._store.get(f"go/{index}")])[0])
             notices = {}
             self._noted &= {index - 1}
+            self._met = self._met[1], participants
             if packed >> _FIELD & _MAX_RANKS:
                 self._noted.add(index)
                 lines = self._store.get(f"notices/{index}").decode().splitlines()
                 notices = dict(sorted(json.loads(line) for line in lines))
         return Beat(packed >> 2 * _FIELD, notices)
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, unless_beat: bool = False) -> list[T]:
         index, self._gathers = self._gathers, self._gathers + 1
         keys = [f"gather/{index}/{rank}" for rank in range(self.world_size)]
         with self._server():
             self._store.set(keys[self.rank], pickle.dumps(value))
             if index >= 2:
                 self._store.delete_key(f"gather/{index - 2}/{self.rank}")
+            if unless_beat:
+                self._wait_long(keys, time.monotonic(), lambda: self._refuse_beat(keys))
             found = self._wait(keys, lambda: self._store.multi_get(keys))
         return [pickle.loads(data) for data in found]
 
     def announce(self, record: Any, leads: bool) -> None:
         number, self._log = self._log, self._log + 1
         if leads:
-            with self._server():
-                self._store.set(f"log/{number}", pickle.dumps(record))
+            self.post(f"log/{number}", record)
 
-    def follow(self) -> Any:
+    @property
+    def records(self) -> int:
+        return self._log
+
+    def follow(self, meanwhile: Callable[[], None] | None = None) -> Any:
         number, self._log = self._log, self._log + 1
+        return self.read(f"log/{number}", meanwhile)
+
+    def post(self, key: str, value: Any) -> None:
         with self._server():
-            return pickle.loads(self._wait([f"log/{number}"], lambda: [self._store.get(f"log/{number}")])[0])
+            self._store.set(key, pickle.dumps(value))
+
+    def posted(self, *keys: str) -> bool:
+        with self._server():
+            return bool(self._store.check(list(keys)))
+
+    def read(self, key: str, meanwhile: Callable[[], None] | None = None) -> Any:
+        if meanwhile is not None:
+            self._wait_long([key], time.monotonic(), meanwhile)
+        with self._server():
+            return pickle.loads(self._wait([key], lambda: [self._store.get(key)])[0])
+
+    def delete(self, key: str) -> None:
+        with self._server():
+            self._store.delete_key(key)
 
     def forget(self) -> None:
         with self._server():
@@ -129,7 +169,10 @@ class StoreChannel(Channel):
             if not self._store.check([f"corrections/{self._gathers}"]):
                 return {}
             lines = self._store.get(f"corrections/{self._gathers}").decode().split()
-        return dict(zip(map(int, lines[::2]), map(int, lines[1::2]), strict=True))
+        lengths = dict(zip(map(int, lines[::2]), map(int, lines[1::2]), strict=True))
+        if _NOBODY in lengths:
+            raise self.failure() or PeerFailedError("Another rank failed.")
+        return lengths
 
     @property
     def beats(self) -> int:
@@ -138,13 +181,15 @@ class StoreChannel(Channel):
     def skip_to(self, beats: int) -> None:
         self._beats = beats
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, rank: int | None = None) -> None:
         try:
-            self._store.compare_set("failure", "", json.dumps([self.rank, reason]))  # the first one counts
-            # The others can only be waiting for what this rank would have said next.
+            # The first one counts.
+            self._store.compare_set("failure", "", json.dumps([self.rank if rank is None else rank, reason]))
+            # The others can only be waiting for what this rank would have said next, or look before a step.
             self._store.set(f"go/{self._beats}", _FAILED)
             self._store.set(f"gather/{self._gathers}/{self.rank}", _FAILED)
             self._store.set(f"log/{self._log}", _FAILED)
+            self._store.append(f"corrections/{self._gathers}", f"{_NOBODY} 0\n")
         except RuntimeError:  # the store went down with its host: nobody is left to tell
             pass
 
@@ -162,76 +207,90 @@ class StoreChannel(Channel):
             return None
         return PeerFailedError(f"Rank {rank} failed, so rank {self.rank} cannot go on. Rank {rank}: {reason}")
 
-    def roll_call(self) -> list[int]:
-        everyone = [f"here/{rank}" for rank in range(self.world_size)]
-        try:
-            self._store.set(everyone[self.rank], "1")
-            # A rank that has only begun to wait answers when its patience is at an end.
-            deadline = time.monotonic() + _PATIENCE.total_seconds() + _MOMENT
-            while time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-                if self._store.check(everyone) or self._store.check(["failure"]):
-                    break
-            return [rank for rank, key in enumerate(everyone) if not self._store.check([key])]
-        except RuntimeError:  # the store went down with its host
-            return []
+    def roll_call(self) -> dict[int, Any]:
+        if self._presence is None:
+            return {rank: [False, None] for rank in range(self.world_size)}
+        return self._presence.call(enough=lambda: self.failure() is not None)
+
+    def leave(self) -> None:
+        if self._presence is not None:
+            self._presence.leave()
 
     def close(self) -> None:
+        self.leave()
         for index in range(max(0, self._gathers - 2), self._gathers):
             self._store.delete_key(f"gather/{index}/{self.rank}")
         for index in range(max(0, self._beats - 2), self._beats) if self.rank == 0 else ():
             for kind in ("sum", "go", "notices"):
                 self._store.delete_key(f"{kind}/{index}")
 
+    def _place(self) -> Any:
+        return [self._waits, self.status()]
+
     def _wait(self, keys: list[str], read: Callable[[], Sequence[bytes]]) -> Sequence[bytes]:
+        self._waits = True
+        start = time.monotonic()
         try:
             found = read()
         except _compat.store_error():
-            self._wait_long(keys)
+            self._wait_long(keys, start)
             found = read()
+        finally:
+            self._waits = False
         if _FAILED in found:
             raise self.failure() or PeerFailedError("Another rank failed.")
         return found
 
-    def _wait_long(self, keys: list[str]) -> None:
-        self._store.set(f"here/{self.rank}", "1")  # an answer to whoever calls the roll
-        now = time.monotonic()
-        deadline, next_probe = now + self._timeout.total_seconds(), now
+    def _refuse_beat(self, keys: list[str]) -> None:
+        # A rank that has met this one here comes to the next beat later, when all keys are there.
+        if self._store.check([f"sum/{self._beats}"]) and not self._store.check(keys):
+            raise JoinError(
+                f"Rank {self.rank} came to something that all ranks do together (a metric's compute(), a loop over"
+                " join.batches) while another rank is at the next forward of its loop. Ranks leave a plain `for` at"
+                " different steps: use `for batch in join.batches(loader)`, which all leave together, or do it after"
+                " the `with`."
+            )
+
+    def _wait_long(self, keys: list[str], start: float, meanwhile: Callable[[], None] | None = None) -> None:
+        deadline, next_look = start + self._timeout.total_seconds(), start
+        next_probe = start + _PATIENCE.total_seconds()
         while not self._store.check(keys):
-            if (failure := self.failure()) is not None:
-                raise failure
-            if (now := time.monotonic()) > deadline:
+            now = time.monotonic()
+            if meanwhile is not None:
+                meanwhile()
+            if now > next_look:
+                next_look = now + _POLL_SECONDS
+                if (failure := self.failure()) is not None:
+                    raise failure
+            if now > deadline:
                 raise self._timed_out()
             if now > next_probe:
                 next_probe = now + _PROBE_SECONDS
                 self._probe()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS if meanwhile is None else _SHORT_POLL_SECONDS)
 
     def _probe(self) -> None:
         group = self._group() if self._group is not None else None
         if group is None:
             return
         gone = [r for r in range(self.world_size) if r != self.rank and _compat.is_gone(group, r)]
-        if gone:
-            # It may have failed with a word, or broken off with gloo alone, at a timeout of a collective.
-            time.sleep(2 * _MOMENT)
+        if gone:  # from gloo, at a timeout of a collective, or from the world
+            answers = self.roll_call()
             if (failure := self.failure()) is not None:
                 raise failure
-            gone = [rank for rank in gone if not self._store.check([f"here/{rank}"])]
+            gone = [rank for rank in gone if rank not in answers]
         if gone:
             raise PeerFailedError(
                 f"The process of {name_ranks(gone)} is gone: killed, or ended without a word. Its own log, or the"
                 " system's (a lack of memory, for example), says why."
             )
 
-    def _timed_out(self) -> JoinTimeoutError:
-        silent = self.roll_call()
-        return JoinTimeoutError(
-            f"Rank {self.rank} waited {self._timeout.total_seconds():.0f} s for the other ranks to say"
-            f" whether they have a next batch. Not heard of: {name_ranks(silent) if silent else 'nobody, all wait'}."
-            " Usual causes: a dataloader that takes longer than the timeout, or a step that only some ranks run."
-            " Raise `timeout`, or see what these ranks are doing (py-spy dump)."
-        )
+    def _timed_out(self) -> JoinError:
+        answers = self.roll_call()
+        if (failure := self.failure()) is not None:
+            return failure
+        waited = f"Rank {self.rank} waited {self._timeout.total_seconds():.0f} s for the other ranks"
+        return timed_out(waited, self.world_size, answers, self.explain)
 
     @contextmanager
     def _server(self) -> Iterator[None]:

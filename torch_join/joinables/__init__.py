@@ -8,26 +8,47 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._compat_state import is_sharded
 from torch_join._errors import JoinTypeError
+from torch_join.joinables._joinable import unwrap
 from torch_join.joinables._part import Part
+from torch_join.joinables._refused import check_supported
 from torch_join.joinables.custom import CustomPart
-from torch_join.joinables.metric import MetricPart, holds_metrics
-from torch_join.joinables.model import ModelPart
-from torch_join.joinables.optimizer import ShardedOptimizerPart
+from torch_join.joinables.forgotten import ForgottenPart
+from torch_join.joinables.metric import JoinableMetric, MetricPart, holds_metrics
+from torch_join.joinables.model import JoinableModel, ModelPart
+from torch_join.joinables.optimizer import JoinableOptimizer, ShardedOptimizerPart
+from torch_join.joinables.state import JoinableState
 
 if TYPE_CHECKING:
     from torch_join._join import Join
 
-__all__ = ["CustomPart", "MetricPart", "ModelPart", "Part", "ShardedOptimizerPart", "holds_metrics", "make_parts"]
+__all__ = [
+    "CustomPart",
+    "JoinableMetric",
+    "JoinableModel",
+    "JoinableOptimizer",
+    "JoinableState",
+    "MetricPart",
+    "ModelPart",
+    "Part",
+    "ShardedOptimizerPart",
+    "holds_metrics",
+    "make_parts",
+    "unwrap",
+]
 
 
 def make_parts(join: "Join", joinables: Sequence[Any], options: dict[str, Any]) -> list[Part]:
     """Wrap each of `joinables` that does something in a step; the others are only handed over.
 
+    The last part watches for what was not given.
+
     Raises:
         JoinTypeError: One of them is of a type that cannot take part.
+        UnsupportedError: One of them is of a kind that cannot be trained exactly.
     """
     parts: list[Part] = []
     for thing in joinables:
+        check_supported(thing, joinables)
         if isinstance(thing, DistributedDataParallel):
             parts.append(ModelPart(join, len(parts), thing))
         elif is_sharded(thing):
@@ -41,4 +62,5 @@ def make_parts(join: "Join", joinables: Sequence[Any], options: dict[str, Any]) 
                 f"Join takes DDP models, optimizers, schedulers, torch Joinables and anything with state_dict and"
                 f" load_state_dict, not {type(thing).__name__}."
             )
+    parts.append(ForgottenPart(join, len(parts), joinables))
     return parts

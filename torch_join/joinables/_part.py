@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.algorithms.join import Joinable
+
+from torch_join import _compat
+
 if TYPE_CHECKING:
     from torch_join._join import Join
 
@@ -26,6 +30,17 @@ class Part:
         """Remove all that was installed."""
         while self._undo:
             self._undo.pop()()
+
+    def configure(self, joinable: Joinable, config: Any = None) -> None:
+        """Set what torch's `Join.notify_join_context` reads of `joinable`; afterwards it is disabled.
+
+        It is also disabled where it was not before: torch's Join leaves it enabled when it ends, and a
+        model's every later forward would then wait for all ranks.
+        """
+        before = _compat.join_config(joinable)
+        after = _compat.disabled_join_config() if before.enable else before
+        _compat.set_join_config(joinable, config or after)
+        self._undo.append(lambda: _compat.set_join_config(joinable, after))
 
     def announce(self, kind: str, payload: Any = None) -> None:
         """Tell the joined ranks what comes next, if there are any."""

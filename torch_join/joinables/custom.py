@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.algorithms.join import Joinable
 
-from torch_join import _compat
 from torch_join.joinables._part import Part
 
 if TYPE_CHECKING:
@@ -20,9 +19,7 @@ class CustomPart(Part):
         self._hook = joinable.join_hook(**options)
 
     def enter(self) -> None:
-        before = _compat.join_config(self.joinable)
-        _compat.set_join_config(self.joinable, _Announcing(self))
-        self._undo.append(lambda: _compat.set_join_config(self.joinable, before))
+        self.configure(self.joinable, _Announcing(self))
 
     def notified(self) -> None:
         """Announce the main hook's collectives; `notify_join_context` has been called."""

@@ -5,19 +5,19 @@ that has nothing to contribute contributes nothing. A metric keeps its states wh
 sharded by nature and never handed over.
 """
 
-import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_join import _compat_metrics, _transfer
-from torch_join._compat_metrics import State, own_states
-from torch_join._errors import JoinValueError, UnsupportedError
+from torch_join import _compat_metrics
+from torch_join._errors import JoinTypeError, JoinValueError, UnsupportedError
+from torch_join.joinables._exchange import Exchange
+from torch_join.joinables._joinable import WrappingJoinable
 from torch_join.joinables._part import Part
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class MetricPart(Part):
 
     Limits:
         A copy made inside the `with` (`clone`) is not known to Join, and after the `with` torchmetrics syncs
-        as ever. After a plain `for` loop `compute()` belongs outside of the `with`: inside, it would wait for
-        ranks that wait in their loop. Inside one it needs a model, or a `dist_sync_on_step`, that meets.
+        as ever. After a plain `for` loop `compute()` belongs outside of the `with`: inside, it raises if other
+        ranks are still in theirs. Inside one it needs a model, or a `dist_sync_on_step`, that meets.
     """
 
     def __init__(self, join: "Join", index: int, thing: nn.Module) -> None:
@@ -80,7 +80,7 @@ class MetricPart(Part):
             return
         position, in_forward = payload
         metric = self._metrics[position]
-        _Exchange(self.join, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
+        Exchange(self.join, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
         if self.join.rank == self.join.joined_ranks[0]:
             self.join._channel.forget()  # all joined ranks have taken part, so all have read up to here
 
@@ -129,7 +129,7 @@ class MetricPart(Part):
         _check(metric, process_group or metric.process_group, self.join, dist_sync_fn)
         self.announce(_SYNC, (position, self._forwards > 0))
         hidden = any(metric is one for one in self._hidden)
-        contributions = _Exchange(self.join, metric, _compat_metrics.update_count(metric) > 0 and not hidden).results()
+        contributions = Exchange(self.join, metric, _compat_metrics.update_count(metric) > 0 and not hidden).results()
         if not contributions:
             if hidden and self.join.rank == 0:
                 warnings.warn(
@@ -187,87 +187,43 @@ class _Override:
         return getattr, (self._metric, self._name)
 
 
-# ---------------------------------------------------------------- the exchange
+class JoinableMetric(WrappingJoinable):
+    """A metric of torchmetrics, or a `MetricCollection`, as a `Joinable`.
 
+    `Join([JoinableMetric(metric)])` of this package is the same as `Join([metric])`. In torch's, too, what is
+    synced in a step (`dist_sync_on_step=True`, or a `compute()`) comes from the active ranks, or from all
+    that have updated it, and from no others; a `reset()` resets it on the joined ranks as well.
 
-class _Spec(NamedTuple):
-    """A tensor as it travels: contiguous bytes."""
+    Args:
+        metric: The metric.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
+    Raises:
+        JoinTypeError: It is not a metric of torchmetrics.
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Spec":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+    Limits:
+        In torch's `Join` a rank leaves its loop alone, so that there `compute()` belongs into a step or after
+        the `with`, where torchmetrics syncs as ever; between the two it would wait for ranks that are not
+        there. Without a model before it one of its metrics has `dist_sync_on_step=True`, and the first of
+        these is called once per step. Joinables that are not of this package come before it.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __init__(self, metric: nn.Module) -> None:
+        if not holds_metrics(metric):
+            raise JoinTypeError(f"JoinableMetric takes a metric of torchmetrics, not {type(metric).__name__}.")
+        self._metrics: list[Any] = [module for module in metric.modules() if _compat_metrics.is_metric(module)]
+        super().__init__(metric, self._metrics[0].process_group, self._metrics[0].device)
 
+    def make_part(self, join: Any, index: int) -> Part:
+        return MetricPart(join, index, self.wrapped)
 
-_Schema = dict[str, tuple[bool, list[_Spec]]]
+    def leads(self) -> bool:
+        return any(metric.dist_sync_on_step for metric in self._metrics)
 
+    def is_done(self, kind: str, payload: Any) -> bool:
+        return False  # until the next step begins
 
-class _Exchange:
-    """Every rank says what it contributes, if anything, and then sends its states as bytes."""
-
-    def __init__(self, join: "Join", metric: Any, contributes: bool) -> None:
-        self._join, self._metric = join, metric
-        self._states = own_states(metric) if contributes else {}
-        schema = {name: (state.listed, [_Spec.of(t) for t in state.tensors]) for name, state in self._states.items()}
-        self._schemas: list[_Schema | None] = join._channel.gather(schema if contributes else None)
-        self._rows = {device: self._all_gather(device) for device in self._devices()}
-
-    def results(self) -> list[dict[str, State]]:
-        """Return the states of each contributor, by rank; this rank's own are those it has, with their graph."""
-        return [
-            self._states if rank == self._join.rank else self._unpack(rank, schema)
-            for rank, schema in enumerate(self._schemas)
-            if schema is not None
-        ]
-
-    def _devices(self) -> list[str]:
-        specs = [spec for schema in self._schemas for spec in _specs(schema)]
-        return sorted({spec.device for spec in specs if spec.nbytes > 0})
-
-    def _all_gather(self, device: str) -> Sequence[Tensor]:
-        if len(self._schemas) == 1:
-            return ()
-        size = max(sum(spec.nbytes for spec in _specs(schema, device)) for schema in self._schemas)
-        packed = torch.zeros(size, dtype=torch.uint8, device=self._place(device))
-        start = 0
-        for tensor in (tensor for state in self._states.values() for tensor in state.tensors):
-            if tensor.device.type == device:
-                raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-                packed[start : start + raw.numel()] = raw
-                start += raw.numel()
-        rows = [torch.empty_like(packed) for _ in self._schemas]
-        with torch.no_grad(), self._join.own_collectives():
-            dist.all_gather(rows, packed, group=_transfer._group_for(device, self._join.group))
-        return rows
-
-    def _unpack(self, rank: int, schema: _Schema) -> dict[str, State]:
-        starts = dict.fromkeys(self._rows, 0)
-
-        def take(spec: _Spec) -> Tensor:
-            if spec.nbytes == 0:
-                return torch.empty(spec.shape, dtype=spec.dtype, device=self._place(spec.device))
-            start = starts[spec.device]
-            starts[spec.device] = end = start + spec.nbytes
-            # A copy, since a dtype's elements must not begin just anywhere in memory.
-            return self._rows[spec.device][rank][start:end].clone().view(spec.dtype).view(spec.shape)
-
-        return {name: State(listed, [take(spec) for spec in specs]) for name, (listed, specs) in schema.items()}
-
-    def _place(self, device: str) -> torch.device:
-        own: torch.device = self._metric.device
-        return own if own.type == device else torch.device(device)
-
-
-def _specs(schema: _Schema | None, device: str | None = None) -> list[_Spec]:
-    found = [spec for _, specs in (schema or {}).values() for spec in specs]
-    return [spec for spec in found if device in (None, spec.device)]
+    def is_replicated(self) -> bool:
+        return False
 
 
 # ---------------------------------------------------------------- checks

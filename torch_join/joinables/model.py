@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torch_join import _compat
-from torch_join._errors import JoinError
+from torch_join._errors import JoinError, JoinTypeError
 from torch_join._reader import count_samples
 from torch_join._shadow import ModelShadow
+from torch_join.joinables._joinable import WrappingJoinable
 from torch_join.joinables._part import Part
 
 if TYPE_CHECKING:
@@ -31,12 +32,15 @@ _CLEARED, _KEPT, _CHANGED = "cleared", "kept", "changed"
 class ModelPart(Part):
     """A `DistributedDataParallel` model in a plain loop."""
 
+    meets = True  # its forward is where ranks in a plain loop meet
+
     def __init__(self, join: "Join", index: int, ddp: DistributedDataParallel) -> None:
         super().__init__(join, index)
         self.ddp = ddp
         self._shadow = ModelShadow(ddp)
         self._parameters = self._shadow.parameters
-        self.synced = 0  # backwards of this context in which gradients were averaged
+        self.forwards = 0  # of this rank's own, since the last tail
+        self.synced = 0  # of these, how many are followed by a backward that averages gradients
         self._armed = False  # the last forward will sync in backward
         self._pending: list[Tensor] = []  # a joined rank's shadow outputs that wait for a backward
         self._task = -1  # the backward that has been announced
@@ -46,6 +50,7 @@ class ModelPart(Part):
         self._plumbing = ExitStack()
 
     def enter(self) -> None:
+        self.configure(self.ddp)
         self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward).remove)
         self._undo.append(self.ddp.module.register_forward_pre_hook(self._inside_forward).remove)
         if self.join.weighting == "samples":
@@ -68,9 +73,11 @@ class ModelPart(Part):
         join = self.join
         if join.serving:
             return
-        join.before_forward(count_samples(args) if join.weighting == "samples" else 0)
+        if self.meets:
+            join.before_forward(count_samples(args) if join.weighting == "samples" else 0)
         authority, self._authority = self._authority, join.leader
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
+        self.forwards += 1
         if grad and sync:
             self.synced += 1
         if not join.in_tail:
@@ -186,8 +193,50 @@ class ModelPart(Part):
                 dist.broadcast(parameter.grad, group_src=source, group=self.ddp.process_group)
         self._pending.clear()
         self._authority = source
-        self.synced = 0
+        self.forwards = self.synced = 0
 
 
 def _identity(gradient: Tensor | None) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
+
+
+class JoinableModel(WrappingJoinable):
+    """A DDP model as a `Joinable` of its own: exact gradients and buffers in torch's `Join` too.
+
+    `Join([JoinableModel(ddp)])` of this package is the same as `Join([ddp])`. In torch's, each forward of
+    `ddp` tells the others that this rank has an input; the ranks that have none take part in its
+    collectives with a zero-gradient pass. At the end all have the last rank's parameters and buffers.
+
+    Args:
+        ddp: The model. Call it, not this object, in the loop.
+
+    Raises:
+        JoinTypeError: `ddp` is not a `DistributedDataParallel`.
+
+    Limits:
+        In torch's `Join`, which understands `divide_by_initial_world_size` and `weighting` here, a model comes
+        first in the list, and a step is one forward of it. Joinables with collectives that are not of this
+        package follow it and are called after its backward. Other collectives in the step are not
+        mirrored. If a rank raises, the others wait until the process group's timeout, and what was
+        installed goes with the `Join` object. `torch_join.Join` has none of these limits.
+    """
+
+    is_model = True
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise JoinTypeError(f"JoinableModel takes a DistributedDataParallel model, not {type(ddp).__name__}.")
+        super().__init__(ddp, ddp.process_group, ddp.device)
+
+    def make_part(self, join: Any, index: int) -> Part:
+        if index > 0 and not isinstance(join.parts[0], ModelPart):
+            raise self.misplaced("no JoinableMetric may come before it")
+        part = ModelPart(join, index, self.wrapped)
+        part.meets = index == 0
+        return part
+
+    def leads(self) -> bool:
+        return True
+
+    def is_done(self, kind: str, payload: Any) -> bool:
+        return kind != "forward" or not payload[0]  # a forward with gradients waits for its backward

@@ -1,0 +1,117 @@
+"""Who is active at which step of a plain loop."""
+
+from typing import Any
+
+import torch
+
+from torch_join._errors import EarlyTerminationError, JoinValueError
+from torch_join._reader import Reader
+from torch_join._server import Server
+from torch_join._weighting import Weighting
+
+
+class Meetings(Server):
+    """Finds out at each step, from certain lengths or by a meeting, who has an input.
+
+    Args:
+        group: The process group.
+        objects: Everything that was given to `Join`.
+        weighting: How the gradients of the active ranks are combined.
+        throws: Whether to raise when the first rank runs out of inputs while others have some.
+        may_break: Whether a rank may leave a loop in any step. The meeting is then put off until a rank
+            does something in its step that others take part in, so that it may break before that.
+    """
+
+    def __init__(self, group: Any, objects: list[Any], weighting: Weighting, throws: bool, may_break: bool) -> None:
+        super().__init__(group, objects, weighting)
+        self._throws = throws
+        self._may_break = may_break
+        self._beats_always = may_break or weighting == "samples"
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._awaited: int | None = None  # the samples of a step whose meeting has been put off
+        self.step = 0
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of inputs."""
+        self._arrive()
+        return self.rank not in self._active
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """The ranks that have an input at the current step."""
+        self._arrive()
+        return self._active
+
+    def _next_step(self, reader: Reader[Any], certain: list[int] | None) -> bool:
+        """Find out who is active at this step; serve if this rank is not. Return whether it is."""
+        samples = reader.samples if self.weighting == "samples" else 0
+        if self._may_break:
+            self._arrive()
+            if reader.has_next():
+                self._awaited = samples
+                return True
+            self._meet(False, 0)
+        elif certain is None:
+            self._meet(reader.has_next(), samples)
+        else:
+            self._correct(reader, certain)
+            self._set_active(tuple(r for r, length in enumerate(certain) if length > self.step))
+        return self._go_on()
+
+    def _correct(self, reader: Reader[Any], lengths: list[int]) -> None:
+        """Tell the others in time if this loader's length proves wrong, and hear of theirs."""
+        real = reader.length_if_known(self.step)
+        claimed = lengths[self.rank]
+        if (real is None and self.step + 1 >= claimed) or (real is not None and real > claimed):
+            raise JoinValueError(
+                f"The loader of rank {self.rank} said its length was {claimed} and goes on after that, which the other"
+                " ranks cannot know in time. Mend its __len__, or use Join(..., heartbeat=True)."
+            )
+        if real is not None and real != claimed:
+            self._channel.correct(real)
+            lengths[self.rank] = real
+        for rank, length in self._channel.corrections().items():
+            lengths[rank] = length
+
+    def _arrive(self) -> None:
+        if self._awaited is not None:
+            samples, self._awaited = self._awaited, None
+            with self._telling():
+                self._meet(True, samples)
+                self._go_on()
+
+    def _meet(self, has_input: bool, samples: int) -> None:
+        """Say whether this rank has an input; the active ranks meet."""
+        beat = self._channel.beat(samples, None if has_input else {}, participants=len(self._active))
+        self._samples, self._total_samples = samples, beat.total
+        self._set_active(tuple(rank for rank in self._active if rank not in beat.notices))
+
+    # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
+    @torch.inference_mode(False)
+    def _go_on(self) -> bool:
+        """Do what follows from who is active: throw, serve, begin or end the tail."""
+        joined = self.joined
+        if 0 < len(self._active) < self._world_size:
+            if self._throws:
+                raise EarlyTerminationError(
+                    f"Rank {self.rank} exhausted all inputs."
+                    if joined
+                    else "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+                )
+            if joined:
+                self._serve()
+                return False
+            if not self._tail:
+                self._begin_tail()
+            self._agreement.compare(self.rank, self._active)
+        if not self._active:
+            self._end_tail()
+        return not joined
+
+    def _leave(self) -> None:
+        self._awaited = None
+        self._meet(False, 0)
+        self._go_on()
