@@ -1,6 +1,6 @@
 """Measure what `torch_join.Join` costs in a plain loop, against plain DDP and torch's Join.
 
-    python -m benchmarks.join_overhead [--seconds 200] [--world-size 2] [--json PATH] [--quick]
+    python -m benchmarks.join_overhead [--seconds 200] [--world-size 2] [--only TEXT] [--json PATH] [--quick]
 
 As in `step_overhead`, only ratios count, each of two measurements that follow one another within a second
 in the same processes and take turns in who goes first; all cases take turns too. Pairs during which other
@@ -160,7 +160,7 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     batch_sizes = dict(zip(STEPS, arguments.batch_sizes, strict=True))
-    cases = make_cases(batch_sizes, arguments.quick)
+    cases = [case for case in make_cases(batch_sizes, arguments.quick) if arguments.only in case.name]
     take_turns(cases, arguments.seconds)
     if dist.get_rank() == 0:
         summaries = [case.summary() for case in cases]
@@ -191,6 +191,7 @@ def launch(arguments: argparse.Namespace) -> int:
     command += [f"--seconds={arguments.seconds}", "--batch-sizes", *map(str, sizes.values())]
     command += ["--json", str(arguments.json)] if arguments.json else []
     command += ["--quick"] if arguments.quick else []
+    command += ["--only", arguments.only]
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
 
 
@@ -198,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=200, help="how long to measure")
     parser.add_argument("--quick", action="store_true", help="take a few seconds, to see that it runs")
+    parser.add_argument("--only", default="", metavar="TEXT", help="leave out cases whose names do not hold it")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to a file")
     parser.add_argument("--batch-sizes", type=int, nargs=len(STEPS), help=argparse.SUPPRESS)  # set by `launch`
