@@ -54,7 +54,7 @@ def allocate(rank: int, active: int, layers: int, width: int, optimizer: str, we
         for _ in range(ROUNDS):
             ordinary, tail, handover = Peak(), Peak(), Peak()
             rounds.append((ordinary, tail, handover))
-            batches = join.batches([inputs] * (STEPS if rank == active else JOINS))
+            batches = iter(join.batches([inputs] * (STEPS if rank == active else JOINS)))
             for step in range(STEPS + 1):
                 peak = ordinary if step < JOINS else tail if step < STEPS else handover
                 # The first steps make DDP's buckets and the optimizer's state.

@@ -1,17 +1,22 @@
 """Whether the active ranks do the same things in the tail, in the same order."""
 
+from collections import deque
 from typing import Any
 from zlib import crc32
 
 from torch_join._channel import Channel
 from torch_join._errors import JoinError
 
+_ONE = 1 << 48  # above the sum of as many checksums as there may be ranks
+
 
 class Agreement:
     """One active rank's announcements of a tail, as a number that all active ranks must have in common.
 
     Joined ranks follow the lowest active rank alone. What another one does differently would be
-    paired with something else by the backend, which hangs, or goes wrong in silence.
+    paired with something else by the backend, which hangs, or goes wrong in silence. So in each step of
+    the tail the other active ranks add their checksums to a number in the store, and the lowest one looks
+    at the last step's.
 
     Args:
         channel: The channel between the ranks.
@@ -23,15 +28,16 @@ class Agreement:
 
     def begin(self) -> None:
         """Begin a tail."""
-        self._name = f"said/{self._channel.records}"  # the same on all active ranks
-        self._sum = self._count = self._steps = 0
-        self.last = ""
+        self._sum = self._count = 0
+        self._last = ""
+        self._active: tuple[int, ...] = ()
+        self._due: deque[tuple[str, int]] = deque()  # what is to be compared, as the lowest active rank
 
     def note(self, index: int, kind: str, payload: Any) -> None:
         """Add an announcement."""
         # Other payloads hold what only the first rank needs to know.
-        self.last = f"{kind} {payload}" if kind in ("forward", "collective") else kind
-        self._sum = crc32(f"{index} {self.last}".encode(), self._sum)
+        self._last = f"{kind} {payload}" if kind in ("forward", "collective") else kind
+        self._sum = crc32(f"{index} {self._last}".encode(), self._sum)
         self._count += 1
 
     def compare(self, rank: int, active: tuple[int, ...]) -> None:
@@ -42,26 +48,40 @@ class Agreement:
         """
         if len(active) < 2:
             return
+        if active != self._active:
+            # The same on all active ranks, as they have announced as much; if not, nobody adds to it.
+            self._name = f"said/{self._channel.records}/{active[0]}"
+            self._active, self._steps = active, 0
+            self._due.clear()
         step, self._steps = self._steps, self._steps + 1
-        self._channel.post(f"{self._name}/{step}/{rank}", self.word)
-        keys = [f"{self._name}/{step - 1}/{other}" for other in active]
-        # The ranks after this one have come to the last step's begin if there was any sync in between.
-        if rank != active[0] or step == 0 or not self._channel.posted(*keys):
+        if rank != active[0]:
+            self._channel.count(f"{self._name}/{step}", _ONE + self._sum)
             return
-        words = {other: self._channel.read(key) for other, key in zip(active, keys, strict=True)}
-        for key in keys:
+        # The others may be behind, where a step has no sync: what they have not said yet is due later.
+        others = len(active) - 1
+        while self._due:
+            key, own = self._due[0]
+            count, sums = divmod(self._channel.count(key, 0), _ONE)
+            if count < others:
+                break
+            self._due.popleft()
             self._channel.delete(key)
-        if len({sum_ for sum_, _, _ in words.values()}) > 1:
-            raise JoinError(
-                "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly."
-                f" Before step {step} of the tail, {_places(words)}. All ranks must run the same forwards, backwards"
-                " and collectives in a step."
-            )
+            if sums != others * own:
+                raise self._disagreement()
+        self._due.append((f"{self._name}/{step}", self._sum))
+
+    def _disagreement(self) -> JoinError:
+        answers = self._channel.roll_call()
+        words = {rank: status["word"] for rank, (_, status) in answers.items() if status and status["word"]}
+        return JoinError(
+            "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"
+            f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step."
+        )
 
     @property
     def word(self) -> tuple[int, int, str]:
         """What all active ranks must have in common: a checksum, the number of announcements, the last."""
-        return self._sum, self._count, self.last
+        return self._sum, self._count, self._last
 
 
 def explain_places(words: dict[int, tuple[int, int, str]]) -> str | None:

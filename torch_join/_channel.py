@@ -104,11 +104,15 @@ class Channel:
         """Wait for the value of this name, as `follow` does for a record."""
         return self.follow(meanwhile)
 
+    def count(self, key: str, number: int) -> int:
+        """Add to a number that is zero at first, and return it; waits for nobody."""
+        return number
+
     def delete(self, key: str) -> None:
         """Delete the value of this name."""
 
-    def forget(self) -> None:
-        """Delete the records that this rank has followed, and that all others who follow have too."""
+    def forget(self, delete: bool = True) -> None:
+        """Delete the records up to here, which all who follow must have read, or leave that to another rank."""
 
     def correct(self, length: int) -> None:
         """Tell the others of a number of batches that differs from the one that was exchanged."""

@@ -45,6 +45,17 @@ def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook takes the place of the model's all-reduces."""
+    return bool(ddp._comm_hooks)
+
+
+def wait_for_device(kind: str) -> None:
+    """Wait until an accelerator has done all that was queued: its collectives return before they have run."""
+    if kind != "cpu":
+        torch.accelerator.synchronize()
+
+
 def backward_hooks(parameter: Tensor) -> dict[int, Any]:
     """Return the dictionary that `parameter.register_hook` fills (autograd reads it on each backward)."""
     return {} if parameter._backward_hooks is None else parameter._backward_hooks

@@ -1,9 +1,9 @@
 """`Join`: torch's context for uneven inputs, made exact."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
@@ -84,7 +84,9 @@ class Join(Meetings, TorchJoin):
     def _reset(self) -> None:
         super()._reset()
         self._in_loop = self._left_loop = False
+        self._loop: object = None  # the current one
         self._stepped = True  # the step's batch has been used
+        self._forwarded = False  # this loop runs forwards of a model that was given
         self._loop_done = False  # the last that happened was a loop over `batches`
 
     def __enter__(self) -> "Join":
@@ -103,7 +105,7 @@ class Join(Meetings, TorchJoin):
                 raise
         return self
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+    def batches(self, loader: Iterable[T]) -> Iterable[T]:
         """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
 
         A length that is certain (of a map-style dataset, of a list) is exchanged once, and a step then
@@ -112,9 +114,13 @@ class Join(Meetings, TorchJoin):
         Args:
             loader: This rank's batches, which may be none.
 
-        Yields:
-            This rank's batches.
+        Returns:
+            This rank's batches, to loop over once. It is no iterator: a progress bar that holds it does not keep
+            a loop open that has been left by `break`.
         """
+        return _Batches(self._batches, loader)
+
+    def _batches(self, loader: Iterable[T]) -> Iterator[T]:
         if not self._enable:
             self.step = 0
             for batch in loader:
@@ -122,15 +128,23 @@ class Join(Meetings, TorchJoin):
                 self.step += 1
             return
         with self._telling():
+            if self._in_loop:
+                raise JoinError(
+                    "A loop over join.batches was begun inside another one, or while another one that was left by"
+                    " `break` is still held in a variable (a progress bar, for example): ranks that have joined cannot"
+                    " follow. Close it (`del` it), or loop over both at once: join.batches(zip(a, b))."
+                )
             self._return_to_loop()
             reader = Reader(loader)
-            length = None if self._beats_always else certain_length(loader)
+            length = None if self._may_break else certain_length(loader)
             if length is not None and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
             lengths = self._channel.gather(length, self.in_plain_loop)
+            self._channel.forget()  # what the last loop has left: all have read it
             if self._may_break:
                 self._tap.install()
-        self._in_loop, self.step = True, 0
+        self._in_loop, self.step, self._forwarded = True, 0, False
+        self._loop = mine = object()
         certain = None if None in lengths else [length for length in lengths if length is not None]
         try:
             while True:
@@ -142,13 +156,14 @@ class Join(Meetings, TorchJoin):
                 yield reader.take()
                 self.step += 1
         except GeneratorExit:
-            self._left_loop = True
+            if self._loop is mine:
+                self._abandon()
             raise
         finally:
-            self._in_loop = False
-            self._loop_done = not self._left_loop
-            if not self._tail:
-                self._tap.remove()
+            if self._loop is mine:
+                self._in_loop, self._loop_done = False, True
+                if not self._tail:
+                    self._tap.remove()
 
     def __exit__(
         self,
@@ -162,6 +177,8 @@ class Join(Meetings, TorchJoin):
             with self._telling():
                 if value is not None:
                     raise value
+                if self._in_loop:  # left by `break`, while a variable holds its iterator
+                    self._abandon()
                 self._return_to_loop()
                 verdict = self._last_joiner
                 self._leave()
@@ -172,6 +189,7 @@ class Join(Meetings, TorchJoin):
                 # Whoever hosts the channel's store must not be gone while others still read from it.
                 if self._world_size > 1:
                     dist.barrier(self.group)
+                self._channel.forget()
                 self._channel.close()
         except BaseException as error:
             if error is not value:
@@ -205,7 +223,7 @@ class Join(Meetings, TorchJoin):
     def before_forward(self, samples: int) -> None:
         """Meet the other ranks, if this forward stands outside of `batches`."""
         self._arrive()
-        self._stepped = True
+        self._stepped = self._forwarded = True
         if not self._in_loop:
             self._heartbeat(samples)
 
@@ -225,16 +243,39 @@ class Join(Meetings, TorchJoin):
             self._go_on()
         self.step += 1
 
+    def _abandon(self) -> None:
+        self._loop, self._in_loop, self._left_loop, self._loop_done = None, False, True, False
+        if self._awaited is not None:  # nobody counts on this step
+            self._awaited, self._stepped = None, True
+        if not (self._tail or self._may_break):  # else whatever comes next with others finishes the loop first
+            self._tap.remove()
+
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left by `break`."""
-        if self._left_loop:
+        if self._left_loop and not self.serving:
             self._left_loop = False
-            if self._beats_always and not self._stepped and self._awaited is None:
+            if self._may_break and self._forwarded and not self._stepped:
                 raise JoinError(
                     f"Rank {self.rank} left its loop at step {self.step} after it had taken a batch and before the"
                     " model's forward, where the other ranks already count on it. Break at the end of a step."
                 )
-            self._leave()
+            with self._telling():
+                self._leave()
+            self._loop_done = True
+            if not self._tail:
+                self._tap.remove()
+
+
+class _Batches(Generic[T]):
+    def __init__(self, go_through: Callable[[Iterable[T]], Iterator[T]], loader: Iterable[T]) -> None:
+        self._go_through = go_through
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[T]:
+        return self._go_through(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
 
 
 def _common_group(joinables: Sequence[Any]) -> Any:

@@ -25,8 +25,7 @@ class Meetings(Server):
     def __init__(self, group: Any, objects: list[Any], weighting: Weighting, throws: bool, may_break: bool) -> None:
         super().__init__(group, objects, weighting)
         self._throws = throws
-        self._may_break = may_break
-        self._beats_always = may_break or weighting == "samples"
+        self._may_break = may_break or weighting == "samples"  # which has them meet at every step anyway
 
     def _reset(self) -> None:
         super()._reset()
@@ -57,7 +56,8 @@ class Meetings(Server):
         elif certain is None:
             self._meet(reader.has_next(), samples)
         else:
-            self._correct(reader, certain)
+            if not (self._throws and min(certain) <= self.step):  # else all know, and throw
+                self._correct(reader, certain)
             self._set_active(tuple(r for r, length in enumerate(certain) if length > self.step))
         return self._go_on()
 
@@ -77,6 +77,7 @@ class Meetings(Server):
             lengths[rank] = length
 
     def _arrive(self) -> None:
+        self._return_to_loop()
         if self._awaited is not None:
             samples, self._awaited = self._awaited, None
             with self._telling():
@@ -110,6 +111,9 @@ class Meetings(Server):
         if not self._active:
             self._end_tail()
         return not joined
+
+    def _return_to_loop(self) -> None:
+        """Finish a loop that this rank has left, before it does anything else with others."""
 
     def _leave(self) -> None:
         self._awaited = None

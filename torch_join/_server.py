@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torch_join import _compat
 from torch_join._agreement import Agreement, explain_counts, explain_places
 from torch_join._channel import Channel
 from torch_join._errors import JoinError, JoinValueError
@@ -48,6 +49,7 @@ class Server:
     def _reset(self) -> None:
         """Begin anew, as before the first step."""
         self._active: tuple[int, ...] = tuple(range(self._world_size))
+        self._before = self._active  # at the step before
         self._leader = 0
         self._tail = self.serving = False
         self._samples = self._total_samples = 0
@@ -113,7 +115,7 @@ class Server:
             self._tap = self._new_tap()
 
     def _set_active(self, active: tuple[int, ...]) -> None:
-        self._active = active
+        self._before, self._active = self._active, active
         if active:
             self._leader = active[0]
 
@@ -121,7 +123,7 @@ class Server:
 
     def _begin_tail(self) -> None:
         self._tail = True
-        self._subgroups.find()
+        self._subgroups.find(self._before)
         self._agreement.begin()
         self.announce(-1, _TAIL, [part.synced for part in self._models()])
         for part in self._parts:
@@ -133,7 +135,9 @@ class Server:
         self._last_joiner = True
         if self._tail:
             words = [part.last_words() for part in self._parts]
+            self._subgroups.mark(self._before)
             self._channel.announce((-1, _END, (words, self._channel.beats), ()), leads=self.rank == self._leader)
+            self._channel.forget(delete=False)
             self._leave_tail()
             self._hand_over(words)
         self._active = tuple(range(self._world_size))
@@ -160,14 +164,18 @@ class Server:
         """Do what the active ranks announce, with nothing, until they have joined too."""
         self._leave_tail()
         self._tap.remove()
-        self._subgroups.find()
+        self._subgroups.find(self._before)
+        self._subgroups.mark(self._before)
         self.serving = True
         try:
             while True:
                 index, kind, payload, active = self._subgroups.follow()
-                self._set_active(tuple(active))
                 if kind == _END:
+                    if self.rank != self.joined_ranks[0]:
+                        self._channel.forget(delete=False)  # the lowest does, once all have read this one
+                    self._set_active(())
                     break
+                self._set_active(tuple(active))
                 self._answer(index, kind, payload)
         finally:
             self.serving = False
@@ -184,14 +192,13 @@ class Server:
             self._compare_counts(payload)
         else:
             self._parts[index].answer(kind, payload)
-        if kind == "backward" or (kind == _COLLECTIVE and _is_meeting(payload)):
+        if self._parts[index].has_met(kind) if index >= 0 else kind == _COLLECTIVE and _has_met(payload):
             self._forget()
 
     def _forget(self) -> None:
         """Delete the records up to one whose collective all joined ranks have come to, so that they have read it."""
         self._subgroups.forget()
-        if self.rank == self.joined_ranks[0]:
-            self._channel.forget()
+        self._channel.forget(delete=self.rank == self.joined_ranks[0])
 
     def _announce_collective(self, call: Call) -> None:
         if self._subgroups.holds(call):
@@ -253,9 +260,12 @@ class Server:
         return JoinError(text) if (text := explain_places(words)) else None
 
 
-def _is_meeting(call: Call) -> bool:
-    """Whether nobody can leave a collective before all have come; of nothing at all, backends exchange nothing."""
-    return call.operation in _MEETINGS and all(math.prod(spec.shape) > 0 for spec in call.inputs)
+def _has_met(call: Call) -> bool:
+    """Wait for a collective, if nobody can leave it before all have come; of nothing, backends exchange nothing."""
+    if call.operation not in _MEETINGS or any(math.prod(spec.shape) == 0 for spec in call.inputs):
+        return False
+    _compat.wait_for_device(call.device)
+    return True
 
 
 def _is_stateful(thing: Any) -> bool:

@@ -36,9 +36,11 @@ class Subgroups:
         self._next: dict[str, tuple[int, Call]] = {}  # read, and not yet taken part in
         self._works: list[dist.Work] = []
         self._forgotten: list[str] = []
+        self._active: tuple[int, ...] = ()  # at the last record
 
-    def find(self) -> None:
-        """Look which groups there are."""
+    def find(self, active: tuple[int, ...]) -> None:
+        """Look which groups there are; `active` are the ranks that had an input in the last step."""
+        self._active = active
         everyone = set(self._members)
         for name, ranks in _compat_c10d.groups_of_this_rank().items():
             if set(ranks) < everyone:
@@ -69,18 +71,18 @@ class Subgroups:
             self._channel.post(key, (self._channel.records, call))
 
     def mark(self, active: tuple[int, ...]) -> None:
-        """Note what comes before the next record of the common log; every active rank calls this."""
+        """Note what comes before the next record of the common log; every active rank calls this, also as it joins."""
         for name, ranks in self._groups.items():
-            if self._speaks(name, active) and not set(ranks) <= set(active):
+            if self._speaks(name, active) and _in_part(ranks, active):
                 self._channel.post(f"sub/{name}/at/{self._channel.records}", self._counts[name])
 
     def follow(self) -> Any:
         """Wait for the next record of the common log; meanwhile, take part in what comes in these groups."""
         number = self._channel.records
         record = self._channel.follow((lambda: self._take_part(number)) if self._groups else None)
-        active = record[-1]
+        before_, self._active = self._active, record[-1]  # who has joined since has left a note, too
         for name, ranks in self._groups.items():
-            if any(rank in active for rank in ranks):
+            if _in_part(ranks, before_) or _in_part(ranks, self._active):
                 mark = f"sub/{name}/at/{number}"
                 before = self._channel.read(mark, lambda: self._take_part(number))
                 self._forgotten.append(mark)
@@ -127,3 +129,8 @@ class Subgroups:
 
     def _speaks(self, name: str, active: tuple[int, ...]) -> bool:
         return self._rank == min((rank for rank in self._groups[name] if rank in active), default=-1)
+
+
+def _in_part(ranks: list[int], active: tuple[int, ...]) -> bool:
+    """Whether some of a group's members are active and others are not."""
+    return 0 < len(set(ranks) & set(active)) < len(ranks)

@@ -50,6 +50,10 @@ class Part:
         """Do, on a joined rank, the counterpart of what was announced."""
         raise NotImplementedError
 
+    def has_met(self, kind: str) -> bool:
+        """Whether all ranks must have come to what was announced before this rank could finish its answer to it."""
+        return False
+
     def enter_tail(self) -> None:
         """Some rank has joined, and this one is active."""
 

@@ -44,7 +44,8 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
             raise UnsupportedError(
                 f"{name} holds a DistributedDataParallel model that was not given to Join, so that nobody would"
                 " announce what it does. Give Join the DistributedDataParallel itself; the loop may go on calling it"
-                f" through {name} (torch.compile's, for example)."
+                f" through {name} (torch.compile's, for example). What only keeps a copy, such as an AveragedModel,"
+                " takes the inner model: `ddp.module`."
             )
 
 

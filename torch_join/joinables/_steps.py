@@ -164,8 +164,8 @@ class Steps:
                         break
                     part, kind, payload, done = self._channel.follow()
                     self.parts[part].answer(kind, payload)
-                    if kind == "backward" and self.rank == self.joined_ranks[0]:
-                        self._channel.forget()  # it was synced: all joined ranks have read up to here
+                    if self.parts[part].has_met(kind):
+                        self._channel.forget(delete=self.rank == self.joined_ranks[0])
                     if done:
                         self._undone.discard(part)
             finally:

@@ -81,8 +81,8 @@ class MetricPart(Part):
         position, in_forward = payload
         metric = self._metrics[position]
         Exchange(self.join, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
-        if self.join.rank == self.join.joined_ranks[0]:
-            self.join._channel.forget()  # all joined ranks have taken part, so all have read up to here
+        # All joined ranks have taken part, so all have read up to here.
+        self.join._channel.forget(delete=self.join.rank == self.join.joined_ranks[0])
 
     def close(self, words: Any, source: int) -> None:
         # Ranks have computed at different steps. A value that only some still have would keep these out

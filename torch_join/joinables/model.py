@@ -51,7 +51,7 @@ class ModelPart(Part):
 
     def enter(self) -> None:
         self.configure(self.ddp)
-        self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward).remove)
+        self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         self._undo.append(self.ddp.module.register_forward_pre_hook(self._inside_forward).remove)
         if self.join.weighting == "samples":
             self._watch_gradients()
@@ -68,13 +68,15 @@ class ModelPart(Part):
 
     # ------------------------------------------------------------ on an active rank
 
-    def _before_forward(self, _: Any, args: tuple[Any, ...]) -> None:
+    def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._shadow.settle()
         join = self.join
         if join.serving:
             return
         if self.meets:
-            join.before_forward(count_samples(args) if join.weighting == "samples" else 0)
+            join.before_forward(
+                count_samples((args, kwargs)) if join.weighting == "samples" and not join._in_loop else 0
+            )
         authority, self._authority = self._authority, join.leader
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
         self.forwards += 1
@@ -152,6 +154,12 @@ class ModelPart(Part):
             self._shadow_backward(payload)
         else:
             self._clear(payload)
+
+    def has_met(self, kind: str) -> bool:
+        if kind != "backward" or _compat.has_comm_hook(self.ddp):  # which may do anything, or nothing
+            return False
+        _compat.wait_for_device(self._parameters[0].device.type)
+        return True
 
     def _shadow_forward(self, grad: bool, sync: bool, authority: int) -> None:
         self._authority = self.join.leader
