@@ -65,7 +65,7 @@ class Meetings(Server):
         """Tell the others in time if this loader's length proves wrong, and hear of theirs."""
         real = reader.length_if_known(self.step)
         claimed = lengths[self.rank]
-        if (real is None and self.step + 1 >= claimed) or (real is not None and real > claimed):
+        if (real is None and self.step + 2 >= claimed) or (real is not None and real > claimed):
             raise JoinValueError(
                 f"The loader of rank {self.rank} said its length was {claimed} and goes on after that, which the other"
                 " ranks cannot know in time. Mend its __len__, or use Join(..., heartbeat=True)."
@@ -73,7 +73,8 @@ class Meetings(Server):
         if real is not None and real != claimed:
             self._channel.correct(real)
             lengths[self.rank] = real
-        for rank, length in self._channel.corrections().items():
+        # Who ends early has told of it before its last step but one began, so that every other look is enough.
+        for rank, length in self._channel.corrections().items() if self.step % 2 else ():
             lengths[rank] = length
 
     def _arrive(self) -> None:

@@ -47,8 +47,8 @@ class Reader(Generic[T]):
         return self._ahead.popleft()
 
     def length_if_known(self, step: int) -> int | None:
-        """Return the number of batches if the end is no more than two batches away, having taken `step`."""
-        return None if self.has_next(2) else step + len(self._ahead)
+        """Return the number of batches if no more than two are left, having taken `step`."""
+        return None if self.has_next(3) else step + len(self._ahead)
 
     @property
     def samples(self) -> int:
