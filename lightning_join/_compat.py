@@ -4,19 +4,21 @@ Seen in lightning 2.6.6 and torchmetrics 1.9.0. `tests/test_compat.py` notices w
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.strategies.registry import _StrategyRegistry as StrategyRegistryType
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful as Stateful
-from lightning.pytorch.core.module import LightningModule
 from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops import _FitLoop as FitLoop
+from lightning.pytorch.loops import _PredictionLoop as PredictionLoop
 from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.optimization import _AutomaticOptimization as AutomaticOptimization
+from lightning.pytorch.loops.optimization import _ManualOptimization as ManualOptimization
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
 from lightning.pytorch.trainer import call
@@ -29,6 +31,9 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.trainer.connectors.data_connector import (
     _resolve_overfit_batches as resolve_overfit_batches,
 )
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _get_default_dtype as default_dtype,
+)
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultCollection as ResultCollection,
@@ -36,16 +41,23 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
+from lightning.pytorch.tuner.lr_finder import _LRCallback as LRCallback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torchmetrics import Metric
 
 __all__ = [
     "AutomaticOptimization",
+    "BatchNorm",
     "ClosureResult",
     "DataFetcher",
     "DistributedSamplerWrapper",
     "EvaluationLoop",
     "FitLoop",
+    "LRCallback",
+    "ManualOptimization",
     "Metadata",
+    "PredictionLoop",
     "ResultCollection",
     "ResultMetric",
     "SignalConnector",
@@ -55,32 +67,80 @@ __all__ = [
     "TrainingEpochLoop",
     "call",
     "check_dataloader_iterable",
+    "default_dtype",
+    "ended_parts",
+    "epoch_end_step",
+    "get_cycled",
+    "has_dataloaders",
     "mark_updated",
     "no_grad_context",
     "parse_num_batches",
     "process_dataloader",
     "request_dataloader",
     "resolve_overfit_batches",
+    "set_cycled",
     "set_sampler_epoch",
     "sized_len",
-    "unchanged_metrics",
+    "watch_ends",
 ]
 
 
-@contextmanager
-def unchanged_metrics(module: LightningModule) -> Iterator[None]:
-    """Give every torchmetrics metric in `module` back the state it had."""
-    metrics = [m for m in module.modules() if isinstance(m, Metric)]
-    bookkeeping = ("_update_count", "_computed", "_forward_cache")
-    states = [(m._copy_state_dict(), {k: getattr(m, k) for k in bookkeeping}) for m in metrics]
-    try:
-        yield
-    finally:
-        for metric, (state, counters) in zip(metrics, states, strict=True):
-            for name, value in {**state, **counters}.items():
-                setattr(metric, name, value)
+def has_dataloaders(trainer: "pl.Trainer") -> bool:
+    """Whether one of the loops that join has made its dataloaders."""
+    loops: tuple[Any, ...] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+    loops += (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    return any(loop._combined_loader is not None for loop in loops)
+
+
+def epoch_end_step(trainer: "pl.Trainer") -> int:
+    """Return the step at which Lightning writes the values of an epoch's end, that of its last batch."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped - 1
 
 
 def mark_updated(metric: Metric) -> None:
     """Keep torchmetrics from warning that a metric is computed before its first update."""
     metric._update_count = max(metric._update_count, 1)
+
+
+def get_cycled(loader: CombinedLoader) -> list[bool]:
+    """Return which parts of a loader have come to their end and begun again."""
+    return list(getattr(loader._iterator, "_consumed", []))
+
+
+def set_cycled(loader: CombinedLoader, cycled: list[bool]) -> None:
+    """Tell an iterator that has just been made what `get_cycled` returned."""
+    if cycled:
+        iterator: Any = loader._iterator
+        iterator._consumed = list(cycled)
+
+
+class _Watched:
+    """An iterator that remembers whether it has ended."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.ended = False
+
+    def __iter__(self) -> "_Watched":
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            self.ended = True
+            raise
+
+
+def watch_ends(loader: CombinedLoader) -> None:
+    """Prepare an iterator that has just been made for `ended_parts`."""
+    iterator: Any = loader._iterator
+    if loader._mode == "max_size":
+        iterator.iterators = [_Watched(part) for part in iterator.iterators]
+
+
+def ended_parts(loader: CombinedLoader) -> list[bool]:
+    """Return which of the parts that have a state have ended while others go on."""
+    parts = getattr(loader._iterator, "iterators", [])
+    ended = [isinstance(part, _Watched) and part.ended for part in parts]
+    return [end for end, part in zip(ended, loader.flattened, strict=True) if isinstance(part, Stateful)]

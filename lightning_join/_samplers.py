@@ -1,7 +1,8 @@
 """The samplers that Lightning injects, without their padding."""
 
-from typing import cast
+from typing import Any, cast
 
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_join._compat import DistributedSamplerWrapper
@@ -9,7 +10,13 @@ from torch_join import UnpaddedDistributedSampler
 
 
 class InjectedRank(int):
-    """A rank that marks the sampler it was given to as one that Lightning, not the user, made."""
+    """A rank that marks the sampler it was given to as one that Lightning, not the user, made.
+
+    Attributes:
+        place: The rank and the number of ranks that the sampler is to have in the end, if others.
+    """
+
+    place: tuple[int, int] | None = None
 
 
 class _UnpaddedWrapper(DistributedSamplerWrapper, UnpaddedDistributedSampler):
@@ -19,16 +26,38 @@ class _UnpaddedWrapper(DistributedSamplerWrapper, UnpaddedDistributedSampler):
 _UNPADDED = {DistributedSampler: UnpaddedDistributedSampler, DistributedSamplerWrapper: _UnpaddedWrapper}
 
 
+def mark_injected(kwargs: dict[str, Any], predicting: bool) -> None:
+    """Mark the arguments of a sampler that Lightning is about to inject.
+
+    What it injects in `predict` has no padding, but cannot be made for a rank without a sample: it is
+    made for all samples and gets its place later.
+    """
+    rank, replicas = kwargs["rank"], kwargs["num_replicas"]
+    kwargs["rank"] = InjectedRank(0 if predicting else rank)
+    if predicting:
+        kwargs["rank"].place = rank, replicas
+        kwargs["num_replicas"] = 1
+
+
 def without_padding(dataloader: object) -> object:
     """Take the padding off the sampler of `dataloader` if Lightning has injected it.
 
-    In place, since a loader of a class of the user's own may not stand being made a second time. What
-    `predict` injects has no padding.
+    In place, since a loader of a class of the user's own may not stand being made a second time.
     """
-    sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
-    if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
-        unpadded = _UNPADDED.get(type(sampler))
-        if unpadded is not None:
-            sampler.__class__ = unpadded
-            cast(UnpaddedDistributedSampler, sampler).unpad()
+    if not isinstance(dataloader, DataLoader):
+        return dataloader
+    for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
+            if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
+                _take_place(sampler)
+            elif (unpadded := _UNPADDED.get(type(sampler))) is not None:
+                sampler.__class__ = unpadded
+                cast(UnpaddedDistributedSampler, sampler).unpad()
     return dataloader
+
+
+def _take_place(sampler: UnrepeatedDistributedSamplerWrapper) -> None:
+    place = cast(InjectedRank, sampler.rank).place
+    if place is not None:
+        sampler.rank, sampler.num_replicas = place
+        sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))

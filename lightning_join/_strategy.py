@@ -1,30 +1,37 @@
 """The strategy: `Trainer(strategy="ddp_join")`."""
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_join import _compat
-from lightning_join._samplers import InjectedRank, without_padding
+from lightning_join._collectives import StepCollectives
+from lightning_join._joinables import all_joinables
+from lightning_join._manual import ManualPart
+from lightning_join._packages import check_packages
+from lightning_join._samplers import mark_injected, without_padding
+from lightning_join._step_values import StepValues
 from lightning_join._supported import check_module, check_optimizers, check_strategy
 from lightning_join._takeover import take_over
 from torch_join import (
     Channel,
     LockstepJoin,
     ModelShadow,
+    ModuleMetrics,
     PeerFailedError,
+    StepServer,
     UnsupportedError,
-    name_ranks,
     open_channel,
     resolve_weighting,
     telling_failures,
@@ -33,7 +40,7 @@ from torch_join import (
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class DDPJoinStrategy(DDPStrategy):
+class DDPJoinStrategy(StepCollectives):
     """DDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop, in step with the others, and takes part in
@@ -50,8 +57,8 @@ class DDPJoinStrategy(DDPStrategy):
         throw_on_early_termination: Whether to end the fit on all ranks, with an
             `EarlyTerminationError`, when the first rank runs out while others have batches.
         enable_join: `False` makes this a plain `DDPStrategy`.
-        joinables: `torch.distributed.algorithms.Joinable`s whose collectives `training_step` issues,
-            each exactly once per step.
+        joinables: `torch.distributed.algorithms.Joinable`s whose collectives a step issues, besides
+            those that the module's `configure_joinables()` returns.
         **kwargs: `DDPStrategy`'s keyword arguments, which include `DistributedDataParallel`'s.
 
     Raises:
@@ -59,8 +66,7 @@ class DDPJoinStrategy(DDPStrategy):
         UnsupportedError: The arguments ask for something that cannot train on uneven inputs yet.
 
     Limits:
-        Automatic optimization only, and no collectives of the user's own in `training_step` while
-        some rank has joined (`docs/lightning.md` lists what raises).
+        `docs/lightning.md` lists what raises.
 
     """
 
@@ -85,10 +91,9 @@ class DDPJoinStrategy(DDPStrategy):
             check_strategy(self)
         self.channel = Channel()
         self.join: LockstepJoin | None = None
-        # What runs now whose collectives not all ranks may take part in, and whether they all do.
-        self._running = ""
-        self.evaluates_unevenly = False
-        self._warned_of_collectives = False
+        self.step_values: StepValues | None = None
+        self.metrics: ModuleMetrics | None = None
+        self.manual: ManualPart | None = None
 
     @property
     def joined(self) -> bool:
@@ -98,11 +103,18 @@ class DDPJoinStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.enable_join:
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
-            check_module(self.lightning_module, trainer.state.fn, self.world_size)
-            take_over(trainer, self)
-            self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
+            self.begin_joining()
+
+    def begin_joining(self) -> None:
+        """Take over the trainer's loops and open the channel, once the process group is there."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        check_packages(trainer)
+        check_module(self.lightning_module)
+        take_over(trainer, self)
+        self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
+        self.server = StepServer(self.channel, weighting=self.weighting)
+        self.step_values = self.server.add(partial(StepValues, strategy=self))
 
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -115,80 +127,86 @@ class DDPJoinStrategy(DDPStrategy):
         super().setup(trainer)
         if self.enable_join and fitting:
             check_optimizers(self.optimizers, self.world_size)
+        if self.server is not None:
+            assert self.lightning_module is not None
+            self.metrics = self.server.add(partial(ModuleMetrics, module=self.lightning_module))
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         ddp = super()._setup_model(model)
-        if self.enable_join:
+        if self.join is not None:
+            shadow = ModelShadow(ddp)
+            self.join.use(shadow)
+            if self.manual is not None:
+                self.manual.use(shadow)
+        elif self.server is not None:
+            shadow = ModelShadow(ddp)
             self.join = LockstepJoin(
-                self.channel,
-                ModelShadow(ddp),
-                weighting=self.weighting,
+                self.server,
+                shadow,
                 throw_on_early_termination=self.throw_on_early_termination,
-                joinables=self.joinables,
+                joinables=all_joinables(self),
             )
+            self.manual = self.server.add(partial(ManualPart, strategy=self, shadow=shadow))
         return ddp
 
+    def wrap_again(self) -> None:
+        """Build DDP anew, on all ranks, for the parameters that train now."""
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model = self.model.module
+        self.configure_ddp()
+        gc.collect()  # the old one's hooks go with it
+
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._inside("training_step"):
+        if self.join is None or self.manual is None:
+            return super().training_step(*args, **kwargs)
+        with self.join.active_step(), self.manual.training_step():
             return super().training_step(*args, **kwargs)
 
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.manual is None or not self.manual.is_used:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return self.manual.backward(closure_loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self.manual is None or not self.manual.is_used:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self.manual.optimizer_step(optimizer, closure, kwargs) as announcing:
+            return super().optimizer_step(optimizer, announcing, model, **kwargs)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._inside("validation_step"):
-            if self.join is None:
-                return super().validation_step(*args, **kwargs)
-            # Not through the DDP wrapper, which broadcasts buffers per batch: ranks differ in those. The
-            # buffers have been made the same when the validation began.
-            assert self.lightning_module is not None
-            with self.precision_plugin.val_step_context():
-                output: STEP_OUTPUT = self.lightning_module.validation_step(*args, **kwargs)
-                return output
-
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._inside("test_step"):
-            return super().test_step(*args, **kwargs)
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks, as `DDPStrategy.reduce`, but with an exact mean of integers.
-
-        Lightning truncates it: batch sizes 10 and 25 have the mean 17 there. Here it is a float64.
-        """
-        self._check_collective("reduce (self.log(..., sync_dist=True) calls it)")
-        averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        truncates = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
-        if self.enable_join and averages and truncates:
-            tensor = tensor.double()
-        return super().reduce(tensor, group, reduce_op)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._check_collective("barrier")
-        super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._check_collective("broadcast")
-        return super().broadcast(obj, src)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        self._check_collective("all_gather")
-        return super().all_gather(tensor, group, sync_grads)
+        if self.join is None:
+            return super().validation_step(*args, **kwargs)
+        # Not through the DDP wrapper, which broadcasts buffers per batch: ranks differ in those. The
+        # buffers have been made the same when the validation began.
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context():
+            output: STEP_OUTPUT = self.lightning_module.validation_step(*args, **kwargs)
+            return output
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         kwargs = super().distributed_sampler_kwargs
         if self.enable_join:
-            kwargs["rank"] = InjectedRank(kwargs["rank"])
+            assert self.lightning_module is not None
+            mark_injected(kwargs, self.lightning_module.trainer.predicting)
         return kwargs
 
     def process_dataloader(self, dataloader: object) -> object:
         return without_padding(super().process_dataloader(dataloader))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Put around a run of a loop: failures reach the other ranks, and all ranks leave together."""
+    def together(self, last: bool = True) -> Iterator[None]:
+        """Put around a run of a loop: failures reach the other ranks, and all ranks leave together.
+
+        Args:
+            last: Whether no other loop runs after it before the teardown.
+        """
         with telling_failures(self.channel):
             yield
         # Whoever hosts the channel's store must not exit while others still read from it.
         self.barrier("join")
-        self.channel.close()
+        if last:
+            self.channel.close()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -196,8 +214,21 @@ class DDPJoinStrategy(DDPStrategy):
             self.channel.fail(f"{type(exception).__name__}: {exception}")
 
     def teardown(self) -> None:
-        super().teardown()
-        self.join = None
+        try:
+            super().teardown()
+        finally:
+            self.end_joining()
+
+    def end_joining(self) -> None:
+        """Remove all that was installed for joining; doing it again does nothing."""
+        if self.server is not None:
+            self.server.close()
+        self.channel.leave()
+        self.join = self.server = self.step_values = self.metrics = self.manual = None
+
+    def __repr__(self) -> str:
+        # Part of the error with which the other package's trainer refuses this object.
+        return f"<lightning_join.{type(self).__name__}, for the Trainer of `from lightning.pytorch import Trainer`>"
 
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
@@ -215,36 +246,4 @@ class DDPJoinStrategy(DDPStrategy):
                 description=f"{description} and `find_unused_parameters` as True",
                 start_method=start_method,
                 find_unused_parameters=True,
-            )
-
-    @contextmanager
-    def _inside(self, step: str) -> Iterator[None]:
-        self._running = step
-        try:
-            yield
-        finally:
-            self._running = ""
-
-    def _check_collective(self, operation: str) -> None:
-        if not self._running or not self.enable_join or self.world_size == 1:
-            return
-        if self._running != "training_step":
-            if self.evaluates_unevenly:
-                raise UnsupportedError(
-                    f"`{self._running}` called {operation}, and the ranks have different numbers of batches, or do not"
-                    " know theirs: those that are done cannot take part. Log with on_step=False, or do it in a hook of"
-                    " the epoch's end."
-                )
-            return
-        if self.join is not None and self.join.in_tail:
-            raise UnsupportedError(
-                f"`training_step` called {operation} at step {self.join.step}, where only"
-                f" {name_ranks(self.join.active_ranks)} have a batch. The ranks that have joined cannot take part in"
-                " collectives of the step yet. Log with on_step=False, on_epoch=True."
-            )
-        if not self._warned_of_collectives:
-            self._warned_of_collectives = True
-            rank_zero_warn(
-                f"`training_step` calls {operation}. That works as long as every rank has a batch, and raises when the"
-                " first one runs out. Log with on_step=False, on_epoch=True."
             )

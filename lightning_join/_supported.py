@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 
@@ -27,7 +26,7 @@ def check_strategy(strategy: "DDPJoinStrategy") -> None:
         )
 
 
-def check_module(module: LightningModule, stage: TrainerFn | None, world_size: int) -> None:
+def check_module(module: LightningModule) -> None:
     """Raise if the module trains, or evaluates, in a way that is unsupported."""
     for hook in ("training_step", "validation_step", "test_step"):
         if is_param_in_hook_signature(getattr(module, hook), "dataloader_iter", explicit=True):
@@ -35,11 +34,6 @@ def check_module(module: LightningModule, stage: TrainerFn | None, world_size: i
                 f"{type(module).__name__}.{hook} takes a `dataloader_iter` and reads its own batches, so nobody"
                 " knows ahead when this rank runs out. Take `batch` instead."
             )
-    if stage == TrainerFn.FITTING and world_size > 1 and not module.automatic_optimization:
-        raise UnsupportedError(
-            f"{type(module).__name__} uses manual optimization, which a rank without a batch cannot follow yet."
-            " Use automatic optimization, or strategy='ddp' with even dataloaders."
-        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], world_size: int) -> None:

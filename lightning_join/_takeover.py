@@ -13,7 +13,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._logging import JoinResultCollection
 from lightning_join._signals import JoinSignalConnector
-from lightning_join.loops import JoinAutomaticOptimization, JoinEpochLoop, JoinEvaluationLoop, JoinFitLoop
+from lightning_join.loops import (
+    JoinAutomaticOptimization,
+    JoinEpochLoop,
+    JoinEvaluationLoop,
+    JoinFitLoop,
+    JoinManualOptimization,
+    JoinPredictionLoop,
+)
 from torch_join import UnsupportedError
 
 if TYPE_CHECKING:
@@ -23,7 +30,9 @@ _CLASSES: dict[type, type] = {
     _compat.FitLoop: JoinFitLoop,
     _compat.TrainingEpochLoop: JoinEpochLoop,
     _compat.AutomaticOptimization: JoinAutomaticOptimization,
+    _compat.ManualOptimization: JoinManualOptimization,
     _compat.EvaluationLoop: JoinEvaluationLoop,
+    _compat.PredictionLoop: JoinPredictionLoop,
     _compat.SignalConnector: JoinSignalConnector,
 }
 
@@ -35,16 +44,7 @@ def take_over(trainer: "pl.Trainer", strategy: "DDPJoinStrategy") -> None:
         UnsupportedError: A loop is of a class of the user's own.
 
     """
-    epoch_loop = trainer.fit_loop.epoch_loop
-    for part in (
-        trainer.fit_loop,
-        epoch_loop,
-        epoch_loop.automatic_optimization,
-        epoch_loop.val_loop,
-        trainer.validate_loop,
-        trainer.test_loop,
-        trainer._signal_connector,
-    ):
+    for part in _parts(trainer):
         if type(part) in _CLASSES.values():
             continue
         if type(part) not in _CLASSES:
@@ -53,12 +53,44 @@ def take_over(trainer: "pl.Trainer", strategy: "DDPJoinStrategy") -> None:
                 " replaces that loop, so the two cannot work together. Use Lightning's loop, or strategy='ddp'."
             )
         part.__class__ = _CLASSES[type(part)]
-    for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        results = loop._results
+    for results in _results(trainer):
         results.__class__ = JoinResultCollection
         cast(JoinResultCollection, results).strategy = strategy
     if trainer.world_size > 1:
         _skip_checkpoints_on_exception(trainer)
+
+
+def give_back(trainer: "pl.Trainer") -> None:
+    """Give the loops of `trainer` Lightning's classes again; doing it again does nothing."""
+    plain = {ours: its for its, ours in _CLASSES.items()}
+    for part in (*_parts(trainer), *_results(trainer)):
+        ours, its = type(part), plain.get(type(part), _compat.ResultCollection)
+        if ours in (*plain, JoinResultCollection):
+            part.__class__ = its
+            for cls in set(ours.__mro__).difference(its.__mro__):
+                data = {name for name, value in vars(cls).items() if not hasattr(value, "__get__")}
+                for name in data.union(vars(cls).get("__annotations__", ())).intersection(vars(part)):
+                    delattr(part, name)
+
+
+def _parts(trainer: Any) -> tuple[Any, ...]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return (
+        trainer.fit_loop,
+        epoch_loop,
+        epoch_loop.automatic_optimization,
+        epoch_loop.manual_optimization,
+        epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+        trainer._signal_connector,
+    )
+
+
+def _results(trainer: Any) -> list[Any]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return [loop._results for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)]
 
 
 def _skip_checkpoints_on_exception(trainer: Any) -> None:

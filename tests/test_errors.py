@@ -51,12 +51,6 @@ def test_post_local_sgd_is_refused(options: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- set-ups
 
 
-class Manual(Module):
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.automatic_optimization = False
-
-
 class Iterates(Module):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         return super().training_step(next(dataloader_iter)[0], 0)
@@ -101,26 +95,9 @@ class Exhausts(Module):
         return super().training_step(batch, batch_idx)
 
 
-class LogsInHook(Module):
+class LogsToGroupInHook(Module):
     def on_train_batch_end(self, *_: Any) -> None:
-        self.log("x", 1.0, on_step=True, sync_dist=True)
-
-
-class ValidatesTogether(Module):
-    operation = "log"
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(self.case.batches(self.trainer.global_rank, 0), batch_size=None)  # type: ignore[arg-type]
-
-    def validation_step(self, *_: Any) -> None:
-        if self.operation == "log":
-            self.log("x", 1.0, on_step=True, sync_dist=True)
-        else:
-            self.all_gather(torch.ones(()))
-
-
-class GathersInValidation(ValidatesTogether):
-    operation = "gather"
+        self.log("x", 1.0, on_step=True, sync_dist=True, sync_dist_group=dist.group.WORLD)
 
 
 class LogsUnsynced(Module):
@@ -132,11 +109,10 @@ class LogsUnsynced(Module):
 
 
 class LogsMetric(Module):
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.metric = SumMetric()
+    """The rank that logs the metric has it as an attribute; the other one does not."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.metric = SumMetric()
         self.metric.update(1.0)
         self.log("metric", self.metric, on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
@@ -149,7 +125,6 @@ def assert_all_raise(outcomes: list[Outcome], *texts: str) -> None:
 
 
 SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
-    "manual": (Manual, Case((2, 3)), {}, ("UnsupportedError", "manual optimization")),
     "iterator": (Iterates, Case((2, 3)), {}, ("UnsupportedError", "`dataloader_iter`", "Take `batch` instead")),
     "lbfgs": (Lbfgs, Case((2, 3)), {}, ("UnsupportedError", "LBFGS")),
     "overlap": (Overlapping, Case((2, 3)), {}, ("UnsupportedError", "overlap_with_ddp=False")),
@@ -178,9 +153,7 @@ SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
         {"val_check_interval": 0.5},
         ("MisconfigurationException", "dataloaders of ranks 0, 1 have no length"),
     ),
-    "log-in-hook": (LogsInHook, Case((2, 3)), {}, ("UnsupportedError", "on_step=False")),
-    "validation-log": (ValidatesTogether, Case((2, 3)), {}, ("`validation_step` called reduce", "different numbers")),
-    "validation-gather": (GathersInValidation, Case((2, 3)), {}, ("`validation_step` called all_gather",)),
+    "log-to-group-in-hook": (LogsToGroupInHook, Case((2, 3)), {}, ("UnsupportedError", "on_step=False")),
     "monitor-epoch": (
         LogsUnsynced,
         Case((0, 3)),
@@ -193,7 +166,6 @@ SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
         {"callbacks": [EarlyStopping("step", strict=False)]},
         ("The monitored value 'step' is missing on rank 1",),
     ),
-    "metric-object": (LogsMetric, Case((0, 3)), {}, ("The metric object", "is missing on rank 0")),
     "val-loaders": (DifferentLoaders, Case((2, 3)), {}, ("DataloaderError", "they have [1, 2] (by rank)")),
 }
 
@@ -209,7 +181,7 @@ def test_a_loop_of_the_users_own_is_refused(workers: Workers) -> None:
     assert_all_raise(outcomes, "UnsupportedError", "OwnLoop of its own")
 
 
-@pytest.mark.parametrize("kind", [Manual, Lbfgs, Iterates], ids=["manual", "lbfgs", "iterator"])
+@pytest.mark.parametrize("kind", [Lbfgs, Iterates], ids=["lbfgs", "iterator"])
 def test_one_process_needs_no_such_limits(workers: Workers, kind: Any) -> None:
     outcome = workers.outcomes(1, fit_module, kind, Case((2,), epochs=1), {})[0]
     assert ("UnsupportedError" in outcome.error) if kind is Iterates else (outcome.error == ""), outcome.trace
@@ -221,9 +193,11 @@ def test_stop_iteration_in_a_step_does_not_end_the_epoch_of_one_rank(workers: Wo
     assert "PeerFailedError: Rank 1 failed" in survivor.error
 
 
-@pytest.mark.parametrize("kind", [ValidatesTogether, GathersInValidation])
-def test_collectives_in_even_validations_are_allowed(workers: Workers, kind: Any) -> None:
-    assert [o.error for o in workers.outcomes(2, fit_module, kind, Case((3, 3)), {})] == ["", ""]
+def test_a_metric_that_a_rank_does_not_have_raises(workers: Workers) -> None:
+    lacking, other = workers.outcomes(2, fit_module, LogsMetric, Case((0, 1), epochs=1), {})
+    assert "UnsupportedError: Other ranks have logged a metric as 'metric'" in lacking.error, lacking.trace
+    assert "Make the metric an attribute of the LightningModule on every rank" in lacking.error
+    assert "PeerFailedError: Rank 0 failed" in other.error, other.trace
 
 
 def test_a_monitored_value_that_is_synced_is_on_every_rank(workers: Workers) -> None:
@@ -242,7 +216,7 @@ class LogsSynced(Module):
             self.log("late", 1.0, sync_dist=True)
 
 
-class EvaluatesManually(Manual):
+class Evaluates(Module):
     def test_dataloader(self) -> Any:
         return self.train_dataloader()
 
@@ -250,12 +224,12 @@ class EvaluatesManually(Manual):
         pass
 
 
-def evaluate_a_manual_module(rank: int, case: Case) -> None:
-    build_trainer(case, sync_batchnorm=True).test(EvaluatesManually(case), verbose=False)
+def evaluate_with_synced_norms(rank: int, case: Case) -> None:
+    build_trainer(case, sync_batchnorm=True).test(Evaluates(case), verbose=False)
 
 
 def test_evaluation_has_none_of_the_limits_of_training(workers: Workers) -> None:
-    assert [o.error for o in workers.outcomes(2, evaluate_a_manual_module, Case((2, 3)))] == ["", ""]
+    assert [o.error for o in workers.outcomes(2, evaluate_with_synced_norms, Case((2, 3)))] == ["", ""]
 
 
 # ---------------------------------------------------------------- early termination
@@ -340,39 +314,6 @@ def test_a_rank_that_raises_is_named_on_the_others(workers: Workers, where: str,
 
 
 # ---------------------------------------------------------------- collectives in the step
-
-
-class Collects(Module):
-    operation = ""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        one = torch.ones(())
-        if self.operation == "log":
-            self.log("one", one, sync_dist=True)
-        elif self.operation == "all_gather":
-            self.all_gather(one)
-        elif self.operation == "broadcast":
-            self.trainer.strategy.broadcast("x")
-        elif self.operation == "barrier":
-            self.trainer.strategy.barrier()
-        return super().training_step(batch, batch_idx)
-
-
-def fit_collecting(rank: int, operation: str, lengths: tuple[int, ...]) -> None:
-    module = Collects(Case(lengths))
-    module.operation = operation
-    build_trainer(module.case).fit(module)
-
-
-@pytest.mark.parametrize(
-    ("operation", "named"), [("log", "reduce"), ("all_gather", "all_gather"), ("broadcast",) * 2, ("barrier",) * 2]
-)
-def test_a_collective_in_a_step_of_the_tail_raises(workers: Workers, operation: str, named: str) -> None:
-    assert [o.error for o in workers.outcomes(2, fit_collecting, operation, (3, 3))] == ["", ""]
-    joined, active = workers.outcomes(2, fit_collecting, operation, (2, 3))
-    assert f"UnsupportedError: `training_step` called {named}" in active.error, active.trace
-    assert "at step 2, where only rank 1 have a batch" in active.error
-    assert "PeerFailedError: Rank 1 failed" in joined.error, joined.trace
 
 
 # ---------------------------------------------------------------- joinables

@@ -14,11 +14,13 @@ from torch_join._errors import (
 from torch_join._failures import telling_failures
 from torch_join._join import Join
 from torch_join._lockstep import LockstepJoin
+from torch_join._mirror import StepMirror
 from torch_join._rendezvous import open_channel
 from torch_join._sampler import UnpaddedDistributedSampler
 from torch_join._shadow import ModelShadow
+from torch_join._step_server import StepServer
 from torch_join._weighting import Weighting, resolve_weighting
-from torch_join.joinables import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
+from torch_join.joinables import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState, ModuleMetrics, Part
 
 __version__ = "0.1.0"
 
@@ -36,7 +38,11 @@ __all__ = [
     "JoinableState",
     "LockstepJoin",
     "ModelShadow",
+    "ModuleMetrics",
+    "Part",
     "PeerFailedError",
+    "StepMirror",
+    "StepServer",
     "UnpaddedDistributedSampler",
     "UnsupportedError",
     "Weighting",

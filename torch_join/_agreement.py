@@ -36,7 +36,7 @@ class Agreement:
     def note(self, index: int, kind: str, payload: Any) -> None:
         """Add an announcement."""
         # Other payloads hold what only the first rank needs to know.
-        self._last = f"{kind} {payload}" if kind in ("forward", "collective") else kind
+        self._last = f"{kind} {payload}" if kind in ("forward", "collective", "log") else kind
         self._sum = crc32(f"{index} {self._last}".encode(), self._sum)
         self._count += 1
 
@@ -55,13 +55,13 @@ class Agreement:
             self._due.clear()
         step, self._steps = self._steps, self._steps + 1
         if rank != active[0]:
-            self._channel.count(f"{self._name}/{step}", _ONE + self._sum)
+            self._channel.add(f"{self._name}/{step}", _ONE + self._sum)
             return
         # The others may be behind, where a step has no sync: what they have not said yet is due later.
         others = len(active) - 1
         while self._due:
             key, own = self._due[0]
-            count, sums = divmod(self._channel.count(key, 0), _ONE)
+            count, sums = divmod(self._channel.add(key, 0), _ONE)
             if count < others:
                 break
             self._due.popleft()

@@ -104,8 +104,8 @@ class Channel:
         """Wait for the value of this name, as `follow` does for a record."""
         return self.follow(meanwhile)
 
-    def count(self, key: str, number: int) -> int:
-        """Add to a number that is zero at first, and return it; waits for nobody."""
+    def add(self, key: str, number: int) -> int:
+        """Add to the number of this name, which begins at 0, and return the sum; waits for nobody."""
         return number
 
     def delete(self, key: str) -> None:

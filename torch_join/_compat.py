@@ -34,6 +34,16 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], buc
     dist._broadcast_coalesced(group, list(tensors), bucket_bytes, src)
 
 
+def another_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
+    """Create a process group of the same ranks, backend and timeout; all ranks of the job call this."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    timeout = group._get_backend(device).options._timeout
+    members = dist.get_process_group_ranks(group)
+    another: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=dist.get_backend_config(group))
+    return another
+
+
 def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:
     """Name the option of `ddp` that a zero-gradient pass cannot drive, if it has one."""
     if ddp._use_python_reducer:

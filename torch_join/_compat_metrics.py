@@ -4,7 +4,8 @@ torchmetrics itself is never imported: a metric is known by what it has. `tests/
 when one of these names goes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
@@ -97,13 +98,25 @@ def set_update_count(metric: Any, count: int) -> None:
 
 
 def will_sync(metric: Any) -> bool:
-    """Whether `compute` will sync: it is to, it can, and it has no value from before."""
-    return metric._to_sync and metric._computed is None and bool(metric.distributed_available_fn())
+    """Whether `compute` syncs, or did when it was called before."""
+    return metric._to_sync and bool(metric.distributed_available_fn())
 
 
 def forget_value(metric: Any) -> None:
     """Make the next `compute` of `metric` compute (and sync) anew."""
     metric._computed = None
+
+
+@contextmanager
+def unchanged(metric: Any) -> Iterator[None]:
+    """Give `metric` back the state that it had."""
+    bookkeeping = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
+    state = {**metric._copy_state_dict(), **bookkeeping}
+    try:
+        yield
+    finally:
+        for name, value in state.items():
+            setattr(metric, name, value)
 
 
 def _concatenates(reduction: Callable[..., Any] | None) -> TypeGuard[Callable[..., Any]]:

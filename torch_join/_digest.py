@@ -16,7 +16,7 @@ _WORD = 8  # bytes
 
 def digest(trees: Sequence[Any], tensors: Sequence[Tensor]) -> int:
     """Return a number from 0 to 2**63 - 1 for canonical trees and the tensors in their slots."""
-    sums = _sums(tensors)
+    sums = checksums(tensors)
     described = [f"{tensor.dtype}{tuple(tensor.shape)}:{value};" for tensor, value in zip(tensors, sums, strict=True)]
     hashed = hashlib.blake2b(digest_size=_WORD)
     for tree in trees:
@@ -45,7 +45,8 @@ def _feed(hashed: Any, tree: Any, tensors: Sequence[str]) -> None:
         hashed.update(f"{tree.kind if isinstance(tree, Keep) else repr(tree)};".encode())
 
 
-def _sums(tensors: Sequence[Tensor]) -> list[int]:
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a number for each tensor, by its bytes."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         by_device[tensor.device].append(index)

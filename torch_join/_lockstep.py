@@ -1,17 +1,21 @@
 """Join for a loop that a framework drives: every rank runs every step, with a batch or without."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 
 from torch_join._attendance import Attendance
-from torch_join._channel import Channel
 from torch_join._errors import EarlyTerminationError, JoinTypeError
+from torch_join._lossless import LosslessCount
 from torch_join._shadow import ModelShadow
-from torch_join._weighting import Weighting, loss_factor
+from torch_join._step_server import StepServer
+from torch_join._weighting import loss_factor
+from torch_join.joinables import CustomPart, GatherPart
 from torch_join.joinables._joinable import WrappingJoinable
 
 
@@ -24,13 +28,15 @@ class LockstepJoin:
     ranks are identical after every step.
 
     Args:
-        channel: The channel between the ranks.
+        server: Serves what the active ranks do in a step besides the model's forward and backward.
         model: The model's shadow.
-        weighting: How much each active rank's gradient counts, see `resolve_weighting`.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out.
         joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides
-            the model's, after its forward; their main hooks run once per shadow step, in this order.
+            the model's; their main hooks run on a joined rank when the active ranks notify of them.
         **kwargs: Forwarded to every `join_hook`.
+
+    Attributes:
+        keeps_buffers: Whether each rank keeps its own buffers for now.
 
     Raises:
         JoinTypeError: One of `joinables` does not follow torch's protocol.
@@ -39,10 +45,9 @@ class LockstepJoin:
 
     def __init__(
         self,
-        channel: Channel,
+        server: StepServer,
         model: ModelShadow,
         *,
-        weighting: Weighting = "world",
         throw_on_early_termination: bool = False,
         joinables: Sequence[Joinable] = (),
         **kwargs: Any,
@@ -54,15 +59,18 @@ class LockstepJoin:
                     f" {type(joinable).__name__}. Models, optimizers and schedulers need not be passed: in this loop"
                     " every rank steps its own."
                 )
-        self.channel = channel
-        self.weighting = weighting
+        self.server = server
+        self.channel = server.channel
+        self.weighting = server.weighting
         self._model = model
         self._throw = throw_on_early_termination
-        self._joinables = tuple(joinables)
-        self._kwargs = kwargs
-        self._hooks: list[JoinHook] = []
-        self._attendance = Attendance(channel.world_size)
+        self.gathers = self.server.add(GatherPart)
+        self._lossless = LosslessCount(self.channel)
+        self._customs = [self.server.add(partial(CustomPart, joinable=j, options=kwargs)) for j in joinables]
+        self._attendance = Attendance(self.channel.world_size)
         self._samples = self._total_samples = 0
+        self.lossless = self.in_loss_step = self._sends_nothing = False
+        self.keeps_buffers = False
 
     @property
     def step(self) -> int:
@@ -102,7 +110,8 @@ class LockstepJoin:
             Every rank's `value`.
 
         """
-        self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        for part in self._customs:
+            part.renew()
         self._attendance = Attendance(self.channel.world_size, first_step)
         everyone = self.channel.gather((end, samples, value))
         self._attendance.announce({rank: end for rank, (end, _, _) in enumerate(everyone) if end is not None})
@@ -126,6 +135,7 @@ class LockstepJoin:
         if end is not None:
             notice = {"end": end, **(notice or {})}
         beat = self.channel.beat(samples, notice)
+        self.server.met()
         self._attendance.step += 1
         self._attendance.announce({r: n["end"] for r, n in beat.notices.items() if "end" in n})
         self._samples, self._total_samples = samples, beat.total
@@ -163,30 +173,115 @@ class LockstepJoin:
             yield
         # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward: so it must
         # always hold the newest. (Between forward and backward this would disturb autograd.)
-        if self.in_tail and 0 not in self.active_ranks:
+        if self.in_tail and 0 not in self.active_ranks and not self.keeps_buffers:
             self._model.sync_buffers(self.active_ranks[0])
 
+    @contextmanager
+    def active_step(self) -> Iterator[None]:
+        """Put around an active rank's forward and whatever else its step does before backward."""
+        if not self.in_tail:
+            yield
+            return
+        with ExitStack() as plumbing, self.server.step(self.active_ranks):
+            # Until the inner module runs, the collectives are DDP's own, which a shadow forward has too.
+            plumbing.enter_context(self.server.own_collectives())
+            inside = self._model.ddp.module.register_forward_pre_hook(lambda *_: plumbing.close())
+            try:
+                yield
+            finally:
+                inside.remove()
+
     def shadow_forward(self) -> Tensor:
-        """Run a joined rank's counterpart of a forward.
+        """Run a joined rank's counterpart of a forward, and serve until the active ranks are done with theirs.
 
         Returns:
             A scalar zero, whose backward takes part in the gradients' all-reduce.
 
         """
         zero = self._model.forward()
-        for hook in self._hooks:
-            hook.main_hook()
-        return zero
+        self.server.serve(self.active_ranks)
+        return self.gathers.tie(zero)
+
+    @contextmanager
+    def loss_step(self) -> Iterator[None]:
+        """Put around an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
+
+        It makes gathers through which gradients flow (`gathers.gather`) a part of the loss. In place of `None`
+        comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in backward. Then
+        `lossless` is true.
+        """
+        self.lossless = self._sends_nothing = False
+        if self.channel.world_size == 1:
+            yield
+            return
+        self.in_loss_step = True
+        try:
+            with self._model.completing(self._complete):
+                yield
+        finally:
+            self.in_loss_step = False
+
+    def _complete(self, output: Any) -> Any:
+        if output is None and (self._syncs or self.gathers.pending):
+            self.lossless = True
+            # The others' losses may depend on what this rank has given to a gather.
+            self._sends_nothing = not self.gathers.pending
+            return self.gathers.tie(self._model.lossless())
+        if isinstance(output, Tensor):
+            return self.gathers.tie(output)
+        if self.gathers.pending and isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            return {**output, "loss": self.gathers.tie(output["loss"])}
+        return output
+
+    def backward(self, backward: Callable[[], None]) -> bool:
+        """Run the backward of a step, real or not; where no rank contributes to the gradients they are left cleared.
+
+        Returns:
+            `False` if it is known that no rank has a loss. Without a sync nobody knows.
+        """
+        if not (self.joined or self.lossless):
+            self._listening_to(backward)
+            return True
+        parameters, syncs = self._model.parameters, self._syncs
+        if syncs:
+            self._lossless.add(any(p.grad is not None for p in parameters))
+        with self._model.step(shadow=self.joined or self._sends_nothing):
+            self._listening_to(backward)
+        if not syncs:
+            return True
+        if (device := parameters[0].device).type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()  # the collectives have only been issued
+        census = self._lossless.read()
+        for parameter in () if census.has_gradients else parameters:
+            parameter.grad = None
+        return census.has_loss
+
+    def _listening_to(self, backward: Callable[[], None]) -> None:
+        with self.server.backward() if self.in_tail and not self.joined else nullcontext():
+            backward()
+
+    @property
+    def _syncs(self) -> bool:
+        return bool(self._model.ddp.require_backward_grad_sync)
 
     def finish(self) -> None:
         """End the epoch: run the joinables' post-hooks."""
-        for hook in self._hooks:
-            hook.post_hook(is_last_joiner=self._attendance.ended_last(self.channel.rank))
-        self._hooks = []
+        self._lossless.tidy()
+        for part in self._customs:
+            part.after_all(self._attendance.ended_last(self.channel.rank))
 
     def sync_buffers(self) -> None:
         """Give all ranks the model's newest buffers; all ranks must call it."""
-        self._model.sync_buffers(0)
+        if not self.keeps_buffers:
+            self._model.sync_buffers(0)
+
+    def use(self, model: ModelShadow) -> None:
+        """Go on with another shadow: the model has been wrapped anew."""
+        self._model = model
+
+    def unfrozen(self) -> list[str]:
+        """Return the names of the parameters that require a gradient and did not when the model was wrapped."""
+        return self._model.unfrozen()
 
     def _check_termination(self) -> None:
         if not (self._throw and self.in_tail):

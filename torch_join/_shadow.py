@@ -11,7 +11,7 @@ Returning zeros instead would make every parameter count as used under `find_unu
 and momentum and weight decay would move parameters that no rank used.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,6 +52,7 @@ class ModelShadow:
                 " take part in. Use BatchNorm (its buffers are kept in step) or GroupNorm."
             )
         self.ddp = ddp
+        self._stand_in = _StandIn()  # one, since it is made use of in each step
         named = ddp.module.named_parameters()
         self.parameters = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
         self._sparse = {
@@ -91,15 +92,52 @@ class ModelShadow:
             UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
 
         """
-        parameters = [p for p in self.parameters if p.requires_grad and self._fires(p)]
-        sparse = [id(p) in self._sparse for p in parameters]
-        module = self.ddp.module
-        self.ddp.module = _StandIn(module, parameters, sparse)
-        try:
+        with self._standing_in(lambda *_: self.zero()):
             # With `device_ids` DDP cannot take a call without a tensor.
-            zero: Tensor = self.ddp(torch.empty(0, device=parameters[0].device))
+            zero: Tensor = self.ddp(torch.empty(0, device=self.parameters[0].device))
+        return zero
+
+    def lossless(self) -> Tensor:
+        """Return the output of a forward that has come to no loss, in place of it: what `forward` returns.
+
+        Raises:
+            UnsupportedError: It is the first iteration under `static_graph=True`, or see `forward`.
+        """
+        if self._fired == {}:
+            raise UnsupportedError(
+                "A step without a loss cannot be the first one under static_graph=True, since that one decides which"
+                " parameters take part in all others. Return a loss, or use static_graph=False."
+            )
+        return self.zero()
+
+    @contextmanager
+    def completing(self, complete: Callable[[Any], Any]) -> Iterator[None]:
+        """Put around a forward of the wrapper, whose inner module's output `complete` gets and may replace."""
+        module = self.ddp.module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.ddp.module = module  # the user's code must find it there
+            return complete(module(*args, **kwargs))
+
+        with self._standing_in(forward):
+            yield
+
+    @contextmanager
+    def _standing_in(self, forward: Callable[..., Any]) -> Iterator[None]:
+        module, stand_in = self.ddp.module, self._stand_in
+        stand_in.place = module, forward
+        self.ddp.module = stand_in
+        try:
+            yield
         finally:
             self.ddp.module = module
+            del stand_in.place
+
+    def zero(self) -> Tensor:
+        """Return a scalar zero for a backward of its own, where DDP's reducer is made ready without a forward."""
+        parameters = [p for p in self.parameters if p.requires_grad and self._fires(p)]
+        sparse = [id(p) in self._sparse for p in parameters]
+        zero: Tensor = _ZeroGradient.apply(sparse, *parameters)  # type: ignore[no-untyped-call]
         return zero
 
     def sync_buffers(self, src: int) -> None:
@@ -111,6 +149,13 @@ class ModelShadow:
         buffers = [b.data for name, b in named if name not in self.ddp.parameters_to_ignore]
         if buffers:
             _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
+
+    def unfrozen(self) -> list[str]:
+        """Return the names of the parameters that require a gradient and did not when the model was wrapped."""
+        known = {*map(id, self.parameters)}
+        named = self.ddp.module.named_parameters()
+        new = [name for name, p in named if p.requires_grad and id(p) not in known]
+        return [name for name in new if name not in self.ddp.parameters_to_ignore]
 
     def _fires(self, parameter: Tensor) -> bool:
         if not self._fired:
@@ -132,20 +177,19 @@ class ModelShadow:
 
 
 class _StandIn(nn.Module):
-    """Takes the inner module's place for one forward of the wrapper."""
+    """Takes the inner module's place for one forward of the wrapper.
 
-    def __init__(self, module: nn.Module, parameters: Sequence[Tensor], sparse: Sequence[bool]) -> None:
-        super().__init__()
-        self._inner = (module,)  # in a tuple, so that it does not become a submodule
-        self._inputs = parameters
-        self._sparse = sparse
+    Attributes:
+        place: That module (in a tuple, so that it does not become a submodule), and what to run.
+    """
 
-    def forward(self, _: Tensor) -> Tensor:
-        zero: Tensor = _ZeroGradient.apply(self._sparse, *self._inputs)  # type: ignore[no-untyped-call]
-        return zero
+    place: tuple[nn.Module, Callable[..., Any]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.place[1](*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self._inner[0].named_buffers(*args, **kwargs)
+        return self.place[0].named_buffers(*args, **kwargs)
 
 
 class _ZeroGradient(torch.autograd.Function):

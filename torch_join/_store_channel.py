@@ -69,9 +69,7 @@ class StoreChannel(Channel):
         self._timeout = timeout
         # Weakly, so that a destroyed group hangs up on its peers at once.
         self._group = None if group is None else weakref.ref(group)
-        self._beats = 0
-        self._gathers = 0
-        self._log = self._forgotten = 0
+        self._beats = self._gathers = self._log = self._forgotten = 0
         self._noted: set[int] = set()
         self._met = world_size, world_size  # how many came to the last two beats
         self._waits = False
@@ -86,8 +84,7 @@ class StoreChannel(Channel):
             if notice is not None:
                 self._store.append(f"notices/{index}", json.dumps([self.rank, notice]) + "\n")
             packed = self._store.add(f"sum/{index}", 1 + ((notice is not None) << _FIELD) + (count << 2 * _FIELD))
-            arrivals = packed & _MAX_RANKS
-            if arrivals == participants:
+            if (arrivals := packed & _MAX_RANKS) == participants:
                 self._store.set(f"go/{index}", str(packed))
             else:
                 if arrivals == 1 and index >= 2:  # the first one here has time to tidy up
@@ -146,7 +143,7 @@ class StoreChannel(Channel):
         with self._server():
             return pickle.loads(self._wait([key], lambda: [self._store.get(key)])[0])
 
-    def count(self, key: str, number: int) -> int:
+    def add(self, key: str, number: int) -> int:
         with self._server():
             return int(self._store.add(key, number))
 

@@ -1,8 +1,9 @@
 """What the loops need of the strategy they run under."""
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
-from torch_join import Channel, LockstepJoin
+from torch_join import Channel, LockstepJoin, ModuleMetrics
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -20,8 +21,33 @@ def channel_of(trainer: "Trainer") -> Channel:
     return strategy_of(trainer).channel
 
 
+def metrics_of(trainer: "Trainer") -> ModuleMetrics:
+    """Return the metrics of the module that is run."""
+    metrics = strategy_of(trainer).metrics
+    assert metrics is not None
+    return metrics
+
+
 def join_of(trainer: "Trainer") -> LockstepJoin:
     """Return the join of the fit that is running."""
     join = strategy_of(trainer).join
     assert join is not None
     return join
+
+
+def no_stop_iteration(trainer: "Trainer") -> "_NoStopIteration | nullcontext[None]":
+    """Put around user code that a `StopIteration` would take out of the loop of this rank alone."""
+    return _NoStopIteration() if trainer.world_size > 1 else nullcontext()
+
+
+class _NoStopIteration:
+    """A `StopIteration` out of user code would end the epoch of this rank alone."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, StopIteration):
+            raise RuntimeError(
+                "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
+            ) from error

@@ -1,13 +1,17 @@
 """What every rank knows of its dataloaders, decided on all ranks from the same numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
-from lightning_join._compat import parse_num_batches, sized_len
+from lightning_join import _compat
+from lightning_join._compat import Stateful, parse_num_batches, sized_len
 from torch_join import Channel, JoinValueError, name_ranks
 
 
@@ -22,11 +26,15 @@ class Loaders:
     Attributes:
         limits: Number of batches to run per dataloader, infinite where nobody knows.
         error: Why they cannot be run, if they cannot.
+        certain: Whether a dataloader surely has as many batches as it says.
+        stateful: Whether some of them have a state.
 
     """
 
     limits: list[int | float]
     error: str | None = None
+    certain: list[bool] = field(default_factory=list)
+    stateful: bool = False
 
 
 def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> Loaders:
@@ -38,7 +46,32 @@ def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> 
             limits.append(parse_num_batches(stage, float("inf") if length is None else length, limit))
         except MisconfigurationException as error:
             return Loaders(limits, str(error))
-    return Loaders(limits)
+    stateful = any(isinstance(loader, Stateful) for loader in loaders)
+    return Loaders(limits, certain=[_is_certain(loader) for loader in loaders], stateful=stateful)
+
+
+def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> tuple[CombinedLoader, Loaders]:
+    """Make this rank's dataloaders for an evaluation or a prediction, and measure them."""
+    function = trainer.state.fn
+    requested = _compat.request_dataloader(source)
+    loader = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, "sequential")
+    if function == TrainerFn.FITTING and trainer.overfit_batches > 0:
+        _compat.resolve_overfit_batches(loader, stage)
+    flattened = []
+    for part in loader.flattened:
+        _compat.check_dataloader_iterable(part, source, function)
+        flattened.append(_compat.process_dataloader(trainer, function, stage, part))
+    loader.flattened = flattened
+    mine = measure(stage, flattened, limit)
+    if loader._mode == "max_size_cycle" and mine.error is None and min(mine.limits, default=0) == 0 < sum(mine.limits):
+        what = f"Dataloader {mine.limits.index(0)} of a CombinedLoader(mode='max_size_cycle') is empty"
+        remedy = "cannot be cycled beside the others, whose batches would be lost. Use mode='max_size'"
+        mine = Loaders(mine.limits, f"{what}, so it {remedy}.")
+    return loader, mine
+
+
+def _is_certain(loader: Any) -> bool:
+    return isinstance(loader, (DataLoader, Sequence)) and not has_iterable_dataset(loader)
 
 
 def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
@@ -60,3 +93,10 @@ def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
             " without data an empty dataloader."
         )
     return everyone
+
+
+def total_length(loader: CombinedLoader, limits: Sequence[int | float]) -> int | float:
+    """Return the number of batches of a loader whose parts go side by side: the shortest decides, or the longest."""
+    if not limits:
+        return 0
+    return min(limits) if loader._mode == "min_size" else max(limits)

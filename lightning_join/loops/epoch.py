@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -11,10 +11,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_join._compat import TrainingEpochLoop, call, unchanged_metrics
+from lightning_join._compat import TrainingEpochLoop, call
 from lightning_join._fetcher import ReadAheadFetcher
-from lightning_join._logging import HookLogging, check_monitored, forget_step_values
-from lightning_join.loops._access import join_of, strategy_of
+from lightning_join._logging import check_monitored
+from lightning_join._step_values import HookLogging, forget_step_values
+from lightning_join.loops._access import join_of, metrics_of, no_stop_iteration, strategy_of
 
 
 class JoinEpochLoop(TrainingEpochLoop):
@@ -59,7 +60,7 @@ class JoinEpochLoop(TrainingEpochLoop):
     def on_run_start(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         super().on_run_start(data_fetcher)
         trainer: Any = self.trainer
-        length = data_fetcher.start()
+        length = trainer.fit_loop.start_reading(data_fetcher)
         end = data_fetcher.fill()
         wishes = trainer.fit_loop.wishes
         mine = (float("inf") if length is None else length, self._had_batch, data_fetcher.claimed, end, wishes)
@@ -113,7 +114,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         self.batch_progress.is_last_batch = join.is_last_step
         self.batch_progress.increment_started()
 
-        with trainer.profiler.profile("run_training_batch"), self._no_stop_iteration():
+        with trainer.profiler.profile("run_training_batch"), no_stop_iteration(self.trainer):
             kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
             if trainer.lightning_module.automatic_optimization:
                 output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
@@ -218,15 +219,13 @@ class JoinEpochLoop(TrainingEpochLoop):
         """Run hooks; those of a shadow step leave no trace in logged values and metrics."""
         join = join_of(self.trainer)
         stack = ExitStack()
-        stack.enter_context(self._no_stop_iteration())
+        stack.enter_context(no_stop_iteration(self.trainer))
         if join.in_tail:
-            stack.enter_context(HookLogging(self._results, join.joined))
+            metrics_of(self.trainer).renew()
+            stack.enter_context(HookLogging(self._results, strategy_of(self.trainer), join.active_ranks, join.joined))
         if join.joined:
-            stack.enter_context(unchanged_metrics(self.trainer.lightning_module))
+            stack.enter_context(metrics_of(self.trainer).aside())
         return stack
-
-    def _no_stop_iteration(self) -> "_NoStopIteration | nullcontext[None]":
-        return _NoStopIteration() if self.trainer.world_size > 1 else nullcontext()
 
     def _time_to_validate(self) -> bool:
         trainer: Any = self.trainer
@@ -246,19 +245,6 @@ class JoinEpochLoop(TrainingEpochLoop):
                     ends and self._should_check_val_epoch()
                 )
         return self._validates
-
-
-class _NoStopIteration:
-    """A `StopIteration` out of user code would end the epoch of this rank alone."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, StopIteration):
-            raise RuntimeError(
-                "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
-            ) from error
 
 
 def _warn_short(rank: int, claimed: int, end: int) -> None:

@@ -1,39 +1,38 @@
 """The evaluation loop on uneven dataloaders, empty ones among them.
 
-Evaluation needs no shadow steps: ranks go through their batches on their own and meet where a
-dataloader's values are reduced.
+Evaluation needs no shadow steps: ranks go through their batches on their own. One that has come to
+the end of a dataloader serves the collectives that the others' steps issue, until they come to it too.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, cast
 
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_join import _compat
 from lightning_join._compat import EvaluationLoop, call, no_grad_context
 from lightning_join._logging import JoinResultCollection, check_monitored
+from lightning_join._step_values import forget_step_values
 from lightning_join.loops import _loaders
-from lightning_join.loops._access import channel_of, strategy_of
+from lightning_join.loops._access import channel_of, metrics_of, no_stop_iteration, strategy_of
+from lightning_join.loops._rounds import Rounds
 
 
 class JoinEvaluationLoop(EvaluationLoop):
     """Lightning's evaluation loop where ranks may have different numbers of batches, or none."""
 
-    # Per rank, the number of batches of each dataloader.
-    _all_limits: tuple[tuple[int | float, ...], ...] = ()
-    _stored = 0
+    _everyone: Sequence[_loaders.Loaders] = ()
+    _rounds: Rounds
 
     @property
     def skip(self) -> bool:
-        most = self.trainer.num_sanity_val_steps if self.trainer.sanity_checking else float("inf")
-        return sum(min(most, limit) for limits in self._all_limits for limit in limits) == 0
+        return sum(min(self._most, limit) for each in self._everyone for limit in each.limits) == 0
 
     def run(self) -> Any:
         if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             return self._run()  # the fit loop's run is around it
-        with strategy_of(self.trainer).together():
+        with strategy_of(self.trainer).together(last=not self.trainer.sanity_checking):
             return self._run()
 
     @no_grad_context
@@ -46,13 +45,17 @@ class JoinEvaluationLoop(EvaluationLoop):
         self.on_run_start()
         fetcher = self._data_fetcher
         assert fetcher is not None
-        self._stored = 0
-        while True:
+        resumed = self.batch_progress.current.ready > 0
+        loader = self._combined_loader
+        assert loader is not None
+        rounds = self._rounds = Rounds(strategy_of(self.trainer), loader, self._everyone, self._most, resumed)
+        while not rounds.over:
             try:
                 batch, batch_idx, dataloader_idx = next(fetcher)
                 self._store_outputs(dataloader_idx)
                 self.batch_progress.is_last_batch = fetcher.done
-                self._evaluation_step(batch, batch_idx, dataloader_idx, None)
+                with rounds.step(), no_stop_iteration(self.trainer):
+                    self._evaluation_step(batch, batch_idx, dataloader_idx, None)
             except StopIteration:
                 break
             finally:
@@ -76,31 +79,18 @@ class JoinEvaluationLoop(EvaluationLoop):
         if fitting and (not trainer.sanity_checking or trainer.fit_loop.epoch_loop._should_check_val_epoch()):
             self._last_val_dl_reload_epoch = trainer.current_epoch
 
-        source = self._data_source
-        requested = _compat.request_dataloader(source)
-        loader = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, "sequential")
-        if fitting and trainer.overfit_batches > 0:
-            _compat.resolve_overfit_batches(loader, stage)
-        flattened = []
-        for part in loader.flattened:
-            _compat.check_dataloader_iterable(part, source, self._trainer_fn)
-            flattened.append(_compat.process_dataloader(trainer, self._trainer_fn, stage, part))
-        loader.flattened = flattened
-        self._combined_loader = loader
-
-        mine = _loaders.measure(stage, loader.flattened, limit)
-        everyone = _loaders.exchange(channel_of(trainer), mine)
-        self._all_limits = tuple(tuple(each.limits) for each in everyone)
+        self._combined_loader, mine = _loaders.load(trainer, self._data_source, stage, limit)
+        self._everyone = _loaders.exchange(channel_of(trainer), mine)
         self._max_batches = list(mine.limits)
         self._seen_batches_per_dataloader = defaultdict(int)
 
     def on_run_start(self) -> None:
         super().on_run_start()
         strategy = strategy_of(self.trainer)
-        strategy.evaluates_unevenly = len(set(self._all_limits)) > 1 or float("inf") in self._all_limits[0]
         if strategy.join is not None:
             # Each rank has its own since the last training step, or those that a hook has put in.
             strategy.join.sync_buffers()
+        metrics_of(self.trainer).renew()
 
     def _on_evaluation_epoch_end(self) -> None:
         # Lightning's, but for: ranks compare what the hooks have logged before it is reduced.
@@ -118,9 +108,31 @@ class JoinEvaluationLoop(EvaluationLoop):
 
     def _store_outputs(self, until: int) -> None:
         """Store the values of the dataloaders before `until`; all ranks meet at each."""
-        while self._stored < until:
+        rounds = self._rounds
+        while rounds.index < until:
             if self._is_sequential and self.num_dataloaders > 1:
-                self._results.dataloader_idx = self._stored
-            self._stored += 1
+                self._results.dataloader_idx = rounds.index
+            rounds.finish(self._serve_step)
+            metrics_of(self.trainer).renew()
             cast(JoinResultCollection, self._results).settle()
+            rounds.forget()  # all ranks have met
             self._store_dataloader_outputs()
+
+    def _serve_step(self, active: tuple[int, ...]) -> None:
+        """Take part in a step of the ranks that have a batch, and log the values that all have in common."""
+        trainer: Any = self.trainer
+        index = self._rounds.index if self._is_sequential else 0
+        connector = trainer._logger_connector
+        connector.on_batch_start(None, index if self._is_sequential and self.num_dataloaders > 1 else None)
+        forget_step_values(self._results)
+        server = strategy_of(trainer).server
+        assert server is not None
+        server.serve(active)
+        connector.on_batch_end()
+        if not trainer.sanity_checking:
+            connector.update_eval_step_metrics(self._seen_batches_per_dataloader[index])
+            self._seen_batches_per_dataloader[index] += 1
+
+    @property
+    def _most(self) -> int | float:
+        return self.trainer.num_sanity_val_steps if self.trainer.sanity_checking else float("inf")

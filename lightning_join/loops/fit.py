@@ -14,13 +14,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import FitLoop, call
 from lightning_join._fetcher import ReadAheadFetcher
+from lightning_join._finetuning import check_unfrozen_parameters, take_unfrozen_parameters
 from lightning_join._logging import JoinResultCollection, check_monitored
+from lightning_join._resume import ResumingFitLoop
 from lightning_join.loops import _loaders
-from lightning_join.loops._access import channel_of, strategy_of
+from lightning_join.loops._access import channel_of, metrics_of, strategy_of
+from lightning_join.loops._tuning import is_finding_learning_rate
 from torch_join import name_ranks
 
 
-class JoinFitLoop(FitLoop):
+class JoinFitLoop(ResumingFitLoop):
     """Lightning's fit loop where ranks may have different numbers of batches."""
 
     # What all ranks know of `trainer.should_stop`. A flag set on one rank alone must not end that
@@ -29,11 +32,12 @@ class JoinFitLoop(FitLoop):
     _lengths: Sequence[int | float] = ()
 
     def run(self) -> None:
-        with strategy_of(self.trainer).together():
+        with strategy_of(self.trainer).together(last=not is_finding_learning_rate(self.trainer)):
             self.agreed_stop = False
             cast(Any, self.epoch_loop).forget_batches()
             self.agree_on_stop()  # `on_fit_start` may have set it
             super().run()
+            self.keep_place()
 
     @property
     def done(self) -> bool:
@@ -61,11 +65,9 @@ class JoinFitLoop(FitLoop):
         self._last_train_dl_reload_epoch = trainer.current_epoch
         self._data_fetcher = fetcher = ReadAheadFetcher(alone=trainer.world_size == 1)
         fetcher.setup(loader)
-        self._warn_of_states()
         self._lengths = ()
         self.measure()
         self._check_interval()
-        self._load_combined_loader_states()
         iter(fetcher)
 
         if self.max_batches == 0:
@@ -88,7 +90,8 @@ class JoinFitLoop(FitLoop):
         mine = _loaders.measure(RunningStage.TRAINING, loader.flattened, trainer.limit_train_batches)
         everyone = _loaders.exchange(channel_of(trainer), mine)
         loader.limits = mine.limits
-        self.set_lengths([_length(loader, each.limits) for each in everyone])
+        self._stateful = any(each.stateful for each in everyone)
+        self.set_lengths([_loaders.total_length(loader, each.limits) for each in everyone])
 
     def set_lengths(self, lengths: Sequence[int | float]) -> None:
         """Take the number of batches, and what follows from it, from the longest rank."""
@@ -129,15 +132,6 @@ class JoinFitLoop(FitLoop):
                 " batches, set `check_val_every_n_epoch=None`."
             )
 
-    def _warn_of_states(self) -> None:
-        loader = self._combined_loader
-        assert loader is not None
-        if self.trainer.world_size > 1 and any(isinstance(part, _compat.Stateful) for part in loader.flattened):
-            rank_zero_warn(
-                "A train dataloader has a state. Checkpoints hold rank 0's, after batches that were read ahead, so"
-                " resuming in the middle of an epoch is not exact yet. Resume from the end of an epoch."
-            )
-
     def on_run_start(self) -> None:
         super().on_run_start()
         self.agree_on_stop()
@@ -149,13 +143,17 @@ class JoinFitLoop(FitLoop):
             _compat.set_sampler_epoch(part, self.epoch_progress.current.processed)  # type: ignore[attr-defined]
         self.measure()  # lengths may change with the epoch
         super().on_advance_start()
+        take_unfrozen_parameters(strategy_of(self.trainer))
+        metrics_of(self.trainer).renew()  # hooks may have made some
 
     def on_advance_end(self) -> None:
         # Lightning's, but for: ranks compare what they have logged before anything is reduced or monitored.
         trainer: Any = self.trainer
         strategy = strategy_of(trainer)
         assert strategy.join is not None
+        check_unfrozen_parameters(strategy)
         strategy.join.finish()
+        metrics_of(trainer).renew()
         results = cast(JoinResultCollection, self.epoch_loop._results)
         results.settle()
         trainer._logger_connector.epoch_end_reached()
@@ -222,10 +220,3 @@ class _StoppingTogether:
 
     def __exit__(self, *_: object) -> None:
         self._loop.trainer.should_stop = self._own
-
-
-def _length(loader: CombinedLoader, limits: Sequence[int | float]) -> int | float:
-    # The modes of a training loader: the shortest part decides, or the longest.
-    if not limits:
-        return 0
-    return min(limits) if loader._mode == "min_size" else max(limits)

@@ -13,8 +13,10 @@ from torch_join.joinables._part import Part
 from torch_join.joinables._refused import check_supported
 from torch_join.joinables.custom import CustomPart
 from torch_join.joinables.forgotten import ForgottenPart
+from torch_join.joinables.gather import GatherPart
 from torch_join.joinables.metric import JoinableMetric, MetricPart, holds_metrics
 from torch_join.joinables.model import JoinableModel, ModelPart
+from torch_join.joinables.module_metrics import ModuleMetrics
 from torch_join.joinables.optimizer import JoinableOptimizer, ShardedOptimizerPart
 from torch_join.joinables.state import JoinableState
 
@@ -23,12 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CustomPart",
+    "GatherPart",
     "JoinableMetric",
     "JoinableModel",
     "JoinableOptimizer",
     "JoinableState",
     "MetricPart",
     "ModelPart",
+    "ModuleMetrics",
     "Part",
     "ShardedOptimizerPart",
     "holds_metrics",

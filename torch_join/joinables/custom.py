@@ -16,7 +16,12 @@ class CustomPart(Part):
     def __init__(self, join: "Join", index: int, joinable: Joinable, options: dict[str, Any]) -> None:
         super().__init__(join, index)
         self.joinable = joinable
-        self._hook = joinable.join_hook(**options)
+        self._options = options
+        self.renew()
+
+    def renew(self) -> None:
+        """Take a new hook."""
+        self._hook = self.joinable.join_hook(**self._options)
 
     def enter(self) -> None:
         self.configure(self.joinable, _Announcing(self))

@@ -1,0 +1,137 @@
+"""`JoinCallback`: a trainer's plain `ddp` joins."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch.distributed.algorithms.join import Joinable
+
+from lightning_join import _compat
+from lightning_join._packages import check_trainer
+from lightning_join._strategy import DDPJoinStrategy
+from lightning_join._supported import check_strategy
+from lightning_join._takeover import give_back
+from torch_join import JoinTypeError, JoinValueError
+
+
+class JoinCallback(Callback):
+    """Makes a trainer's plain `ddp` strategy train exactly on uneven dataloaders.
+
+    `Trainer(strategy="ddp", callbacks=[JoinCallback()])` does what `Trainer(strategy="ddp_join")` does,
+    for `ddp`, `ddp_spawn`, `ddp_fork` and `ddp_notebook`, for each of these with
+    `_find_unused_parameters_true` or `_false`, and for a `DDPStrategy(...)`. When a run ends, also with an
+    exception, strategy and loops are again what they were.
+
+    Args:
+        weighting: As in `DDPJoinStrategy`.
+        divide_by_initial_world_size: As in `DDPJoinStrategy`.
+        throw_on_early_termination: As in `DDPJoinStrategy`.
+        joinables: As in `DDPJoinStrategy`.
+
+    Raises:
+        JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. When a run
+            begins: there are two of these callbacks, or the dataloaders are already set up.
+        JoinTypeError: When a run begins: the strategy is another one, or the trainer is not Lightning's.
+        UnsupportedError: When a run begins: the strategy's arguments ask for something that cannot train on
+            uneven inputs.
+
+    Limits:
+        With one device and Lightning's single-device strategy nothing is to be done, and nothing is:
+        `trainer.strategy.joined` is always `False` there.
+    """
+
+    def __init__(
+        self,
+        *,
+        weighting: str | None = None,
+        divide_by_initial_world_size: bool | None = None,
+        throw_on_early_termination: bool = False,
+        joinables: Sequence[Joinable] = (),
+    ) -> None:
+        self._make = partial(
+            DDPJoinStrategy,
+            weighting=weighting,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+            joinables=joinables,
+        )
+        self._make()  # so that what is wrong with the arguments is said here
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        check_trainer(trainer, self)
+        strategy = trainer.strategy
+        if isinstance(strategy, SingleDeviceStrategy):
+            cast(Any, strategy).joined = False
+            return
+        _check_upgradable(trainer)
+        _upgrade(trainer, cast(DDPStrategy, strategy), self._make())
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        if isinstance(trainer.strategy, _UpgradedStrategy):
+            trainer.strategy.undo()
+
+
+class _UpgradedStrategy(DDPJoinStrategy):
+    """A plain `DDPStrategy` for as long as a `JoinCallback` makes it join."""
+
+    undo: Callable[[], None]
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            # No callback is torn down after an exception.
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
+                self.undo()
+
+
+def _check_upgradable(trainer: "pl.Trainer") -> None:
+    strategy = trainer.strategy
+    if isinstance(strategy, _UpgradedStrategy):
+        raise JoinValueError("The trainer has two JoinCallbacks, which might want different things. Leave one out.")
+    if isinstance(strategy, DDPJoinStrategy):
+        raise JoinTypeError(
+            "JoinCallback is there to make a plain strategy='ddp' join, and the trainer's strategy is a"
+            f" {type(strategy).__name__} already. Leave the callback out and give its arguments to DDPJoinStrategy."
+        )
+    if type(strategy) is not DDPStrategy:
+        raise JoinTypeError(
+            f"JoinCallback makes a plain DDPStrategy join, and the trainer's strategy is a {type(strategy).__name__},"
+            " which synchronizes in ways of its own. Use Trainer(strategy='ddp') with the callback, or"
+            " Trainer(strategy='ddp_join') without it; a subclass of DDPStrategy can derive from"
+            " lightning_join.DDPJoinStrategy instead."
+        )
+    if _compat.has_dataloaders(trainer):
+        raise JoinValueError(
+            "The dataloaders were set up before JoinCallback could make the strategy join, as a rule because a"
+            " LightningDataModule.setup, or the setup of a callback before it, reads"
+            " trainer.estimated_stepping_batches. Read that in LightningModule.setup or later, put JoinCallback first"
+            " in the list of callbacks, or use Trainer(strategy='ddp_join')."
+        )
+
+
+def _upgrade(trainer: Any, strategy: Any, model: DDPJoinStrategy) -> None:
+    """Make `strategy` what `model` is, until its `undo` is called."""
+    callbacks = list(trainer.callbacks)
+    on_exception = [(each, each.save_on_exception) for each in callbacks if isinstance(each, ModelCheckpoint)]
+    added = {name: value for name, value in vars(model).items() if name not in vars(strategy)}
+
+    def undo() -> None:
+        strategy.end_joining()
+        give_back(trainer)
+        strategy.__class__ = DDPStrategy
+        for name in (*added, "server", "undo"):
+            vars(strategy).pop(name, None)
+        for callback, flag in on_exception:
+            callback.save_on_exception = flag
+        trainer.callbacks = callbacks + [each for each in trainer.callbacks if each not in callbacks]
+
+    vars(strategy).update(added, undo=undo)
+    strategy.__class__ = _UpgradedStrategy
+    check_strategy(strategy)
+    strategy.begin_joining()

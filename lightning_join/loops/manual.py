@@ -1,0 +1,25 @@
+"""Manual optimization: a real `training_step` or its shadow."""
+
+from collections import OrderedDict
+from typing import Any
+
+from lightning_join._compat import ManualOptimization
+from lightning_join.loops._access import join_of, no_stop_iteration, strategy_of
+
+
+class JoinManualOptimization(ManualOptimization):
+    """Lightning's manual optimization, in which a joined rank repeats what the others' `training_step` trains."""
+
+    def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        with join_of(self.trainer).around_step():
+            return super().run(kwargs)
+
+    def advance(self, kwargs: OrderedDict[str, Any]) -> None:
+        # Inside of what suppresses it, else it would end one rank's step alone, and in silence.
+        with no_stop_iteration(self.trainer):
+            if join_of(self.trainer).joined:
+                manual = strategy_of(self.trainer).manual
+                assert manual is not None
+                self._output = {"loss": manual.shadow_step().detach()}
+            else:
+                super().advance(kwargs)
