@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
@@ -48,8 +49,8 @@ class Logs(Module):
 
 def fit_logging(rank: int, case: Case, folder: str) -> list[dict[str, float]]:
     module = Logs(case)
-    logger = CSVLogger(folder, name="", version="")
-    build_trainer(case, logger=logger, log_every_n_steps=1, num_sanity_val_steps=0).fit(module)
+    loggers = [CSVLogger(folder, name="", version=""), TensorBoardLogger(folder, name="", version="events")]
+    build_trainer(case, logger=loggers, log_every_n_steps=1, num_sanity_val_steps=0).fit(module)
     return module.held
 
 
@@ -60,6 +61,8 @@ def test_a_rank_may_log_in_some_epochs_only(workers: Workers, lengths: Any, tmp_
     rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     column = rows[0].index("each_step")
     written = [float(row[column]) for row in rows[1:] if row[column]]
+    events: Any = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
     expected = []
     for epoch, by_rank in enumerate(lengths):
         values = [
@@ -72,6 +75,7 @@ def test_a_rank_may_log_in_some_epochs_only(workers: Workers, lengths: Any, tmp_
             assert held[epoch]["seen"] == held[epoch]["each_epoch"] == held[epoch]["valid"] == pytest.approx(mean)
             assert held[epoch]["each_step"] == pytest.approx(expected[-1])
     assert written == pytest.approx(expected)  # by rank 0, also where it had joined
+    assert [event.value for event in events.Scalars("each_step")] == pytest.approx(expected)
 
 
 class Endless(IterableDataset[Tensor]):
