@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers import Workers
+from tests.workers import Workers, connect
 from torch_join import Channel, JoinTimeoutError, JoinValueError, PeerFailedError, open_channel, telling_failures
 from torch_join._channel import Beat
 from torch_join._store_channel import StoreChannel
@@ -176,6 +176,7 @@ def test_a_broken_collective_is_explained(workers: Workers) -> None:
 
 
 def wait_in_vain(rank: int) -> str:
+    connect()
     channel = open_channel(timeout=timedelta(seconds=1))
     if rank == 2:
         time.sleep(3.5)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases import Batch, difference
 from tests.loops import Expected, Models, Outcome, Program, Training, outcome_of, reference, tensors_of, train
-from tests.workers import Workers
+from tests.workers import Workers, connect
 from torch_join import Join
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "zero")
@@ -165,6 +165,7 @@ def test_a_loader_that_turns_out_empty_is_exact(workers: Workers) -> None:
 
 def evaluate_slowly(rank: int, lengths: tuple[int, ...]) -> int:
     """The rank that joins hears of it late, while the others' steps wait for nobody."""
+    connect()
     ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
     steps = 0
     with Join([ddp], heartbeat=True, timeout=timedelta(seconds=4)) as join, torch.no_grad():

@@ -27,7 +27,7 @@ from tests.cases import Batch, difference
 from tests.loops import Models, Program, Stream, reference
 from tests.loops import Outcome as Trained
 from tests.test_join import assert_same_bits
-from tests.workers import Outcome, Workers
+from tests.workers import Outcome, Workers, connect
 from torch_join import Join, _compat_c10d
 
 TIMEOUT = 2.0  # of the process group and of `Join`, in seconds
@@ -92,6 +92,7 @@ class Training:
     """A model, an optimizer and a loop in which one rank does something wrong at one step."""
 
     def __init__(self, rank: int, fault: Fault) -> None:
+        connect()
         self.rank, self.fault = rank, fault
         self.models = Models(Program(fault.lengths))
         self.ddp = DistributedDataParallel(self.models)
@@ -420,6 +421,7 @@ def test_different_lists_are_told(workers: Workers) -> None:
 
 
 def sync_at_own_end(rank: int, lengths: tuple[int, ...], loops: str) -> None:
+    connect()
     models = Models(Program(lengths))
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.SGD(models.parameters(), lr=0.05)
@@ -441,6 +443,7 @@ def test_unequal_counts_of_synced_backwards_end(workers: Workers, lengths: tuple
 
 
 def change_by_hand(rank: int, lengths: tuple[int, ...]) -> None:
+    connect()
     models = Models(Program(lengths))
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.SGD(models.parameters(), lr=0.05)
@@ -480,6 +483,7 @@ def uneven(
     rank: int, claimed: tuple[int, ...], real: tuple[int, ...], leaves: tuple[int, ...] | None, late: bool = False
 ) -> Trained:
     """Train on what the loaders really hold, or leave the loop before `leaves[rank]` batches."""
+    connect()
     models = Models(Program(real))
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.Adam(models.parameters(), lr=0.05)

@@ -211,3 +211,17 @@ def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout
 def _describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     return f"{text} <- {_describe(error.__cause__)}" if error.__cause__ is not None else text
+
+
+def connect() -> None:
+    """Make this group's connections to the store, before a test with short timeouts begins.
+
+    Where names resolve slowly, torch takes five seconds for one now and then.
+    """
+    from torch_join import open_channel
+
+    channel = open_channel()
+    while len(channel.roll_call()) < dist.get_world_size():
+        pass
+    dist.barrier()
+    channel.close()
