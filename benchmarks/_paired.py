@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
 QUIET = 0.15  # how much of one core, on average, other programs may take during a pair that counts
@@ -87,3 +88,23 @@ def take_turns(cases: Sequence[Case], seconds: float) -> None:
             break
         for case in cases:
             case.add_pair(swap=turn % 2 == 1)
+
+
+def table_of(summaries: Sequence[dict[str, Any]], title: str, reference: str, compared: str) -> Table:
+    """Return the summaries of cases as a table; the arguments after them are its title and column heads."""
+    table = Table(title=title)
+    for column in ("case", reference, compared, "ratio", "95% interval", "target", "quiet pairs"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for summary in summaries:
+        low, high = summary["interval"]
+        target = summary["target"]
+        table.add_row(
+            summary["name"],
+            f"{summary['reference_ms']:.2f}",
+            f"{summary['compared_ms']:.2f}",
+            f"{summary['ratio']:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            "" if target is None else f"{target:.2f} {'met' if summary['ratio'] <= target else 'MISSED'}",
+            f"{summary['quiet']} of {len(summary['pairs'])}",
+        )
+    return table

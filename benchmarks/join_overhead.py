@@ -26,13 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from benchmarks._paired import Case, take_turns
+from benchmarks._paired import Case, table_of, take_turns
 from benchmarks.step_overhead import STEPS, WARM_UP, Batches, Workload, calibrate
 from torch_join import Join
 
@@ -136,25 +135,6 @@ def make_cases(batch_sizes: dict[int, int], quick: bool) -> list[Case]:
     return [case for workload in workloads for case in cases_of(workload)]
 
 
-def table_of(summaries: list[dict[str, Any]]) -> Table:
-    table = Table(title="Milliseconds per step")
-    for column in ("case: compared / reference", "reference", "compared", "ratio", "95% interval", "target", "quiet"):
-        table.add_column(column, justify="left" if column.startswith("case") else "right")
-    for summary in summaries:
-        low, high = summary["interval"]
-        target = summary["target"]
-        table.add_row(
-            summary["name"],
-            f"{summary['reference_ms']:.2f}",
-            f"{summary['compared_ms']:.2f}",
-            f"{summary['ratio']:.3f}",
-            f"{low:.3f} to {high:.3f}",
-            "" if target is None else f"{target:.2f} {'met' if summary['ratio'] <= target else 'MISSED'}",
-            f"{summary['quiet']} of {len(summary['pairs'])}",
-        )
-    return table
-
-
 def work(arguments: argparse.Namespace) -> None:
     """Measure, in each of the processes."""
     torch.set_num_threads(1)
@@ -164,7 +144,9 @@ def work(arguments: argparse.Namespace) -> None:
     take_turns(cases, arguments.seconds)
     if dist.get_rank() == 0:
         summaries = [case.summary() for case in cases]
-        Console(width=125).print(table_of(summaries))
+        Console(width=125).print(
+            table_of(summaries, "Milliseconds per step: compared / reference", "reference", "compared")
+        )
         if arguments.json:
             report = {
                 "torch": torch.__version__,

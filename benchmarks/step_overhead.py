@@ -28,13 +28,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_join
-from benchmarks._paired import Case, take_turns
+from benchmarks._paired import Case, table_of, take_turns
 
 WARM_UP = 3  # steps at the beginning of a fit that are not counted (DDP rebuilds its buckets, for one)
 # Steps in a block, by the milliseconds that forward and backward take: a block takes about 0.2 s.
@@ -193,23 +192,7 @@ def make_cases(batch_sizes: dict[int, int]) -> list[Case]:
     return cases
 
 
-def table_of(summaries: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Milliseconds per step: ddp against ddp_join, and an ordinary step against one in the tail")
-    for column in ("case", "ddp or ordinary", "ddp_join or tail", "ratio", "95% interval", "target", "quiet pairs"):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for summary in summaries:
-        low, high = summary["interval"]
-        target = summary["target"]
-        table.add_row(
-            summary["name"],
-            f"{summary['reference_ms']:.2f}",
-            f"{summary['compared_ms']:.2f}",
-            f"{summary['ratio']:.3f}",
-            f"{low:.3f} to {high:.3f}",
-            "" if target is None else f"{target:.2f} {'met' if summary['ratio'] <= target else 'MISSED'}",
-            f"{summary['quiet']} of {len(summary['pairs'])}",
-        )
-    return table
+TITLE = "Milliseconds per step: ddp against ddp_join, and an ordinary step against one in the tail"
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -223,7 +206,7 @@ def work(arguments: argparse.Namespace) -> None:
     if dist.get_rank() > 0:
         return
     summaries = [case.summary() for case in cases]
-    Console(width=125).print(table_of(summaries))
+    Console(width=125).print(table_of(summaries, TITLE, "ddp or ordinary", "ddp_join or tail"))
     if arguments.json:
         report = {
             "torch": torch.__version__,

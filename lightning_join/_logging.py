@@ -81,14 +81,10 @@ def check_monitored(trainer: "pl.Trainer", channel: Channel) -> None:
     monitored = {getattr(callback, "monitor", None) for callback in trainer.callbacks}  # type: ignore[attr-defined]
     if monitored != {None} and monitored:
         everyone = channel.gather(sorted(str(name) for name in monitored if name in trainer.callback_metrics))
-        _compare("The monitored value", everyone, "Log it with on_epoch=True, sync_dist=True")
-
-
-def _compare(what: str, everyone: list[list[str]], remedy: str) -> None:
-    for name in sorted({name for names in everyone for name in names}):
-        lacking = [rank for rank, names in enumerate(everyone) if name not in names]
-        if lacking:
-            raise UnsupportedError(
-                f"{what} {name!r} is missing on {name_ranks(lacking)}, which logged none (had no batch, as a rule),"
-                f" while other ranks have it. {remedy}."
-            )
+        for name in sorted({name for names in everyone for name in names}):
+            lacking = [rank for rank, names in enumerate(everyone) if name not in names]
+            if lacking:
+                raise UnsupportedError(
+                    f"The monitored value {name!r} is missing on {name_ranks(lacking)}, which logged none (had no"
+                    " batch, as a rule), while other ranks have it. Log it with on_epoch=True, sync_dist=True."
+                )

@@ -10,13 +10,14 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loops import _FitLoop
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_join import DDPJoinStrategy
 from tests.cases import Batch, Case, Module, build_trainer
+from tests.joinables import WorldJoinable
 from tests.workers import Outcome, Workers
 from torch_join import EarlyTerminationError, JoinTypeError, JoinValueError, UnsupportedError, resolve_weighting
 
@@ -319,7 +320,7 @@ def test_a_rank_that_raises_is_named_on_the_others(workers: Workers, where: str,
 # ---------------------------------------------------------------- joinables
 
 
-class Counter(Joinable):
+class Counter(WorldJoinable):
     """Adds up over the ranks how many of them count, once per step."""
 
     def __init__(self) -> None:
@@ -335,14 +336,6 @@ class Counter(Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self.options = kwargs
         return CounterHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
 
 
 class CounterHook(JoinHook):

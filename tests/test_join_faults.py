@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases import Batch, difference
+from tests.joinables import WorldJoinable
 from tests.loops import Models, Program, Stream, reference
 from tests.loops import Outcome as Trained
 from tests.test_join import assert_same_bits
@@ -55,7 +56,7 @@ class Fault:
     lingers: float = 0.0  # seconds for which a rank stays after its error
 
 
-class Counter(Joinable):
+class Counter(WorldJoinable):
     """A custom joinable that raises where it is told to."""
 
     def __init__(self, breaks: bool) -> None:
@@ -64,14 +65,6 @@ class Counter(Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return CounterHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
 
     def count(self) -> None:
         TorchJoin.notify_join_context(self)

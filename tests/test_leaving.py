@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases import difference
+from tests.joinables import WorldJoinable
 from tests.loops import Models, Program, reference
 from tests.workers import Workers
 from torch_join import EarlyTerminationError, Join
@@ -121,7 +122,7 @@ def test_a_loop_in_a_loop_raises_at_once(workers: Workers, lengths: tuple[int, .
         assert outcome.seconds < 8
 
 
-class Counter(Joinable, JoinHook):
+class Counter(WorldJoinable, JoinHook):
     """Notes the verdict of its post-hook."""
 
     def __init__(self) -> None:
@@ -133,14 +134,6 @@ class Counter(Joinable, JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self.verdicts.append(is_last_joiner)
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
 
 
 def last_after_break(rank: int, stops: tuple[int, ...]) -> list[bool]:

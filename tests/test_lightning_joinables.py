@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy
 from tests.cases import Batch, Case, Module, build_trainer
+from tests.joinables import WorldJoinable
 from tests.workers import Workers
 
 
-class Counter(Joinable):
+class Counter(WorldJoinable):
     """As in torch's tutorial: counts, at each call, the ranks that count."""
 
     def __init__(self, name: str = "", log: list[str] | None = None) -> None:
@@ -30,14 +31,6 @@ class Counter(Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return CounterHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
 
 
 class CounterHook(JoinHook):

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases import difference
+from tests.joinables import WorldJoinable
 from tests.loops import Models, Program, reference
 from tests.workers import Workers
 from torch_join import Join
@@ -79,7 +80,7 @@ def test_pairs_sum_over_their_active_members(
         assert difference(parameters, list(expected.parameters())) < 1e-10
 
 
-class PairCounter(Joinable, JoinHook):
+class PairCounter(WorldJoinable, JoinHook):
     """Counts in a pair and in the world, as a joinable of the user's own."""
 
     def __init__(self, rank: int) -> None:
@@ -101,14 +102,6 @@ class PairCounter(Joinable, JoinHook):
         total = self.total
         self.count(0.0)
         self.total = total
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
 
 
 def count_in_pairs(rank: int, lengths: tuple[int, ...]) -> int:

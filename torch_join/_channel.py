@@ -96,8 +96,8 @@ class Channel:
     def post(self, key: str, value: Any) -> None:
         """Give a value (it is pickled) a name of its own; waits for nobody."""
 
-    def posted(self, *keys: str) -> bool:
-        """Whether there is a value under each of these names."""
+    def posted(self, key: str) -> bool:
+        """Whether there is a value of this name."""
         return False
 
     def read(self, key: str, meanwhile: Callable[[], None] | None = None) -> Any:

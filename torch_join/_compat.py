@@ -63,7 +63,7 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
 def wait_for_device(kind: str) -> None:
     """Wait until an accelerator has done all that was queued: its collectives return before they have run."""
     if kind != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.current_stream().synchronize()
 
 
 def backward_hooks(parameter: Tensor) -> dict[int, Any]:

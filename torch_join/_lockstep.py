@@ -5,10 +5,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join import _compat
 from torch_join._attendance import Attendance
 from torch_join._errors import EarlyTerminationError, JoinTypeError
 from torch_join._lossless import LosslessCount
@@ -249,8 +249,7 @@ class LockstepJoin:
             self._listening_to(backward)
         if not syncs:
             return True
-        if (device := parameters[0].device).type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()  # the collectives have only been issued
+        _compat.wait_for_device(parameters[0].device.type)
         census = self._lossless.read()
         for parameter in () if census.has_gradients else parameters:
             parameter.grad = None

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
 from torch_join import _compat
 from torch_join._agreement import Agreement, explain_counts, explain_places
 from torch_join._channel import Channel
@@ -15,16 +13,17 @@ from torch_join._errors import JoinError, JoinValueError
 from torch_join._failures import telling_failures
 from torch_join._handover import hand_over
 from torch_join._neutral import mirror
+from torch_join._standing import Standing
 from torch_join._subgroups import Subgroups
 from torch_join._tap import Call, CollectiveTap
-from torch_join._weighting import Weighting, loss_factor
+from torch_join._weighting import Weighting
 from torch_join.joinables import ModelPart, Part, holds_metrics
 
 _END, _COLLECTIVE, _TAIL = "end", "collective", "tail"
 _MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
 
 
-class Server:
+class Server(Standing):
     """The tail of a loop, on an active rank and on one that has joined.
 
     Args:
@@ -34,25 +33,15 @@ class Server:
     """
 
     def __init__(self, group: Any, objects: list[Any], weighting: Weighting) -> None:
-        self.weighting = weighting
-        alone = not dist.is_initialized()  # a single process, or `enable=False`
-        self.rank = 0 if alone else dist.get_rank(group)
-        self.group = group
+        super().__init__(group, weighting)
         self._objects = objects
-        self._members = [0] if alone else dist.get_process_group_ranks(group)
-        self._world_size = len(self._members)
         self._parts: list[Part] = []
         self._open(Channel())
         self._tap = self._new_tap()
-        self._reset()
 
     def _reset(self) -> None:
-        """Begin anew, as before the first step."""
-        self._active: tuple[int, ...] = tuple(range(self._world_size))
+        super()._reset()
         self._before = self._active  # at the step before
-        self._leader = 0
-        self._tail = self.serving = False
-        self._samples = self._total_samples = 0
         self._last_joiner = True
 
     def _open(self, channel: Channel) -> None:
@@ -70,25 +59,10 @@ class Server:
     # ------------------------------------------------------------ what the parts see
 
     @property
-    def joined_ranks(self) -> list[int]:
-        """The ranks that have run out of inputs."""
-        return [rank for rank in range(self._world_size) if rank not in self._active]
-
-    @property
     def in_tail(self) -> bool:
         """Whether this rank is active and another one has joined; a part asks when it is about to act."""
         self._arrive()
         return self._tail and not self.serving
-
-    @property
-    def leader(self) -> int:
-        """The lowest active rank, which speaks for all; once all have joined, the one that was it last."""
-        return self._leader
-
-    @property
-    def loss_factor(self) -> float:
-        """What to multiply this rank's gradients with, as DDP divides their sum by the world size."""
-        return loss_factor(self.weighting, self._world_size, len(self._active), self._samples, self._total_samples)
 
     def announce(self, index: int, kind: str, payload: Any = None) -> None:
         """Tell the joined ranks, if there are any, what comes next."""
@@ -192,7 +166,8 @@ class Server:
             self._compare_counts(payload)
         else:
             self._parts[index].answer(kind, payload)
-        if self._parts[index].has_met(kind) if index >= 0 else kind == _COLLECTIVE and _has_met(payload):
+        has_met = self._parts[index].has_met(kind) if index >= 0 else kind == _COLLECTIVE and _has_met(payload)
+        if has_met:
             self._forget()
 
     def _forget(self) -> None:

@@ -133,9 +133,9 @@ class StoreChannel(Channel):
         with self._server():
             self._store.set(key, pickle.dumps(value))
 
-    def posted(self, *keys: str) -> bool:
+    def posted(self, key: str) -> bool:
         with self._server():
-            return bool(self._store.check(list(keys)))
+            return bool(self._store.check([key]))
 
     def read(self, key: str, meanwhile: Callable[[], None] | None = None) -> Any:
         if meanwhile is not None:

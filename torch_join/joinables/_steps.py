@@ -24,7 +24,8 @@ from torch_join._errors import JoinError, name_ranks
 from torch_join._failures import telling_failures
 from torch_join._handover import hand_over
 from torch_join._rendezvous import open_channel
-from torch_join._weighting import Weighting, loss_factor
+from torch_join._standing import Standing
+from torch_join._weighting import Weighting
 from torch_join.joinables._part import Part
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _NO_MORE, _LEAVING, _MORE = -1, 0, 1
 
 
-class Steps:
+class Steps(Standing):
     """What the joinables of this package in one `Join` of torch share; the parts see in it their `Join`.
 
     Args:
@@ -43,20 +44,13 @@ class Steps:
     """
 
     def __init__(self, group: Any, first: "WrappingJoinable | None", weighting: Weighting) -> None:
-        self.group = group
-        self.weighting = weighting
-        self.rank = dist.get_rank(group)
+        super().__init__(group, weighting)
         self.parts: list[Part] = []
         self.joinables: list[WrappingJoinable] = []
-        self.started = self.serving = False
+        self.started = self._finished = False
         self._owners: list[WrappingJoinable] = []  # of the parts
         self._first = first
-        self._world_size = dist.get_world_size(group)
         self._channel = open_channel(group)
-        self._active: tuple[int, ...] = tuple(range(self._world_size))
-        self._leader = 0
-        self._tail = self._finished = False
-        self._samples = self._total_samples = 0
         self._undone: set[int] = set()  # the parts from which something may still come in this step
 
     def add(self, joinable: "WrappingJoinable") -> None:
@@ -91,24 +85,9 @@ class Steps:
         return self._first is not None and self._first.is_model
 
     @property
-    def joined_ranks(self) -> list[int]:
-        """The ranks that have run out of inputs."""
-        return [rank for rank in range(self._world_size) if rank not in self._active]
-
-    @property
     def in_tail(self) -> bool:
         """Whether this rank is active and another one has joined."""
         return self._tail
-
-    @property
-    def leader(self) -> int:
-        """The lowest active rank, which speaks for all; at the end the rank whose state all take."""
-        return self._leader
-
-    @property
-    def loss_factor(self) -> float:
-        """What to multiply this rank's gradients with, as DDP divides their sum by the world size."""
-        return loss_factor(self.weighting, self._world_size, len(self._active), self._samples, self._total_samples)
 
     @contextmanager
     def own_collectives(self) -> Iterator[None]:
