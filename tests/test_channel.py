@@ -62,6 +62,9 @@ def count_keys(rank: int) -> list[int]:
         channel.gather(None)
         if step in (10, 99):
             dist.barrier()
+            while channel._read:  # another thread deletes
+                time.sleep(0.01)
+            dist.barrier()
             counts.append(channel._store.num_keys())
             dist.barrier()
     return counts

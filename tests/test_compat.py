@@ -129,6 +129,9 @@ def test_torchs_ddp() -> None:
     source = inspect.getsource(DistributedDataParallel)
     for name in ("_use_python_reducer", "_delay_all_reduce_params", "mixed_precision", "parameters_to_ignore"):
         assert f"self.{name}" in source
+    rebuild = source.index("self.reducer._rebuild_buckets()")
+    assert rebuild < source.index("self._has_rebuilt_buckets = True") < source.index("if self._check_sync_bufs_pre_fwd")
+    assert "len(self.modules_buffers) > 0" in source
     assert "self.module(*inputs" in source, "DDP no longer calls `self.module`, which the shadow stands in for"
     assert callable(torch.distributed._broadcast_coalesced)
     assert isinstance(torch.distributed.distributed_c10d._world.pg_map, dict)

@@ -194,6 +194,21 @@ def test_one_pair_alone(workers: Workers, lengths: tuple[int, ...], pair: tuple[
         assert totals == expected
 
 
+def forward_more(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[Tensor]:
+    training = Training(lengths, rank)
+    with Join([training.ddp, training.optimizer], heartbeat=heartbeat, timeout=SHORT) as join:
+        for batch in join.batches(training.batches):
+            training.step(batch)
+            training.ddp(x=batch[0])  # what is announced of it waits for the next announcement
+    return training.parameters
+
+
+@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("lengths", [(2, 6), (6, 9, 2), (4, 0, 4)])
+def test_a_forward_that_no_backward_follows(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
+    check_exact(workers.run(len(lengths), forward_more, lengths, heartbeat), lengths)
+
+
 def keys_left(rank: int, lengths: tuple[int, ...]) -> int:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     keys = 0

@@ -8,15 +8,16 @@ from torch_join._channel import Channel
 from torch_join._errors import JoinError
 
 _ONE = 1 << 48  # above the sum of as many checksums as there may be ranks
+_EVERY = 8  # steps; but each of the first ones, where a mistake of the program shows
 
 
 class Agreement:
     """One active rank's announcements of a tail, as a number that all active ranks must have in common.
 
     Joined ranks follow the lowest active rank alone. What another one does differently would be
-    paired with something else by the backend, which hangs, or goes wrong in silence. So in each step of
-    the tail the other active ranks add their checksums to a number in the store, and the lowest one looks
-    at the last step's.
+    paired with something else by the backend, which hangs, or goes wrong in silence. So in each of a tail's
+    first steps, and in every eighth after these, the other active ranks add their checksums to a number in
+    the store, and the lowest one looks at the last.
 
     Args:
         channel: The channel between the ranks.
@@ -54,6 +55,8 @@ class Agreement:
             self._active, self._steps = active, 0
             self._due.clear()
         step, self._steps = self._steps, self._steps + 1
+        if step > _EVERY and step % _EVERY:
+            return
         if rank != active[0]:
             self._channel.add(f"{self._name}/{step}", _ONE + self._sum)
             return

@@ -60,6 +60,11 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._comm_hooks)
 
 
+def forwards_silently(ddp: DistributedDataParallel) -> bool:
+    """Whether the model's forwards issue no collective of DDP's: no buffers to sync, no buckets left to rebuild."""
+    return ddp._has_rebuilt_buckets and not (ddp.broadcast_buffers and ddp.modules_buffers)
+
+
 def wait_for_device(kind: str) -> None:
     """Wait until an accelerator has done all that was queued: its collectives return before they have run."""
     if kind != "cpu":

@@ -2,7 +2,8 @@
 
 A rank that waits in a collective cannot look at the store, and would be taken for dead by whoever
 looks for the cause of a failure. The thread answers for it, so silence means that the process has
-ended or is stopped. It looks four times a second, over a connection of its own.
+ended or is stopped. It looks four times a second, over a connection of its own, and deletes then what
+all have read: no step of the training waits for that.
 
 The contract relied on: a store's methods give up the interpreter's lock, and one connection carries
 the requests of several threads in turn.
@@ -12,6 +13,7 @@ import json
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -32,13 +34,21 @@ class Presence:
         rank: This rank.
         world_size: The number of ranks.
         say: Returns what this rank answers, as a JSON value; called in another thread.
+        read: Keys to delete.
     """
 
-    def __init__(self, connect: Callable[[], dist.Store], rank: int, world_size: int, say: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], dist.Store],
+        rank: int,
+        world_size: int,
+        say: Callable[[], Any],
+        read: deque[str],
+    ) -> None:
         self._connect: Callable[[], Any] = connect
         self._keys = [f"here/{rank}" for rank in range(world_size)]
         stop = threading.Event()
-        thread = threading.Thread(target=_answer, args=(connect, self._keys[rank], stop, say), daemon=True)
+        thread = threading.Thread(target=_answer, args=(connect, self._keys[rank], stop, say, read), daemon=True)
         # Before the interpreter ends, too: a thread that waits in C++ then would abort the process.
         self.leave = weakref.finalize(self, _end, stop, thread)
         thread.start()
@@ -93,7 +103,15 @@ def timed_out(
     )
 
 
-def _answer(connect: Callable[[], Any], key: str, stop: threading.Event, say: Callable[[], Any]) -> None:
+def delete_all(store: Any, keys: deque[str]) -> None:
+    """Delete `keys` from the store, and from the queue."""
+    while keys:
+        store.delete_key(keys.popleft())
+
+
+def _answer(
+    connect: Callable[[], Any], key: str, stop: threading.Event, say: Callable[[], Any], read: deque[str]
+) -> None:
     answered = 0
     while not stop.wait(_LOOKS_EVERY):
         try:
@@ -101,6 +119,7 @@ def _answer(connect: Callable[[], Any], key: str, stop: threading.Event, say: Ca
             if store.check(["roll"]) and (number := store.add("roll", 0)) > answered:
                 store.set(key, json.dumps([number, say()]))
                 answered = number
+            delete_all(store, read)
         except RuntimeError:  # the store went down with its host: nobody is left to answer
             return
 

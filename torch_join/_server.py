@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -42,6 +43,8 @@ class Server(Standing):
     def _reset(self) -> None:
         super()._reset()
         self._before = self._active  # at the step before
+        self._said: list[tuple[int, str, Any]] = []  # announced, and not yet written
+        self._heard: deque[tuple[int, str, Any]] = deque()  # read, and not yet answered
         self._last_joiner = True
 
     def _open(self, channel: Channel) -> None:
@@ -64,12 +67,36 @@ class Server(Standing):
         self._arrive()
         return self._tail and not self.serving
 
-    def announce(self, index: int, kind: str, payload: Any = None) -> None:
-        """Tell the joined ranks, if there are any, what comes next."""
+    def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
+        """Tell the joined ranks, if there are any, what comes next.
+
+        Args:
+            index: The part that does it, -1 for none.
+            kind: What it does.
+            payload: What else they need to know.
+            hold: Whether they need not know before the next announcement, which then tells of both.
+        """
         if self.in_tail:
-            self._subgroups.mark(self._active)
             self._agreement.note(index, kind, payload)
-            self._channel.announce((index, kind, payload, self._active), leads=self.rank == self._leader)
+            self._said.append((index, kind, payload))
+            if not hold or len(self._said) > 1:
+                self._tell()
+
+    def _tell(self) -> None:
+        """Write what has been announced."""
+        if self._said:
+            self._subgroups.mark(self._active)
+            self._channel.announce((self._said, self._active), leads=self.rank == self._leader)
+            self._said = []
+
+    def _follow(self) -> tuple[int, str, Any]:
+        """Wait for the next announcement."""
+        if not self._heard:
+            said, active = self._subgroups.follow()
+            self._heard.extend(said)
+            if active:
+                self._set_active(active)
+        return self._heard.popleft()
 
     @contextmanager
     def own_collectives(self) -> Iterator[None]:
@@ -89,6 +116,8 @@ class Server(Standing):
             self._tap = self._new_tap()
 
     def _set_active(self, active: tuple[int, ...]) -> None:
+        if active != self._active:
+            self._tell()  # as long as it is the same rank that writes
         self._before, self._active = self._active, active
         if active:
             self._leader = active[0]
@@ -110,7 +139,8 @@ class Server(Standing):
         if self._tail:
             words = [part.last_words() for part in self._parts]
             self._subgroups.mark(self._before)
-            self._channel.announce((-1, _END, (words, self._channel.beats), ()), leads=self.rank == self._leader)
+            end = -1, _END, (words, self._channel.beats)
+            self._channel.announce(([end], ()), leads=self.rank == self._leader)
             self._channel.forget(delete=False)
             self._leave_tail()
             self._hand_over(words)
@@ -143,13 +173,12 @@ class Server(Standing):
         self.serving = True
         try:
             while True:
-                index, kind, payload, active = self._subgroups.follow()
+                index, kind, payload = self._follow()
                 if kind == _END:
                     if self.rank != self.joined_ranks[0]:
                         self._channel.forget(delete=False)  # the lowest does, once all have read this one
                     self._set_active(())
                     break
-                self._set_active(tuple(active))
                 self._answer(index, kind, payload)
         finally:
             self.serving = False
@@ -187,7 +216,7 @@ class Server(Standing):
             if payload is None:
                 return
         else:
-            _, kind, payload, _ = self._subgroups.follow()
+            _, kind, payload = self._follow()
         if kind != _COLLECTIVE or payload.operation != call.operation:
             found = payload.operation if kind == _COLLECTIVE else kind
             raise JoinError(

@@ -125,7 +125,7 @@ class StepServer(Server):
         self.serving = True
         try:
             while True:
-                index, kind, payload, _ = self._subgroups.follow()
+                index, kind, payload = self._follow()
                 if kind == _DONE:
                     return
                 self._answer(index, kind, payload)

@@ -14,6 +14,7 @@ import json
 import pickle
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch_join import _compat
 from torch_join._channel import Beat, Channel
 from torch_join._errors import JoinError, JoinValueError, PeerFailedError, name_ranks
-from torch_join._presence import Presence, timed_out
+from torch_join._presence import Presence, delete_all, timed_out
 
 T = TypeVar("T")
 
@@ -72,9 +73,11 @@ class StoreChannel(Channel):
         self._beats = self._gathers = self._log = self._forgotten = 0
         self._noted: set[int] = set()
         self._met = world_size, world_size  # how many came to the last two beats
+        self._read: deque[str] = deque()  # keys that all have read; deleting one takes as long as a beat
         self._waits = False
         place = weakref.WeakMethod(self._place)
-        self._presence = Presence(second, rank, world_size, lambda: (p := place()) and p()) if second else None
+        say = lambda: (p := place()) and p()  # noqa: E731
+        self._presence = Presence(second, rank, world_size, say, self._read) if second else None
 
     def beat(self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None) -> Beat:
         if not 0 <= count <= _MAX_COUNT:
@@ -87,13 +90,13 @@ class StoreChannel(Channel):
             if (arrivals := packed & _MAX_RANKS) == participants:
                 self._store.set(f"go/{index}", str(packed))
             else:
-                if arrivals == 1 and index >= 2:  # the first one here has time to tidy up
+                if arrivals == 1 and index >= 2:
                     # Whoever arrives at a beat has read everything of the one before the last. Who left there may not.
-                    self._store.delete_key(f"sum/{index - 2}")
+                    self.delete(f"sum/{index - 2}")
                     if self._met[0] == self._met[1]:
-                        self._store.delete_key(f"go/{index - 2}")
+                        self.delete(f"go/{index - 2}")
                         if index - 2 in self._noted:
-                            self._store.delete_key(f"notices/{index - 2}")
+                            self.delete(f"notices/{index - 2}")
                 packed = int(self._wait([f"go/{index}"], lambda: [self._store.get(f"go/{index}")])[0])
             notices = {}
             self._noted &= {index - 1}
@@ -110,7 +113,7 @@ class StoreChannel(Channel):
         with self._server():
             self._store.set(keys[self.rank], pickle.dumps(value))
             if index >= 2:
-                self._store.delete_key(f"gather/{index - 2}/{self.rank}")
+                self.delete(f"gather/{index - 2}/{self.rank}")
             if unless_beat:
                 self._wait_long(keys, time.monotonic(), lambda: self._refuse_beat(keys))
             found = self._wait(keys, lambda: self._store.multi_get(keys))
@@ -148,13 +151,11 @@ class StoreChannel(Channel):
             return int(self._store.add(key, number))
 
     def delete(self, key: str) -> None:
-        with self._server():
-            self._store.delete_key(key)
+        self._read.append(key)
 
     def forget(self, delete: bool = True) -> None:
-        with self._server():
-            for number in range(self._forgotten, self._log) if delete else ():
-                self._store.delete_key(f"log/{number}")
+        for number in range(self._forgotten, self._log) if delete else ():
+            self.delete(f"log/{number}")
         self._forgotten = self._log
 
     def correct(self, length: int) -> None:
@@ -216,10 +217,11 @@ class StoreChannel(Channel):
     def close(self) -> None:
         self.leave()
         for index in range(max(0, self._gathers - 2), self._gathers):
-            self._store.delete_key(f"gather/{index}/{self.rank}")
+            self.delete(f"gather/{index}/{self.rank}")
         for index in range(max(0, self._beats - 2), self._beats) if self.rank == 0 else ():
             for kind in ("sum", "go", "notices"):
-                self._store.delete_key(f"{kind}/{index}")
+                self.delete(f"{kind}/{index}")
+        delete_all(self._store, self._read)
 
     def _place(self) -> Any:
         return [self._waits, self.status()]

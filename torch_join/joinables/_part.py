@@ -42,9 +42,9 @@ class Part:
         _compat.set_join_config(joinable, config or after)
         self._undo.append(lambda: _compat.set_join_config(joinable, after))
 
-    def announce(self, kind: str, payload: Any = None) -> None:
-        """Tell the joined ranks what comes next, if there are any."""
-        self.join.announce(self.index, kind, payload)
+    def announce(self, kind: str, payload: Any = None, hold: bool = False) -> None:
+        """Tell the joined ranks what comes next, if there are any; see `Server.announce`."""
+        self.join.announce(self.index, kind, payload, hold)
 
     def answer(self, kind: str, payload: Any) -> None:
         """Do, on a joined rank, the counterpart of what was announced."""

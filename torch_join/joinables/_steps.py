@@ -109,8 +109,8 @@ class Steps(Standing):
                 for part in self.parts:
                     part.enter_tail()
 
-    def announce(self, index: int, kind: str, payload: Any = None) -> None:
-        """Tell the joined ranks, if there are any, what comes next."""
+    def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
+        """Tell the joined ranks, if there are any, what comes next, at once."""
         if not self._tail:
             return
         if not self._undone:

@@ -86,7 +86,8 @@ class ModelPart(Part):
             return
         if not self.ddp.require_forward_param_sync:
             authority = 0
-        self.announce("forward", (grad, sync, authority))
+        # Of a forward without collectives they hear when its backward begins: one message less.
+        self.announce("forward", (grad, sync, authority), hold=grad and sync and _compat.forwards_silently(self.ddp))
         self._armed = grad and sync
         # Until the inner module runs, the collectives are DDP's own.
         self._plumbing.enter_context(join.own_collectives())
