@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch_join import _nesting
 from torch_join._errors import JoinError
 from torch_join._meetings import Meetings
-from torch_join._reader import Reader, certain_length
+from torch_join._reader import Reader
 from torch_join._rendezvous import open_channel
 from torch_join._tap import CollectiveTap
 from torch_join._weighting import resolve_weighting
@@ -120,7 +120,7 @@ class Join(Meetings, TorchJoin):
         """
         return _Batches(self._batches, loader)
 
-    def _batches(self, loader: Iterable[T]) -> Iterator[T]:
+    def _batches(self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader) -> Iterator[T]:
         if not self._enable:
             self.step = 0
             for batch in loader:
@@ -135,9 +135,9 @@ class Join(Meetings, TorchJoin):
                     " follow. Close it (`del` it), or loop over both at once: join.batches(zip(a, b))."
                 )
             self._return_to_loop()
-            reader = Reader(loader)
-            length = None if self._may_break else certain_length(loader)
-            if length is not None and (real := reader.length_if_known(0)) is not None:
+            reader = reader_of(loader)
+            length = None if self._may_break else reader.certain_length()
+            if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
             lengths = self._channel.gather(length, self.in_plain_loop)
             self._channel.forget()  # what the last loop has left: all have read it

@@ -29,7 +29,8 @@ class Meetings(Server):
 
     def _reset(self) -> None:
         super()._reset()
-        self._awaited: int | None = None  # the samples of a step whose meeting has been put off
+        self._awaited: tuple[int, bool] | None = None  # what this rank says in a meeting that has been put off
+        self._at_last = False
         self.step = 0
 
     @property
@@ -44,20 +45,27 @@ class Meetings(Server):
         self._arrive()
         return self._active
 
+    @property
+    def at_last_step(self) -> bool:
+        """Whether no rank has an input after this step, as far as the loaders can tell."""
+        self._arrive()
+        return self._at_last
+
     def _next_step(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
         samples = reader.samples if self.weighting == "samples" else 0
         if self._may_break:
             self._arrive()
             if reader.has_next():
-                self._awaited = samples
+                self._awaited = samples, reader.at_last
                 return True
             self._meet(False, 0)
         elif certain is None:
-            self._meet(reader.has_next(), samples)
+            self._meet(reader.has_next(), samples, reader.at_last)
         else:
             if not (self._throws and min(certain) <= self.step):  # else all know, and throw
                 self._correct(reader, certain)
+            self._at_last = self.step + 1 >= max(certain)
             self._set_active(tuple(r for r, length in enumerate(certain) if length > self.step))
         return self._go_on()
 
@@ -65,11 +73,18 @@ class Meetings(Server):
         """Tell the others in time if this loader's length proves wrong, and hear of theirs."""
         real = reader.length_if_known(self.step)
         claimed = lengths[self.rank]
-        if (real is None and self.step + 2 >= claimed) or (real is not None and real > claimed):
+        if (real is None and self.step + reader.sight >= claimed) or (real is not None and real > claimed):
             raise JoinValueError(
                 f"The loader of rank {self.rank} said its length was {claimed} and goes on after that, which the other"
                 " ranks cannot know in time. Mend its __len__, or use Join(..., heartbeat=True)."
             )
+        if not reader.corrects:
+            if real is not None and real != claimed:
+                raise JoinValueError(
+                    f"The loader of rank {self.rank} said its length was {claimed} and ended after {real} batches, which"
+                    " the other ranks cannot know in time. Mend its __len__, or use heartbeat=True."
+                )
+            return
         if real is not None and real != claimed:
             self._channel.correct(real)
             lengths[self.rank] = real
@@ -80,16 +95,18 @@ class Meetings(Server):
     def _arrive(self) -> None:
         self._return_to_loop()
         if self._awaited is not None:
-            samples, self._awaited = self._awaited, None
+            (samples, at_last), self._awaited = self._awaited, None
             with self._telling():
-                self._meet(True, samples)
+                self._meet(True, samples, at_last)
                 self._go_on()
 
-    def _meet(self, has_input: bool, samples: int) -> None:
-        """Say whether this rank has an input; the active ranks meet."""
-        beat = self._channel.beat(samples, None if has_input else {}, participants=len(self._active))
+    def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
+        """Say whether this rank has an input, and whether that is its last; the active ranks meet."""
+        notice = {} if not has_input else {"last": True} if at_last else None
+        beat = self._channel.beat(samples, notice, participants=len(self._active))
         self._samples, self._total_samples = samples, beat.total
-        self._set_active(tuple(rank for rank in self._active if rank not in beat.notices))
+        self._set_active(tuple(rank for rank in self._active if beat.notices.get(rank) != {}))
+        self._at_last = all(rank in beat.notices for rank in self._active)
 
     # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
     @torch.inference_mode(False)

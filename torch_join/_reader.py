@@ -12,22 +12,19 @@ from torch_join._errors import JoinValueError
 T = TypeVar("T")
 
 
-def certain_length(loader: Iterable[Any]) -> int | None:
-    """Return the length of `loader` if there is reason to trust it."""
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return None  # DataLoader's is a guess there
-    if not isinstance(loader, Sized):
-        return None
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 class Reader(Generic[T]):
-    """An iterator that can look ahead."""
+    """An iterator that can look ahead.
+
+    Attributes:
+        sight: How many batches before its end the loader's real length is known.
+        corrects: Whether a length that proves wrong can still be made good. It takes two batches of sight.
+    """
+
+    sight = 2
+    corrects = True
 
     def __init__(self, loader: Iterable[T]) -> None:
+        self._loader = loader
         self._iterator = iter(loader)
         self._ahead: deque[T] = deque()
         self._ended = False
@@ -46,9 +43,26 @@ class Reader(Generic[T]):
         self.has_next()
         return self._ahead.popleft()
 
+    def certain_length(self) -> int | None:
+        """Return the number of batches if there is reason to trust it."""
+        loader = self._loader
+        if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+            return None  # DataLoader's is a guess there
+        if not isinstance(loader, Sized):
+            return None
+        try:
+            return len(loader)
+        except (TypeError, NotImplementedError):
+            return None
+
     def length_if_known(self, step: int) -> int | None:
-        """Return the number of batches if no more than two are left, having taken `step`."""
-        return None if self.has_next(3) else step + len(self._ahead)
+        """Return the number of batches if no more than `sight` are left, having taken `step`."""
+        return None if self.has_next(self.sight + 1) else step + len(self._ahead)
+
+    @property
+    def at_last(self) -> bool:
+        """Whether the next batch is known to be the last one."""
+        return False
 
     @property
     def samples(self) -> int:

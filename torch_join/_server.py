@@ -159,6 +159,10 @@ class Server(Standing):
     def _hand_over(self, words: list[Any]) -> None:
         for part, its_words in zip(self._parts, words, strict=True):
             part.close(its_words, self._leader)
+        self.hand_over_states()
+
+    def hand_over_states(self) -> None:
+        """Give all ranks the leader's state of everything that has one; every rank calls this."""
         # A metric's state is each rank's own share.
         states = [thing for thing in self._objects if _is_stateful(thing) and not holds_metrics(thing)]
         if states:

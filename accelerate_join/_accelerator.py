@@ -1,0 +1,124 @@
+"""Accelerate's `Accelerator` with the method replaced, and what an accelerator does differently in the context."""
+
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import accelerate
+import torch
+from accelerate.state import GradientState
+
+from accelerate_join import _context
+from accelerate_join._loaders import repeats_samples
+from torch_join import JoinError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from accelerate_join._context import AcceleratorJoin
+    from accelerate_join._gather import Operations
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's, but for `join_uneven_inputs`."""
+
+    def join_uneven_inputs(  # type: ignore[override]
+        self,
+        joinables: Any = None,
+        even_batches: bool | None = None,
+        *,
+        weighting: str = "world",
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> AbstractContextManager[Any]:
+        """Train on uneven inputs, exactly: see `accelerate_join.join_uneven_inputs`.
+
+        Args:
+            joinables: Whatever takes part besides all that was prepared.
+            even_batches: Overrides the setting of prepared loaders within; `None` leaves it as it is.
+            weighting: How the gradients of the active ranks are combined.
+            throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs.
+            **kwargs: What else `torch_join.Join` takes.
+        """
+        return _context.join_uneven_inputs(
+            self,
+            joinables,
+            even_batches,
+            weighting=weighting,
+            throw_on_early_termination=throw_on_early_termination,
+            **kwargs,
+        )
+
+
+class _Joining:
+    """What an accelerator does differently in the context, before its own class."""
+
+    _operations: ClassVar["Operations"]
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._operations.together("save_state", *args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._operations.together("load_state", *args, **kwargs)
+
+    def log(self, *args: Any, **kwargs: Any) -> Any:
+        return self._operations.together("log", *args, **kwargs)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        with self._operations.for_main():
+            super().print(*args, **kwargs)  # type: ignore[misc]
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        with self._operations.for_main():
+            super().save(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        with self._operations.for_main():
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
+        raise JoinError(
+            "A model was prepared inside of join_uneven_inputs, which cannot serve it any more. Prepare all models"
+            " before the context begins."
+        )
+
+    @staticmethod
+    def trigger_sync_in_backward(model: torch.nn.Module) -> Any:
+        raise UnsupportedError(
+            "trigger_sync_in_backward makes a model sync in a backward whose forward was under no_sync, which ranks that"
+            " have joined cannot follow. Run the last forward of a window outside of no_sync, as"
+            " accelerator.accumulate does."
+        )
+
+
+@contextmanager
+def joining(accelerator: accelerate.Accelerator, join: "AcceleratorJoin") -> "Iterator[None]":
+    """Within, `accelerator` and its gradient state know of the other ranks."""
+    own, state = type(accelerator), accelerator.gradient_state
+    own_state = type(state)
+    accelerator.__class__ = type(own.__name__, (_Joining, own), {"_operations": join.operations})
+    state.__class__ = type(own_state.__name__, (_JointState, own_state), {"_join": join})
+    try:
+        yield
+    finally:
+        accelerator.__class__, state.__class__ = own, own_state
+
+
+class _JointState:
+    """What `accelerator.gradient_state` knows in the context, before its own class."""
+
+    _join: ClassVar["AcceleratorJoin"]
+    _own: ClassVar[Any] = GradientState
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether this is the last step of the longest rank."""
+        loader = self.active_dataloader  # type: ignore[attr-defined]
+        return loader is not None and loader is self._join.loader and self._join.at_last_step
+
+    @property
+    def remainder(self) -> int:
+        """The number of samples in the last step, where it holds others that are there for the second time."""
+        loader = self.active_dataloader  # type: ignore[attr-defined]
+        if loader is None:
+            return -1
+        return int(loader.remainder) if repeats_samples(loader) else 0

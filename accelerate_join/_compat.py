@@ -1,0 +1,113 @@
+"""Every private name of Accelerate that this package touches (seen in accelerate 1.15.0).
+
+`tests/test_accelerate_compat.py` notices when one of them goes.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+from accelerate.state import PartialState
+from accelerate.utils import operations
+from torch.nn.parallel import DistributedDataParallel
+
+
+def loaders(accelerator: accelerate.Accelerator) -> list[Any]:
+    """Return the loaders that `accelerator` has prepared."""
+    return accelerator._dataloaders
+
+
+def optimizers(accelerator: accelerate.Accelerator) -> list[Any]:
+    """Return the optimizers that `accelerator` has prepared, each as an `AcceleratedOptimizer`."""
+    return accelerator._optimizers
+
+
+def schedulers(accelerator: accelerate.Accelerator) -> list[Any]:
+    """Return the LR schedulers that `accelerator` has prepared, each as an `AcceleratedScheduler`."""
+    return accelerator._schedulers
+
+
+def registered(accelerator: accelerate.Accelerator) -> list[Any]:
+    """Return what was given to `register_for_checkpointing`."""
+    return accelerator._custom_objects
+
+
+def wrappers(accelerator: accelerate.Accelerator) -> list[list[DistributedDataParallel]]:
+    """Return, for each model that was prepared, what wraps it: `accelerator` itself keeps the inner module only."""
+    ddps = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    return [[ddp for ddp in ddps if ddp.module is model] for model in accelerator._models]
+
+
+def overflows(accelerator: accelerate.Accelerator) -> list[bool]:
+    """Return, for each optimizer, whether its last step was skipped."""
+    return [bool(optimizer._is_overflow) for optimizer in optimizers(accelerator)]
+
+
+def set_overflows(accelerator: accelerate.Accelerator, values: list[bool]) -> None:
+    """Set what `overflows` returns."""
+    for optimizer, value in zip(optimizers(accelerator), values, strict=True):
+        optimizer._is_overflow = value
+
+
+def gather(tensor: Any) -> Any:
+    """Return all ranks' tensors of one shape, one below the other, as Accelerate's own `gather` does."""
+    return _own_gather(tensor)
+
+
+_own_gather = operations._gpu_gather
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of a class or module, and set them back."""
+    before = {name: vars(owner)[name] for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def operations_replaced(
+    gather: Callable[..., Any],
+    gather_object: Callable[..., Any],
+    broadcast: Callable[..., Any],
+    reduce: Callable[..., Any],
+) -> Iterator[None]:
+    """Put others in the place of what Accelerate's operations of these names do, for whoever has imported them.
+
+    `broadcast` and `reduce` get Accelerate's own function as their first argument.
+    """
+    own_broadcast = operations._gpu_broadcast
+    # There is no private function behind `reduce`: what it wraps is replaced.
+    names = operations.reduce.__code__.co_freevars
+    cell = operations.reduce.__closure__[names.index("function")]
+    own_reduce = cell.cell_contents
+    with replaced(
+        operations,
+        _gpu_gather=gather,
+        _gpu_gather_object=gather_object,
+        _gpu_broadcast=lambda *args, **kwargs: broadcast(own_broadcast, *args, **kwargs),
+    ):
+        cell.cell_contents = lambda *args, **kwargs: reduce(own_reduce, *args, **kwargs)
+        try:
+            yield
+        finally:
+            cell.cell_contents = own_reduce
+
+
+@contextmanager
+def standing_in_for_main() -> Iterator[None]:
+    """Have this process do what only the main process does."""
+    state = PartialState()
+    before = state.process_index, state.local_process_index
+    state.process_index = state.local_process_index = 0
+    try:
+        yield
+    finally:
+        state.process_index, state.local_process_index = before

@@ -1,0 +1,181 @@
+"""Accelerate's loaders inside the context: loops over them go through `Join`.
+
+The contract relied on: a prepared loader's `__iter__` is a generator that reads one batch ahead, and
+sets `end_of_dataloader` before it yields its last batch. So nothing needs to be read ahead here. (Its class
+cannot be exchanged: `__class__` is a property that tells the wrapped loader's.)
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+    SkipBatchSampler,
+    SkipDataLoader,
+)
+from torch.utils.data import BatchSampler, IterableDataset
+
+from accelerate_join import _compat
+from torch_join import JoinError
+from torch_join._reader import Reader
+
+if TYPE_CHECKING:
+    from accelerate_join._context import AcceleratorJoin
+
+# Samplers of these modules have as many indices as they say.
+_TRUSTED = ("torch.utils.data.sampler", "torch.utils.data.distributed", "accelerate.data_loader")
+
+
+class PreparedReader(Reader[Any]):
+    """Reads a prepared loader, which knows at each batch whether it is the last.
+
+    Args:
+        iterate: Accelerate's own `__iter__`.
+        loader: The loader.
+    """
+
+    sight = 1
+    corrects = False
+
+    def __init__(self, iterate: Callable[[Any], Iterator[Any]], loader: Any) -> None:
+        super().__init__(iterate(loader))
+        self._prepared = loader
+
+    def certain_length(self) -> int | None:
+        return certain_length(self._prepared)
+
+    def length_if_known(self, step: int) -> int | None:
+        if not self.has_next():
+            return step
+        return step + 1 if self.at_last else None
+
+    @property
+    def at_last(self) -> bool:
+        return self.has_next() and bool(self._prepared.end_of_dataloader)
+
+
+def certain_length(loader: Any) -> int | None:
+    """Return how many batches this rank's `loader` has, if it can only be as many.
+
+    That is, if batches of a fixed size are drawn from a sampler of torch or Accelerate. Elsewhere `len` is
+    not to be trusted: `split_batches` counts batches that are empty here, `skip_first_batches` may give a negative
+    number, and a loader that was resumed has fewer left.
+    """
+    if type(loader) is not DataLoaderShard or loader.skip_batches or loader.use_stateful_dataloader:
+        return None
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler = _batch_sampler(loader)
+    if type(sampler) is BatchSamplerShard:
+        if sampler.split_batches:
+            return None
+        sampler = sampler.batch_sampler
+    if type(sampler) is not BatchSampler or type(sampler.sampler).__module__ not in _TRUSTED:
+        return None
+    return len(loader)
+
+
+def repeats_samples(loader: Any) -> bool:
+    """Whether `loader` fills its last batches up with samples that it has given out before."""
+    sampler = _batch_sampler(loader)
+    while isinstance(sampler, SkipBatchSampler):
+        sampler = sampler.batch_sampler
+    if isinstance(sampler, BatchSamplerShard):
+        return bool(sampler.even_batches)
+    return type(loader) is DataLoaderDispatcher or isinstance(loader.dataset, IterableDatasetShard)
+
+
+@contextmanager
+def loops_joined(join: "AcceleratorJoin") -> Iterator[None]:
+    """Within, each loop over one of Accelerate's loaders goes through `join`, also over one that is made later."""
+
+    def through(iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+        return lambda loader: join.go_through(loader, iterate)
+
+    with ExitStack() as stack:
+        for kind in (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader):
+            stack.enter_context(_compat.replaced(kind, __iter__=through(kind.__iter__)))
+        whole = _without_loss(BatchSamplerShard.__iter__)
+        stack.enter_context(_compat.replaced(BatchSamplerShard, __iter__=whole))
+        yield
+
+
+@contextmanager
+def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) -> Iterator[None]:
+    """Override `even_batches` of all prepared loaders that have it, as Accelerate does, and set it back."""
+    before: list[tuple[Any, bool]] = []
+    try:
+        if value is not None:
+            loaders = _compat.loaders(accelerator)
+            for loader in loaders:
+                shard = _batch_sampler(loader)
+                if isinstance(shard, BatchSamplerShard):
+                    before.append((shard, shard.even_batches))
+                    shard.even_batches = value
+            if any(isinstance(loader.dataset, IterableDataset) or _dispatches(loader) for loader in loaders):
+                warnings.warn(
+                    "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were"
+                    " iterable, or are dispatched from the main process: these fill up their last batches as before.",
+                    stacklevel=5,
+                )
+        yield
+    finally:
+        for shard, even_batches in before:
+            shard.even_batches = even_batches
+
+
+def _dispatches(loader: Any) -> bool:
+    return type(loader) is DataLoaderDispatcher
+
+
+def _batch_sampler(loader: Any) -> Any:
+    """Return what makes the batches of `loader`: its batch sampler, or a sampler in that role."""
+    sampler = loader.batch_sampler
+    return loader.sampler if sampler is None else sampler
+
+
+def _without_loss(iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    def __iter__(shard: Any) -> Iterator[Any]:  # noqa: N807
+        if shard.batch_size is not None and type(shard.batch_sampler) is not BatchSampler:
+            shard = copy.copy(shard)
+            shard.batch_sampler = _Whole(shard)
+        return iterate(shard)
+
+    return __iter__
+
+
+class _Whole:
+    """The batch sampler of a shard; raises where the shard would leave out batches without a word.
+
+    A shard deals out a round of batches, one to each process, only if the round's last batch is of the size
+    that the sampler's `batch_size` promises; and splits a batch only if it is of that size.
+    """
+
+    def __init__(self, shard: Any) -> None:
+        self._sampler = shard.batch_sampler
+        self._last_of_round = 0 if shard.split_batches else shard.num_processes - 1
+        self._batches_per_round = 1 if shard.split_batches else shard.num_processes
+        self.batch_size = shard.batch_size
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        lost = -1
+        for index, batch in enumerate(self._sampler):
+            if lost >= 0:
+                raise JoinError(
+                    f"{type(self._sampler).__name__} has batch_size={self.batch_size}, but its batch {lost} is of"
+                    " another size and not its last: Accelerate would leave out batches without a word. Remove the"
+                    " attribute `batch_size` (or set it to None) on a batch sampler whose batches vary in size."
+                )
+            if index % self._batches_per_round == self._last_of_round and len(batch) != self.batch_size:
+                lost = index
+            yield batch
