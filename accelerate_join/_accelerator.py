@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import accelerate
 import torch
-from accelerate.state import GradientState
 
 from accelerate_join import _context
 from accelerate_join._loaders import repeats_samples
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
     from accelerate_join._gather import Operations
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
     """Accelerate's, but for `join_uneven_inputs`."""
 
-    def join_uneven_inputs(  # type: ignore[override]
+    def join_uneven_inputs(
         self,
         joinables: Any = None,
         even_batches: bool | None = None,
@@ -84,8 +83,8 @@ class _Joining:
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> Any:
         raise UnsupportedError(
-            "trigger_sync_in_backward makes a model sync in a backward whose forward was under no_sync, which ranks that"
-            " have joined cannot follow. Run the last forward of a window outside of no_sync, as"
+            "trigger_sync_in_backward makes a model sync in a backward whose forward was under no_sync, which ranks"
+            " that have joined cannot follow. Run the last forward of a window outside of no_sync, as"
             " accelerator.accumulate does."
         )
 
@@ -107,7 +106,6 @@ class _JointState:
     """What `accelerator.gradient_state` knows in the context, before its own class."""
 
     _join: ClassVar["AcceleratorJoin"]
-    _own: ClassVar[Any] = GradientState
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -16,22 +16,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 def loaders(accelerator: accelerate.Accelerator) -> list[Any]:
     """Return the loaders that `accelerator` has prepared."""
-    return accelerator._dataloaders
+    found: list[Any] = accelerator._dataloaders
+    return found
 
 
 def optimizers(accelerator: accelerate.Accelerator) -> list[Any]:
     """Return the optimizers that `accelerator` has prepared, each as an `AcceleratedOptimizer`."""
-    return accelerator._optimizers
+    found: list[Any] = accelerator._optimizers
+    return found
 
 
 def schedulers(accelerator: accelerate.Accelerator) -> list[Any]:
     """Return the LR schedulers that `accelerator` has prepared, each as an `AcceleratedScheduler`."""
-    return accelerator._schedulers
+    found: list[Any] = accelerator._schedulers
+    return found
 
 
 def registered(accelerator: accelerate.Accelerator) -> list[Any]:
     """Return what was given to `register_for_checkpointing`."""
-    return accelerator._custom_objects
+    found: list[Any] = accelerator._custom_objects
+    return found
 
 
 def wrappers(accelerator: accelerate.Accelerator) -> list[list[DistributedDataParallel]]:

@@ -113,7 +113,8 @@ class Operations(Part):
         elif kind == "gather_object":
             self._gather_object(None)
         else:
-            self._call(kind, *payload, hands_over=True)
+            args, kwargs = payload
+            self._call(kind, args, kwargs, hands_over=True)
 
     # ------------------------------------------------------------ on both
 
@@ -136,7 +137,8 @@ class Operations(Part):
         gathered: Tensor = _compat.gather(torch.cat([tensor, missing]) if len(missing) else tensor)
         if min(rows) == most:
             return gathered
-        return torch.cat([part[:count] for part, count in zip(gathered.split(most), rows, strict=True)])
+        parts = gathered.view(len(rows), most, *tensor.shape[1:])
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
 
     def _gather_object(self, data: Any) -> list[Any]:
         everyone: list[Any] = [None] * self._accelerator.num_processes

@@ -4,7 +4,6 @@ The reference knows nothing of this project nor of Accelerate: it gets the sampl
 step, and applies the formulas of the weightings to them in float64.
 """
 
-import copy
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -243,16 +242,13 @@ def samples_of(script: Script) -> dict[int, tuple[Tensor, Tensor]]:
     return {int(number): (x, y) for one in sets for number, x, y in one}
 
 
-def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Net, int]:
-    """Train one process on what the ranks saw; return the network and the number of optimizer steps."""
+def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Net, Any, Any]:
+    """Train one process on what the ranks saw; return the network, the optimizer and the scheduler."""
     net = network(script.norm)
-    replicas = [net, *(copy.deepcopy(net) for _ in range(script.world_size - 1))]
     data = samples_of(script)
-    optimizer = make_optimizer(script.optimizer.replace("zero", "adam"), net.parameters())
-    if script.optimizer == "zero":
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    adam = torch.optim.Adam(net.parameters(), lr=0.05)
+    optimizer = adam if script.optimizer == "zero" else make_optimizer(script.optimizer, net.parameters())
     scheduler = make_scheduler(optimizer)
-    steps = 0
     for epoch in range(len(seen[0])):
         longest = max(len(mine[epoch]) for mine in seen)
         for step in range(longest):
@@ -262,7 +258,7 @@ def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Ne
             for rank, numbers in batches.items():
                 x, y = (torch.stack(column) for column in zip(*(data[n] for n in numbers), strict=True))
                 weight = 1 / script.world_size if even else weight_of(script, sizes, rank)
-                loss = (replicas[0](x) - y).pow(2).mean() * weight / script.accumulate
+                loss = (net(x) - y).pow(2).mean() * weight / script.accumulate
                 loss.backward()
             syncs = (step + 1) % script.accumulate == 0 or step + 1 == longest
             with_optimizer = script.step_scheduler_with_optimizer
@@ -270,7 +266,6 @@ def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Ne
                 if script.clip is not None:
                     nn.utils.clip_grad_norm_(net.parameters(), script.clip)
                 optimizer.step()
-                steps += 1
             if script.scheduler == "step" and (syncs or not with_optimizer):
                 for _ in range(script.world_size if with_optimizer else 1):
                     with warnings.catch_warnings():
@@ -280,4 +275,4 @@ def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Ne
                 optimizer.zero_grad()
         if script.scheduler == "epoch":
             scheduler.step()
-    return net, steps
+    return net, optimizer, scheduler

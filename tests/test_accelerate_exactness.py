@@ -54,7 +54,7 @@ def test_as_one_process(workers: Workers, script: Script) -> None:
         longest = max(len(trained.seen[epoch]) for trained in found)
         for trained in found:
             assert trained.ends[epoch] == [step + 1 == longest for step in range(len(trained.seen[epoch]))]
-    expected, _ = reference(script, [trained.seen for trained in found])
+    expected, *_ = reference(script, [trained.seen for trained in found])
     for mine, theirs in zip(found[0].parameters, expected.parameters(), strict=True):
         assert (mine - theirs).abs().max() < TOLERANCE
 

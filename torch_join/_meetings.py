@@ -81,8 +81,8 @@ class Meetings(Server):
         if not reader.corrects:
             if real is not None and real != claimed:
                 raise JoinValueError(
-                    f"The loader of rank {self.rank} said its length was {claimed} and ended after {real} batches, which"
-                    " the other ranks cannot know in time. Mend its __len__, or use heartbeat=True."
+                    f"The loader of rank {self.rank} said its length was {claimed} and ended after {real} batches,"
+                    " which the other ranks cannot know in time. Mend its __len__, or use heartbeat=True."
                 )
             return
         if real is not None and real != claimed:
