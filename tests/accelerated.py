@@ -267,7 +267,8 @@ def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Ne
                     nn.utils.clip_grad_norm_(net.parameters(), script.clip)
                 optimizer.step()
             if script.scheduler == "step" and (syncs or not with_optimizer):
-                for _ in range(script.world_size if with_optimizer else 1):
+                split = script.loader.get("split_batches", False)
+                for _ in range(script.world_size if with_optimizer and not split else 1):
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore")  # that no optimizer has stepped before
                         scheduler.step()

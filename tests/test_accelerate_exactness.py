@@ -34,6 +34,15 @@ SCRIPTS = {
     "none in the middle": Script(world_size=3, lengths=(4, 0, 7), optimizer="zero", accumulate=2, even=1),
     "iterable": Script(lengths=(2, 7), iterable=True, accumulate=2),
     "iterable, main last": Script(world_size=3, lengths=(6, 0, 3), iterable=True, optimizer="sgd", clip=0.05),
+    # Accelerate's other loaders; those of iterables, and dispatched ones, are even.
+    "split batches": Script(samples=19, batch_size=6, loader={"split_batches": True}, scheduler="step"),
+    "split batches, 3 ranks": Script(3, samples=37, batch_size=6, loader={"split_batches": True}, accumulate=2),
+    "dispatched": Script(samples=24, loader={"dispatch_batches": True}, accumulate=2),
+    "dispatched, split": Script(samples=24, batch_size=6, loader={"dispatch_batches": True, "split_batches": True}),
+    "dispatched stream": Script(samples=24, iterable=True, accumulate=3, clip=0.05),
+    "stream in shards": Script(samples=24, iterable=True, loader={"dispatch_batches": False}, scheduler="step"),
+    "another sampler": Script(samples=25, loader={"use_seedable_sampler": False}, accumulate=2),
+    "stateful": Script(samples=25, loader={"use_stateful_dataloader": True}, accumulate=2, optimizer="sgd"),
     "scaler": Script(lengths=(2, 6), scaler=True, optimizer="sgd", scheduler="step"),
     "scaler, sharded": Script(samples=32, scaler=True, accumulate=2),
 }
