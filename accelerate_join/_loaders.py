@@ -77,9 +77,9 @@ def certain_length(loader: Any) -> int | None:
         if sampler.split_batches:
             return None
         sampler = sampler.batch_sampler
-    if type(sampler) is not BatchSampler or type(sampler.sampler).__module__ not in _TRUSTED:
-        return None
-    return len(loader)
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return len(loader) if type(sampler).__module__ in _TRUSTED else None
 
 
 def repeats_samples(loader: Any) -> bool:

@@ -18,6 +18,8 @@ COMMANDS = {
     "examples/torch_loop.py": DIFFERENCE,
     "examples/custom_joinable.py": "Rank 0: 5 inputs, 8 counted in the loop, 8 in all",
     "examples/lightning_digits.py": DIFFERENCE,
+    "-m torch.distributed.run --standalone --nproc-per-node=3 examples/accelerate_digits.py": DIFFERENCE,
+    "examples/accelerate_digits.py --notebook": DIFFERENCE,
 }
 
 
