@@ -45,7 +45,7 @@ class Script:
     clip: float | None = None
     scheduler: str | None = None  # "step" in each step, "epoch" after each epoch
     step_scheduler_with_optimizer: bool = True
-    scaler: bool = False
+    scaler: bool = False  # a GradScaler, for which some samples overflow
     norm: bool = False
     loader: dict[str, Any] = field(default_factory=dict)  # of Accelerate's DataLoaderConfiguration
     iterable: bool = False  # without a length
@@ -189,8 +189,10 @@ def train(rank: int, script: Script) -> Trained:
                 seen[-1].append(numbers.tolist())
                 with accelerator.accumulate(model):
                     ends[-1].append(accelerator.gradient_state.end_of_dataloader)
-                    loss = (model(x) - y).pow(2).mean()
+                    loss = (model(x) - target(script, numbers, y)).pow(2).mean()
                     accelerator.backward(loss)
+                    if accelerator.sync_gradients and script.scaler:
+                        accelerator.scaler.unscale_(optimizer.optimizer)
                     if accelerator.sync_gradients and script.clip is not None:
                         accelerator.clip_grad_norm_(model.parameters(), script.clip)
                     optimizer.step()
@@ -198,7 +200,7 @@ def train(rank: int, script: Script) -> Trained:
                         scheduler.step()
                     optimizer.zero_grad()
             if script.scheduler == "epoch":
-                scheduler.scheduler.step()
+                scheduler.step()
 
         options: dict[str, Any] = {"even_batches": False, "weighting": script.weighting, "heartbeat": script.heartbeat}
         if script.own_function:
@@ -226,6 +228,17 @@ def train(rank: int, script: Script) -> Trained:
         )
 
 
+def _step(scheduler: Any, times: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no optimizer has stepped before
+        for _ in range(times):
+            scheduler.step()
+
+
+def target(script: Script, numbers: Tensor, y: Tensor) -> Tensor:
+    return torch.where(numbers[:, None] % 9 == 4, torch.inf, y) if script.scaler else y
+
+
 def weight_of(script: Script, sizes: dict[int, int], rank: int) -> float:
     if script.weighting == "world":
         return 1 / script.world_size
@@ -249,6 +262,9 @@ def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Ne
     adam = torch.optim.Adam(net.parameters(), lr=0.05)
     optimizer = adam if script.optimizer == "zero" else make_optimizer(script.optimizer, net.parameters())
     scheduler = make_scheduler(optimizer)
+    skipped = False
+    with_optimizer = script.step_scheduler_with_optimizer
+    times = script.world_size if with_optimizer and not script.loader.get("split_batches", False) else 1
     for epoch in range(len(seen[0])):
         longest = max(len(mine[epoch]) for mine in seen)
         for step in range(longest):
@@ -258,22 +274,19 @@ def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Ne
             for rank, numbers in batches.items():
                 x, y = (torch.stack(column) for column in zip(*(data[n] for n in numbers), strict=True))
                 weight = 1 / script.world_size if even else weight_of(script, sizes, rank)
+                y = target(script, torch.tensor(numbers), y)
                 loss = (net(x) - y).pow(2).mean() * weight / script.accumulate
                 loss.backward()
             syncs = (step + 1) % script.accumulate == 0 or step + 1 == longest
-            with_optimizer = script.step_scheduler_with_optimizer
             if syncs:
                 if script.clip is not None:
                     nn.utils.clip_grad_norm_(net.parameters(), script.clip)
-                optimizer.step()
-            if script.scheduler == "step" and (syncs or not with_optimizer):
-                split = script.loader.get("split_batches", False)
-                for _ in range(script.world_size if with_optimizer and not split else 1):
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # that no optimizer has stepped before
-                        scheduler.step()
-            if syncs:
+                skipped = not all(p.grad is not None and bool(p.grad.isfinite().all()) for p in net.parameters())
+                if not skipped:
+                    optimizer.step()
                 optimizer.zero_grad()
-        if script.scheduler == "epoch":
-            scheduler.step()
+            if script.scheduler == "step" and (not with_optimizer or (syncs and not skipped)):
+                _step(scheduler, times)
+        if script.scheduler == "epoch" and not (with_optimizer and skipped):
+            _step(scheduler, times)
     return net, optimizer, scheduler

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -156,11 +157,16 @@ def test_going_back_in_the_tail(workers: Workers, lengths: tuple[int, ...], tmp_
         assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
 
 
-def stateful(rank: int, samples: int, folder: str, at: int | None) -> list[int]:
+def stateful(rank: int, samples: int, lengths: tuple[int, ...], folder: str, at: int | None) -> list[int]:
     """Save after step `at`, or begin there; return what was seen."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     with accelerator_of(rank, dataloader_config=config) as accelerator:
-        model, loader = accelerator.prepare(network(False), DataLoader(dataset(samples), 1))
+        loader: Any = DataLoader(dataset(samples), 1)
+        if lengths:  # the user's own shards, from a sampler that may be wound forward past its end
+            batches = [[index] for index in range(lengths[rank])]
+            loader = DataLoaderShard(dataset(lengths[rank]), batch_sampler=batches, use_stateful_dataloader=True)
+            loader._is_accelerate_prepared = True
+        model, loader = accelerator.prepare(network(False), loader)
         if at is None:
             accelerator.load_state(folder)
         seen = []
@@ -179,7 +185,14 @@ def stateful(rank: int, samples: int, folder: str, at: int | None) -> list[int]:
 def test_a_stateful_loader_is_resumed_where_the_active_ranks_were(
     workers: Workers, samples: int, at: int, tmp_path: Path
 ) -> None:
-    everything = workers.run(2, stateful, samples, str(tmp_path), at)
-    left = workers.run(2, stateful, samples, str(tmp_path), None)
+    everything = workers.run(2, stateful, samples, (), str(tmp_path), at)
+    left = workers.run(2, stateful, samples, (), str(tmp_path), None)
     # At its end a loader begins anew, on the rank that had joined before too.
     assert left == [numbers[at + 1 :] if at < 3 else numbers for numbers in everything]
+
+
+@pytest.mark.parametrize("lengths", [(2, 7), (7, 2), (0, 7)])
+def test_a_stateful_loader_is_resumed_in_the_tail(workers: Workers, lengths: tuple[int, ...], tmp_path: Path) -> None:
+    everything = workers.run(2, stateful, 0, lengths, str(tmp_path), 3)
+    left = workers.run(2, stateful, 0, lengths, str(tmp_path), None)
+    assert left == [numbers[4:] for numbers in everything]

@@ -1,6 +1,7 @@
 """Accelerate under the context: the parameters are those that one process would have computed."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -44,8 +45,38 @@ SCRIPTS = {
     "another sampler": Script(samples=25, loader={"use_seedable_sampler": False}, accumulate=2),
     "stateful": Script(samples=25, loader={"use_stateful_dataloader": True}, accumulate=2, optimizer="sgd"),
     "scaler": Script(lengths=(2, 6), scaler=True, optimizer="sgd", scheduler="step"),
+    "scaler, epochs": Script(lengths=(1, 4), batch_size=2, scaler=True, scheduler="epoch", epochs=8),
     "scaler, sharded": Script(samples=32, scaler=True, accumulate=2),
 }
+
+
+def draw(seed: int) -> Script:
+    """Return any combination of what a script may do."""
+    random = Random(seed)
+    world_size = random.choice([2, 3])
+    own = random.random() < 0.6  # shards
+    return Script(
+        world_size=world_size,
+        samples=0 if own else random.randrange(1, 45),
+        lengths=[random.randrange(9) for _ in range(world_size - 1)] + [random.randrange(1, 9)] if own else (),
+        batch_size=random.choice([1, 2, 3]),
+        optimizer=random.choice(["sgd", "adamw", "zero"]),
+        weighting=random.choice(["world", "active", "samples"]),
+        accumulate=random.choice([1, 2, 3]),
+        clip=random.choice([None, 0.05]),
+        scheduler=random.choice([None, "step", "epoch"]),
+        step_scheduler_with_optimizer=random.random() < 0.6,
+        scaler=random.random() < 0.2,
+        iterable=own and random.random() < 0.3,
+        even=random.choice([0, 1]),
+        own_function=random.random() < 0.3,
+        heartbeat=random.random() < 0.2,
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
+    test_as_one_process(workers, draw(seed))
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)

@@ -190,6 +190,22 @@ def test_a_trigger_ends_the_loop_everywhere(workers: Workers, lengths: tuple[int
     assert {step for _, _, step in results} == {4}
 
 
+def break_off(rank: int, heartbeat: bool) -> int:
+    with accelerator_of(rank) as accelerator:
+        model, loader = accelerator.prepare(network(False), DataLoader(dataset(20), 3))
+        with accelerator.join_uneven_inputs(even_batches=True, heartbeat=heartbeat):
+            for step, (_, x, _) in enumerate(loader):
+                model(x).sum().backward()
+                if step == 1:
+                    break
+            return len(accelerator.gather_for_metrics(torch.ones(3)))
+
+
+@pytest.mark.parametrize("heartbeat", [False, True])
+def test_nothing_is_cut_off_after_a_break(workers: Workers, heartbeat: bool) -> None:
+    assert workers.run(2, break_off, heartbeat) == [6, 6]
+
+
 class Lines(GeneralTracker):
     """Writes a line for each log."""
 

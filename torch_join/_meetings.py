@@ -106,7 +106,7 @@ class Meetings(Server):
         beat = self._channel.beat(samples, notice, participants=len(self._active))
         self._samples, self._total_samples = samples, beat.total
         self._set_active(tuple(rank for rank in self._active if beat.notices.get(rank) != {}))
-        self._at_last = all(rank in beat.notices for rank in self._active)
+        self._at_last = bool(self._active) and all(rank in beat.notices for rank in self._active)
 
     # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
     @torch.inference_mode(False)
