@@ -17,6 +17,7 @@ from accelerate.data_loader import (
     DataLoaderDispatcher,
     DataLoaderShard,
     IterableDatasetShard,
+    SeedableRandomSampler,
     SkipBatchSampler,
     SkipDataLoader,
 )
@@ -29,8 +30,8 @@ from torch_join._reader import Reader
 if TYPE_CHECKING:
     from accelerate_join._context import AcceleratorJoin
 
-# Samplers of these modules have as many indices as they say.
-_TRUSTED = ("torch.utils.data.sampler", "torch.utils.data.distributed", "accelerate.data_loader")
+# Samplers of these modules have as many indices as they say, as has Accelerate's SeedableRandomSampler.
+_TRUSTED = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
 
 class PreparedReader(Reader[Any]):
@@ -79,7 +80,8 @@ def certain_length(loader: Any) -> int | None:
         sampler = sampler.batch_sampler
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
-    return len(loader) if type(sampler).__module__ in _TRUSTED else None
+    trusted = type(sampler) is SeedableRandomSampler or type(sampler).__module__ in _TRUSTED
+    return len(loader) if trusted else None
 
 
 def repeats_samples(loader: Any) -> bool:
