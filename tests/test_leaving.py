@@ -229,6 +229,25 @@ def test_little_is_left_in_the_store(workers: Workers, lengths: tuple[int, ...])
     assert max(workers.run(len(lengths), keys_left, lengths)) < 20
 
 
+def keys_in_the_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[int]:
+    training = Training(lengths, rank)
+    counts = []
+    with Join([training.ddp, training.optimizer], heartbeat=heartbeat) as join:
+        for step, batch in enumerate(join.batches(training.batches)):
+            training.step(batch)
+            if rank == lengths.index(max(lengths)) and step in (10, max(lengths) - 1):
+                time.sleep(0.8)  # threads delete four times a second
+                counts.append(join._channel._store.num_keys())  # type: ignore[attr-defined]
+    return counts
+
+
+@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 60), (60, 1, 60)])
+def test_a_long_tail_leaves_little_in_the_store(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
+    counts = next(filter(None, workers.run(len(lengths), keys_in_the_tail, lengths, heartbeat)))
+    assert counts[1] < counts[0] + 8
+
+
 def noop(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
