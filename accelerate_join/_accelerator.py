@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import accelerate
 import torch
+from accelerate.local_sgd import LocalSGD
+from accelerate.state import GradientState
 
-from accelerate_join import _context
-from accelerate_join._loaders import repeats_samples
+from accelerate_join import _compat, _context
+from accelerate_join._loaders import remainder
 from torch_join import JoinError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -53,14 +55,18 @@ class _Joining:
 
     _operations: ClassVar["Operations"]
 
+    def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        with self._operations.gathering_for_metrics():
+            return super().gather_for_metrics(*args, **kwargs)  # type: ignore[misc]
+
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self._operations.together("save_state", *args, **kwargs)
+        return self._operations.save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         return self._operations.together("load_state", *args, **kwargs)
 
-    def log(self, *args: Any, **kwargs: Any) -> Any:
-        return self._operations.together("log", *args, **kwargs)
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self._operations.log(*args, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         with self._operations.for_main():
@@ -91,32 +97,34 @@ class _Joining:
 
 @contextmanager
 def joining(accelerator: accelerate.Accelerator, join: "AcceleratorJoin") -> "Iterator[None]":
-    """Within, `accelerator` and its gradient state know of the other ranks."""
-    own, state = type(accelerator), accelerator.gradient_state
-    own_state = type(state)
-    accelerator.__class__ = type(own.__name__, (_Joining, own), {"_operations": join.operations})
-    state.__class__ = type(own_state.__name__, (_JointState, own_state), {"_join": join})
-    try:
-        yield
-    finally:
-        accelerator.__class__, state.__class__ = own, own_state
+    """Within, `accelerator`, and all that know the gradient state, know of the other ranks."""
 
-
-class _JointState:
-    """What `accelerator.gradient_state` knows in the context, before its own class."""
-
-    _join: ClassVar["AcceleratorJoin"]
-
-    @property
-    def end_of_dataloader(self) -> bool:
+    def end_of_dataloader(state: GradientState) -> bool:
         """Whether this is the last step of the longest rank."""
-        loader = self.active_dataloader  # type: ignore[attr-defined]
-        return loader is not None and loader is self._join.loader and self._join.at_last_step
+        loader = state.active_dataloader
+        return loader is not None and loader is join.loader and join.at_last_step
 
-    @property
-    def remainder(self) -> int:
+    def remainder_of(state: GradientState) -> int:
         """The number of samples in the last step, where it holds others that are there for the second time."""
-        loader = self.active_dataloader  # type: ignore[attr-defined]
-        if loader is None:
-            return -1
-        return int(loader.remainder) if repeats_samples(loader) else 0
+        return -1 if state.active_dataloader is None else remainder(state.active_dataloader)
+
+    own = type(accelerator)
+    accelerator.__class__ = type(own.__name__, (_Joining, own), {"_operations": join.operations})
+    try:
+        with (
+            _compat.replaced(
+                GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)
+            ),
+            _compat.replaced(LocalSGD, step=_refuse_local_sgd),
+        ):
+            yield
+    finally:
+        accelerator.__class__ = own
+
+
+def _refuse_local_sgd(*_: Any) -> None:
+    raise UnsupportedError(
+        "LocalSGD averages parameters every few steps, and the steps that a rank has made alone since the last average"
+        " are lost when it runs out of batches. Give all ranks equally many batches, or use DistributedDataParallel's"
+        " averaging of gradients."
+    )

@@ -38,10 +38,17 @@ def registered(accelerator: accelerate.Accelerator) -> list[Any]:
     return found
 
 
-def wrappers(accelerator: accelerate.Accelerator) -> list[list[DistributedDataParallel]]:
-    """Return, for each model that was prepared, what wraps it: `accelerator` itself keeps the inner module only."""
+def wrappers(accelerator: accelerate.Accelerator) -> list[tuple[Any, list[DistributedDataParallel]]]:
+    """Return each model that was prepared, and what wraps it.
+
+    `accelerator` itself keeps the inner modules only, but for models that were prepared for the second time.
+    """
     ddps = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    return [[ddp for ddp in ddps if ddp.module is model] for model in accelerator._models]
+    models = [getattr(model, "_orig_mod", model) for model in accelerator._models]
+    return [
+        (model, [model] if any(model is ddp for ddp in ddps) else [ddp for ddp in ddps if ddp.module is model])
+        for model in models
+    ]
 
 
 def overflows(accelerator: accelerate.Accelerator) -> list[bool]:
@@ -103,6 +110,17 @@ def operations_replaced(
             yield
         finally:
             cell.cell_contents = own_reduce
+
+
+@contextmanager
+def unsaved(loader: Any) -> Iterator[None]:
+    """Have `save_state` leave out the state of `loader`."""
+    before = vars(loader).get("use_stateful_dataloader", False)
+    loader.use_stateful_dataloader = False
+    try:
+        yield
+    finally:
+        loader.use_stateful_dataloader = before
 
 
 @contextmanager

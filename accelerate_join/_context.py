@@ -1,6 +1,7 @@
 """`join_uneven_inputs`: `torch_join.Join` around what an accelerator has prepared."""
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -10,17 +11,20 @@ import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import _accelerator, _compat
 from accelerate_join._gather import Operations
-from accelerate_join._loaders import PreparedReader, even_batches_set, loops_joined
-from torch_join import Join, JoinError, UnsupportedError
+from accelerate_join._loaders import PreparedReader, even_batches_set, is_prepared, loops_joined
+from torch_join import Join, JoinError, JoinTypeError, UnsupportedError
+from torch_join._reader import Reader
 
 _INSTEAD = (
     "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
     " state, or give all processes equally many batches (even_batches=True) and leave the context out"
 )
+_OPTIONS = ("heartbeat", "timeout", "divide_by_initial_world_size")
 _REASONS = {
     DistributedType.FSDP: "each forward and backward of FSDP needs the shards of the ranks that have joined",
     DistributedType.DEEPSPEED: "DeepSpeed's engine runs collectives of its own in forward, backward and step",
@@ -65,8 +69,10 @@ def join_uneven_inputs(
     Raises:
         UnsupportedError: Accelerate runs on something else than DistributedDataParallel.
         JoinError: A prepared model has several wrappers, so that nobody knows which the loop calls.
+        JoinTypeError: There is no such argument, and no hook that could take it.
     """
     distributed = check_supported(accelerator)
+    _check_options(kwargs, joinables or ())
     if weighting == "world" and "divide_by_initial_world_size" in kwargs:
         weighting = None  # type: ignore[assignment]  # torch's name for the same thing decides
     join = AcceleratorJoin(
@@ -92,8 +98,9 @@ class AcceleratorJoin(Join):
     """`Join` around what `accelerator` has prepared, and `joinables`.
 
     Attributes:
-        loader: The prepared loader that this rank goes through, or went through last.
+        loader: What this rank goes through, or went through last.
         operations: What goes through Accelerate's own functions.
+        progress: How far this process has come.
     """
 
     def __init__(
@@ -102,14 +109,20 @@ class AcceleratorJoin(Join):
         self._accelerator = accelerator
         self.loader: Any = None
         self.operations: Operations
-        prepared = prepared_by(accelerator) if enable else []
-        things = [_unwrap(thing) for thing in joinables] + prepared + [Progress(accelerator, self)]
+        given = [_unwrap(thing) for thing in joinables]
+        prepared = prepared_by(accelerator, given) if enable else []
+        self.progress = Progress(accelerator, self)
+        things = [*given, *prepared, self.progress]
         super().__init__(list({id(thing): thing for thing in things}.values()), enable, **options)
 
     def _make_parts(self) -> None:
         super()._make_parts()
         self.operations = Operations(self, len(self._parts), self._accelerator)
         self._parts.append(self.operations)
+
+    def batches(self, loader: Any) -> Any:
+        """Go through the batches of `loader`, as in `torch_join.Join`; a prepared loader is passed on as it is."""
+        return loader if is_prepared(loader) else super().batches(loader)
 
     def go_through(self, loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """Go through the batches of a prepared loader; all ranks leave the loop together, in one common state.
@@ -118,8 +131,14 @@ class AcceleratorJoin(Join):
             loader: The loader.
             iterate: Its own `__iter__`.
         """
+        if self._reader is not None and self._reader.pulling:  # a loop over something that holds it, such as a zip
+            yield from iterate(loader)
+        else:
+            yield from self._batches(loader, partial(PreparedReader, iterate))
+
+    def _batches(self, loader: Any, reader_of: Any = Reader) -> Iterator[Any]:
         self.loader = loader
-        return self._batches(loader, partial(PreparedReader, iterate))
+        return super()._batches(loader, reader_of)
 
 
 class Progress:
@@ -148,7 +167,7 @@ class Progress:
 
     @property
     def _loaders(self) -> list[Any]:
-        current = [] if self._join.loader is None else [self._join.loader]
+        current = [self._join.loader] if is_prepared(self._join.loader) else []
         return [*_compat.loaders(self._accelerator), *current]
 
 
@@ -157,16 +176,31 @@ class Progress:
 _OF_LOADERS = ("iteration", "dl_state_dict")
 
 
-def prepared_by(accelerator: accelerate.Accelerator) -> list[Any]:
+def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> list[Any]:
     """Return all that takes part of what `accelerator` has prepared, without Accelerate's own wrappers.
+
+    Args:
+        accelerator: What has prepared it.
+        given: What the user has given besides, which may be the wrapper of a model.
 
     Raises:
         JoinError: A model has several wrappers.
     """
-    if any(len(found) > 1 for found in _compat.wrappers(accelerator)):
+    known = [thing.module for thing in given if isinstance(thing, DistributedDataParallel)]
+    wrappers = _compat.wrappers(accelerator)
+    if any(len(found) > 1 for _, found in wrappers):
         gc.collect()  # from an attempt that has failed, perhaps
+        wrappers = _compat.wrappers(accelerator)
     models = []
-    for found in _compat.wrappers(accelerator):
+    for model, found in wrappers:
+        if any(model is one for one in known):
+            continue
+        if not found and any(parameter.requires_grad for parameter in model.parameters()):
+            warnings.warn(
+                f"No DistributedDataParallel was found that wraps the prepared {type(model).__name__}, so it takes no"
+                " part in join_uneven_inputs. If it is trained, give its DistributedDataParallel among `joinables`.",
+                stacklevel=4,
+            )
         if len(found) > 1:
             raise JoinError(
                 f"A prepared {type(found[0].module).__name__} is wrapped by {len(found)} DistributedDataParallel"
@@ -197,6 +231,16 @@ def check_supported(accelerator: accelerate.Accelerator) -> bool:
         reason = _REASONS.get(kind, "it does not train by DistributedDataParallel")
         raise UnsupportedError(f"join_uneven_inputs does not support {kind.value}: {reason}. {_INSTEAD}.")
     return True
+
+
+def _check_options(options: dict[str, Any], joinables: Sequence[Any]) -> None:
+    unknown = [name for name in options if name not in _OPTIONS]
+    hooked = any(isinstance(j, Joinable) and not isinstance(j, DistributedDataParallel) for j in joinables)
+    if unknown and not hooked:
+        raise JoinTypeError(
+            f"join_uneven_inputs has no argument {', '.join(unknown)}, and no joinable is given whose hook could take"
+            " it."
+        )
 
 
 def _unwrap(thing: Any) -> Any:

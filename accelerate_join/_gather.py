@@ -4,8 +4,9 @@ Accelerate gathers tensors of one shape from all processes. Here each rank may h
 ranks that have joined take part with none, so that what comes back holds the active ranks' rows.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -16,6 +17,7 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat
+from accelerate_join._loaders import is_prepared
 from torch_join import JoinError
 from torch_join.joinables import Part
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from accelerate_join._context import AcceleratorJoin
 
 _MAIN = 0
+_CALL, _SAVE = "call ", "save_state"
 
 
 class Operations(Part):
@@ -40,6 +43,7 @@ class Operations(Part):
         super().__init__(join, index)
         self._accelerator = accelerator
         self._type = type(accelerator)
+        self._for_metrics = self._has_warned = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -61,14 +65,14 @@ class Operations(Part):
             return data
         tensors = [tensor.detach()[None] if tensor.ndim == 0 else tensor.detach() for tensor in tensors]
         # Who has joined takes part with no rows of these.
-        self.announce("gather", [tensor[:0].cpu() for tensor in tensors])
+        self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
         with self.join.own_collectives():
             gathered = iter(self._gather(tensors))
         return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
 
     def gather_object(self, data: Any) -> list[Any]:
         """Return what is in the active ranks' lists, by rank."""
-        self.announce("gather_object")
+        self.announce("gather_object", self._for_metrics)
         with self.join.own_collectives():
             everyone = self._gather_object(data)
         return [item for rank in self.join.active_ranks for item in everyone[rank]]
@@ -84,22 +88,56 @@ class Operations(Part):
             return own(tensor, reduction, scale)
         return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
 
+    @contextmanager
+    def gathering_for_metrics(self) -> Iterator[None]:
+        """Within, what is gathered is for metrics, and a rank that misses some of it is told so."""
+        self._for_metrics = True
+        try:
+            yield
+        finally:
+            self._for_metrics = False
+
     def together(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the accelerator's own on this rank and on those that have joined.
 
         Args:
-            name: The method: `save_state` is called in the state of the active ranks everywhere.
+            name: The method.
             *args: Its arguments, which can be pickled.
             **kwargs: Others.
         """
-        self.announce(name, (args, kwargs))
+        self.announce(_CALL + name, (args, kwargs))
         with self.join.own_collectives():
-            return self._call(name, args, kwargs, hands_over=self.join.in_tail)
+            return self._call(name, args, kwargs)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log on the main process, with the values of the lowest active rank if it has joined."""
+        if self.main_has_joined:
+            self.announce(_CALL + "log", (args, kwargs))
+        self._call("log", args, kwargs)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Have each rank write its part of a checkpoint, in the state of the active ranks.
+
+        Who has joined writes what is each rank's own. All of it is handed over only where it is written by such a rank.
+        """
+        if not self.join.in_tail:
+            return self._save(args, kwargs, False)
+        everywhere = self._accelerator.project_configuration.save_on_each_node or self.main_has_joined
+        scaler = self._accelerator.scaler
+        small = self.join.progress.state_dict(), None if scaler is None else scaler.state_dict()
+        self.announce(_SAVE, (args, kwargs, everywhere, *small))
+        with self.join.own_collectives():
+            return self._save(args, kwargs, everywhere)
+
+    @property
+    def main_has_joined(self) -> bool:
+        """Whether this rank is active, and the main process is not."""
+        return self.join.in_tail and _MAIN not in self.join.active_ranks
 
     @contextmanager
     def for_main(self) -> Iterator[None]:
         """Within, the lowest active rank stands in for a main process that has joined."""
-        if self.join.in_tail and _MAIN not in self.join.active_ranks and self.join.rank == self.join.leader:
+        if self.main_has_joined and self.join.rank == self.join.leader:
             with _compat.standing_in_for_main():
                 yield
         else:
@@ -109,25 +147,34 @@ class Operations(Part):
 
     def answer(self, kind: str, payload: Any) -> None:
         if kind == "gather":
-            self._gather([tensor.to(self._accelerator.device) for tensor in payload])
+            specs, for_metrics = payload
+            self._note(for_metrics)
+            own = self._accelerator.device
+            self._gather([torch.empty((0, *s), dtype=d, device=own if own.type == t else t) for s, d, t in specs])
         elif kind == "gather_object":
+            self._note(payload)
             self._gather_object(None)
+        elif kind == _SAVE:
+            self._save(*payload)
         else:
             args, kwargs = payload
-            self._call(kind, args, kwargs, hands_over=True)
+            self._call(kind.removeprefix(_CALL), args, kwargs)
 
     # ------------------------------------------------------------ on both
 
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
         kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
-        word = [crc32(" ".join(kinds).encode()), *map(len, tensors)]
-        words = _compat.gather(torch.tensor([word], device=self._accelerator.device)).tolist()
-        if any(kinds_there != word[0] for kinds_there, *_ in words):
+        word = [crc32(" ".join(kinds).encode()), len(tensors[0])]
+        words = _compat.gather(torch.tensor([word], device=tensors[0].device)).tolist()
+        if any(kinds_there != word[0] for kinds_there, _ in words):
             raise JoinError(
                 f"The tensors to gather differ between the ranks in more than their number of rows: rank"
                 f" {self.join.rank} has {', '.join(kinds)}. Call pad_across_processes on the other dimensions first."
             )
-        return [self._gather_rows(tensor, [rows[index] for _, *rows in words]) for index, tensor in enumerate(tensors)]
+        rows = [[count] for _, count in words]
+        if len(tensors) > 1:
+            rows = _compat.gather(torch.tensor([[*map(len, tensors)]], device=tensors[0].device)).tolist()
+        return [self._gather_rows(tensor, [row[index] for row in rows]) for index, tensor in enumerate(tensors)]
 
     def _gather_rows(self, tensor: Tensor, rows: list[int]) -> Tensor:
         most = max(rows)
@@ -145,7 +192,33 @@ class Operations(Part):
         dist.all_gather_object(everyone, data)
         return everyone
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], hands_over: bool) -> Any:
-        if name == "save_state" and hands_over:
-            self.join.hand_over_states()
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return getattr(self._type, name)(self._accelerator, *args, **kwargs)
+
+    def _save(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool, progress: Any = None, scaler: Any = None
+    ) -> Any:
+        if everywhere:
+            self.join.hand_over_states()
+        elif progress is not None:
+            self.join.progress.load_state_dict(progress)
+            if scaler is not None:
+                self._accelerator.scaler.load_state_dict(scaler)
+        # All ranks write the state of a loader to one file: only those do that have not come to its end, but for the last.
+        loader = self.join.loader
+        ended = self.join.serving or (is_prepared(loader) and loader.end_of_dataloader and not self.join.at_last_step)
+        with _compat.unsaved(loader) if ended else nullcontext():
+            return self._call("save_state", args, kwargs)
+
+    def _note(self, for_metrics: bool) -> None:
+        """Warn once, on a rank that has joined, that its metrics would lack what it does not see."""
+        if for_metrics and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Rank {self.join.rank} has run out of batches, and does not see what the others gather for metrics"
+                " from now on in this loop. A metric that it computes itself is of a part of the samples only. Rank 0"
+                " sees everything where Accelerate has sharded the data. For a metric that all ranks have, evaluate"
+                " with even_batches=True (outside of the context, for example), or sum up on each rank and reduce"
+                " after the loop.",
+                stacklevel=2,
+            )

@@ -30,6 +30,7 @@ from torch_join._reader import Reader
 if TYPE_CHECKING:
     from accelerate_join._context import AcceleratorJoin
 
+_KINDS = (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader)
 # Samplers of these modules have as many indices as they say, as has Accelerate's SeedableRandomSampler.
 _TRUSTED = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
@@ -84,14 +85,33 @@ def certain_length(loader: Any) -> int | None:
     return len(loader) if trusted else None
 
 
-def repeats_samples(loader: Any) -> bool:
-    """Whether `loader` fills its last batches up with samples that it has given out before."""
-    sampler = _batch_sampler(loader)
+def is_prepared(loader: Any) -> bool:
+    """Whether `loader` is one of those whose loops go through `Join`."""
+    return issubclass(type(loader), _KINDS)
+
+
+def remainder(loader: Any) -> int:
+    """Return how many samples the last step has besides those that have been given out before, as Accelerate does.
+
+    0 stands for all of them, -1 for an unknown number.
+    """
+    sampler, dataset = _batch_sampler(loader), loader.dataset
     while isinstance(sampler, SkipBatchSampler):
         sampler = sampler.batch_sampler
     if isinstance(sampler, BatchSamplerShard):
-        return bool(sampler.even_batches)
-    return type(loader) is DataLoaderDispatcher or isinstance(loader.dataset, IterableDatasetShard)
+        # Accelerate does not know it after skip_first_batches.
+        return _left_over(dataset, sampler) if sampler.even_batches and not sampler.drop_last else 0
+    if isinstance(dataset, IterableDatasetShard):
+        # Accelerate takes this process's share for the whole.
+        return _left_over(dataset.dataset, dataset) if not dataset.drop_last else 0
+    return int(loader.remainder) if _dispatches(loader) else 0
+
+
+def _left_over(dataset: Any, shard: Any) -> int:
+    try:
+        return int(len(dataset) % (shard.batch_size * (1 if shard.split_batches else shard.num_processes)))
+    except TypeError:  # no length, or no batch size
+        return -1
 
 
 @contextmanager
@@ -102,7 +122,7 @@ def loops_joined(join: "AcceleratorJoin") -> Iterator[None]:
         return lambda loader: join.go_through(loader, iterate)
 
     with ExitStack() as stack:
-        for kind in (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader):
+        for kind in _KINDS:
             stack.enter_context(_compat.replaced(kind, __iter__=through(kind.__iter__)))
         whole = _without_loss(BatchSamplerShard.__iter__)
         stack.enter_context(_compat.replaced(BatchSamplerShard, __iter__=whole))
@@ -112,9 +132,11 @@ def loops_joined(join: "AcceleratorJoin") -> Iterator[None]:
 @contextmanager
 def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) -> Iterator[None]:
     """Override `even_batches` of all prepared loaders that have it, as Accelerate does, and set it back."""
+    own = accelerator.even_batches  # for loaders that are prepared within
     before: list[tuple[Any, bool]] = []
     try:
         if value is not None:
+            accelerator.even_batches = value
             loaders = _compat.loaders(accelerator)
             for loader in loaders:
                 shard = _batch_sampler(loader)
@@ -131,6 +153,7 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
     finally:
         for shard, even_batches in before:
             shard.even_batches = even_batches
+        accelerator.even_batches = own
 
 
 def _dispatches(loader: Any) -> bool:

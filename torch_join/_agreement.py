@@ -36,7 +36,7 @@ class Agreement:
 
     def note(self, index: int, kind: str, payload: Any) -> None:
         """Add an announcement."""
-        # Other payloads hold what only the first rank needs to know.
+        # Other payloads hold what only the first rank needs to know, or may know.
         self._last = f"{kind} {payload}" if kind in ("forward", "collective", "log") else kind
         self._sum = crc32(f"{index} {self._last}".encode(), self._sum)
         self._count += 1

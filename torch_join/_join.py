@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join import _nesting
 from torch_join._errors import JoinError
+from torch_join._hyperparameters import compare, hyperparameters
 from torch_join._meetings import Meetings
 from torch_join._reader import Reader
 from torch_join._rendezvous import open_channel
@@ -85,6 +86,7 @@ class Join(Meetings, TorchJoin):
         super()._reset()
         self._in_loop = self._left_loop = False
         self._loop: object = None  # the current one
+        self._reader: Reader[Any] | None = None  # of the last one
         self._stepped = True  # the step's batch has been used
         self._forwarded = False  # this loop runs forwards of a model that was given
         self._loop_done = False  # the last that happened was a loop over `batches`
@@ -132,14 +134,17 @@ class Join(Meetings, TorchJoin):
                 raise JoinError(
                     "A loop over join.batches was begun inside another one, or while another one that was left by"
                     " `break` is still held in a variable (a progress bar, for example): ranks that have joined cannot"
-                    " follow. Close it (`del` it), or loop over both at once: join.batches(zip(a, b))."
+                    " follow. Close it (`del` it), begin one after the other has ended, or loop over both at once:"
+                    " join.batches(zip(a, b))."
                 )
             self._return_to_loop()
-            reader = reader_of(loader)
+            reader = self._reader = reader_of(loader)
             length = None if self._may_break else reader.certain_length()
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
-            lengths = self._channel.gather(length, self.in_plain_loop)
+            said = self._channel.gather((length, hyperparameters(self._objects)), self.in_plain_loop)
+            compare([theirs for _, theirs in said])
+            lengths = [theirs for theirs, _ in said]
             self._channel.forget()  # what the last loop has left: all have read it
             if self._may_break:
                 self._tap.install()
@@ -186,6 +191,7 @@ class Join(Meetings, TorchJoin):
                     self._last_joiner = verdict
                 for part in self._parts:
                     part.after_all(self._last_joiner)
+                compare(self._channel.gather(hyperparameters(self._objects)))
                 # Whoever hosts the channel's store must not be gone while others still read from it.
                 if self._world_size > 1:
                     dist.barrier(self.group)

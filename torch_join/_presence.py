@@ -98,8 +98,9 @@ def timed_out(
     who = f"{name_ranks(busy)} at work elsewhere" if busy else "all wait"
     return JoinTimeoutError(
         f"{waited} to say whether they have a next batch, or what comes next: {who}. Usual causes: a dataloader that"
-        " takes longer than the timeout, or a step that only some ranks run. Raise `timeout`, or see what these ranks"
-        " are doing (py-spy dump)."
+        " takes longer than the timeout (raise `timeout`); a `break` at different steps (a counter of a rank's own"
+        " steps is lower where a rank has run out of batches: use heartbeat=True, or count what all count); a step"
+        " that only some ranks run. py-spy dump tells what these ranks are doing."
     )
 
 

@@ -1,7 +1,7 @@
 """Reading a loader so that its end is known in time."""
 
 from collections import deque
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -17,6 +17,7 @@ class Reader(Generic[T]):
 
     Attributes:
         sight: How many batches before its end the loader's real length is known.
+        pulling: Whether the loader is at work on its next batch.
         corrects: Whether a length that proves wrong can still be made good. It takes two batches of sight.
     """
 
@@ -25,6 +26,7 @@ class Reader(Generic[T]):
 
     def __init__(self, loader: Iterable[T]) -> None:
         self._loader = loader
+        self.pulling = False
         self._iterator = iter(loader)
         self._ahead: deque[T] = deque()
         self._ended = False
@@ -32,10 +34,13 @@ class Reader(Generic[T]):
     def has_next(self, ahead: int = 1) -> bool:
         """Whether there are `ahead` more batches."""
         while len(self._ahead) < ahead and not self._ended:
+            self.pulling = True
             try:
                 self._ahead.append(next(self._iterator))
             except StopIteration:
                 self._ended = True
+            finally:
+                self.pulling = False
         return len(self._ahead) >= ahead
 
     def take(self) -> T:
@@ -88,5 +93,5 @@ def count_samples(batch: Any) -> int:
 def _first_tensor(batch: Any) -> Tensor | None:
     if isinstance(batch, Tensor):
         return batch if batch.ndim > 0 else None
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else ()
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     return next((found for part in parts if (found := _first_tensor(part)) is not None), None)

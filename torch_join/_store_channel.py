@@ -87,16 +87,17 @@ class StoreChannel(Channel):
             if notice is not None:
                 self._store.append(f"notices/{index}", json.dumps([self.rank, notice]) + "\n")
             packed = self._store.add(f"sum/{index}", 1 + ((notice is not None) << _FIELD) + (count << 2 * _FIELD))
-            if (arrivals := packed & _MAX_RANKS) == participants:
+            arrivals = packed & _MAX_RANKS
+            if arrivals == 1 and index >= 2:
+                # Whoever arrives at a beat has read everything of the one before the last. Who left there may not.
+                self.delete(f"sum/{index - 2}")
+                if self._met[0] == self._met[1]:
+                    self.delete(f"go/{index - 2}")
+                    if index - 2 in self._noted:
+                        self.delete(f"notices/{index - 2}")
+            if arrivals == participants:
                 self._store.set(f"go/{index}", str(packed))
             else:
-                if arrivals == 1 and index >= 2:
-                    # Whoever arrives at a beat has read everything of the one before the last. Who left there may not.
-                    self.delete(f"sum/{index - 2}")
-                    if self._met[0] == self._met[1]:
-                        self.delete(f"go/{index - 2}")
-                        if index - 2 in self._noted:
-                            self.delete(f"notices/{index - 2}")
                 packed = int(self._wait([f"go/{index}"], lambda: [self._store.get(f"go/{index}")])[0])
             notices = {}
             self._noted &= {index - 1}
