@@ -18,7 +18,6 @@ from accelerate_join import _accelerator, _compat
 from accelerate_join._gather import Operations
 from accelerate_join._loaders import PreparedReader, even_batches_set, is_prepared, loops_joined
 from torch_join import Join, JoinError, JoinTypeError, UnsupportedError
-from torch_join._reader import Reader
 
 _INSTEAD = (
     "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
@@ -98,7 +97,6 @@ class AcceleratorJoin(Join):
     """`Join` around what `accelerator` has prepared, and `joinables`.
 
     Attributes:
-        loader: What this rank goes through, or went through last.
         operations: What goes through Accelerate's own functions.
         progress: How far this process has come.
     """
@@ -107,7 +105,6 @@ class AcceleratorJoin(Join):
         self, accelerator: accelerate.Accelerator, joinables: Sequence[Any], enable: bool, **options: Any
     ) -> None:
         self._accelerator = accelerator
-        self.loader: Any = None
         self.operations: Operations
         given = [_unwrap(thing) for thing in joinables]
         prepared = prepared_by(accelerator, given) if enable else []
@@ -136,9 +133,10 @@ class AcceleratorJoin(Join):
         else:
             yield from self._batches(loader, partial(PreparedReader, iterate))
 
-    def _batches(self, loader: Any, reader_of: Any = Reader) -> Iterator[Any]:
-        self.loader = loader
-        return super()._batches(loader, reader_of)
+    @property
+    def loader(self) -> Any:
+        """The prepared loader that this rank goes through, or went through last; `None` if that is something else."""
+        return self._reader.prepared if isinstance(self._reader, PreparedReader) else None
 
 
 class Progress:
@@ -167,7 +165,7 @@ class Progress:
 
     @property
     def _loaders(self) -> list[Any]:
-        current = [self._join.loader] if is_prepared(self._join.loader) else []
+        current = [] if self._join.loader is None else [self._join.loader]
         return [*_compat.loaders(self._accelerator), *current]
 
 

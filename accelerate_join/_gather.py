@@ -17,7 +17,6 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat
-from accelerate_join._loaders import is_prepared
 from torch_join import JoinError
 from torch_join.joinables import Part
 
@@ -204,10 +203,10 @@ class Operations(Part):
             self.join.progress.load_state_dict(progress)
             if scaler is not None:
                 self._accelerator.scaler.load_state_dict(scaler)
-        # All ranks write the state of a loader to one file: only those do that have not come to its end, but for the last.
+        # All ranks write the state of a loader to one file: before the last step only those that have batches left do.
         loader = self.join.loader
-        ended = self.join.serving or (is_prepared(loader) and loader.end_of_dataloader and not self.join.at_last_step)
-        with _compat.unsaved(loader) if ended else nullcontext():
+        ended = self.join.serving or (loader is not None and loader.end_of_dataloader and not self.join.at_last_step)
+        with _compat.unsaved(loader) if ended and loader is not None else nullcontext():
             return self._call("save_state", args, kwargs)
 
     def _note(self, for_metrics: bool) -> None:

@@ -41,6 +41,9 @@ class PreparedReader(Reader[Any]):
     Args:
         iterate: Accelerate's own `__iter__`.
         loader: The loader.
+
+    Attributes:
+        prepared: The loader.
     """
 
     sight = 1
@@ -48,10 +51,10 @@ class PreparedReader(Reader[Any]):
 
     def __init__(self, iterate: Callable[[Any], Iterator[Any]], loader: Any) -> None:
         super().__init__(iterate(loader))
-        self._prepared = loader
+        self.prepared = loader
 
     def certain_length(self) -> int | None:
-        return certain_length(self._prepared)
+        return certain_length(self.prepared)
 
     def length_if_known(self, step: int) -> int | None:
         if not self.has_next():
@@ -60,7 +63,7 @@ class PreparedReader(Reader[Any]):
 
     @property
     def at_last(self) -> bool:
-        return self.has_next() and bool(self._prepared.end_of_dataloader)
+        return self.has_next() and bool(self.prepared.end_of_dataloader)
 
 
 def certain_length(loader: Any) -> int | None:
