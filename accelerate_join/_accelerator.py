@@ -62,8 +62,8 @@ class _Joining:
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         return self._operations.save_state(*args, **kwargs)
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self._operations.together("load_state", *args, **kwargs)
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        self._operations.load_state(*args, **kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         self._operations.log(*args, **kwargs)

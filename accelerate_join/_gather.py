@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accelerate_join._context import AcceleratorJoin
 
 _MAIN = 0
-_CALL, _SAVE = "call ", "save_state"
+_CALL, _SAVE = "call", "save_state"
 
 
 class Operations(Part):
@@ -96,22 +96,16 @@ class Operations(Part):
         finally:
             self._for_metrics = False
 
-    def together(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the accelerator's own on this rank and on those that have joined.
-
-        Args:
-            name: The method.
-            *args: Its arguments, which can be pickled.
-            **kwargs: Others.
-        """
-        self.announce(_CALL + name, (args, kwargs))
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Have each rank load a checkpoint; who has joined does so too."""
+        self.announce(_CALL, ("load_state", args, kwargs))
         with self.join.own_collectives():
-            return self._call(name, args, kwargs)
+            self._call("load_state", args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log on the main process, with the values of the lowest active rank if it has joined."""
         if self.main_has_joined:
-            self.announce(_CALL + "log", (args, kwargs))
+            self.announce(_CALL, ("log", args, kwargs))
         self._call("log", args, kwargs)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,8 +150,7 @@ class Operations(Part):
         elif kind == _SAVE:
             self._save(*payload)
         else:
-            args, kwargs = payload
-            self._call(kind.removeprefix(_CALL), args, kwargs)
+            self._call(*payload)
 
     # ------------------------------------------------------------ on both
 

@@ -74,7 +74,7 @@ def draw(seed: int) -> Script:
     )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
     test_as_one_process(workers, draw(seed))
 

@@ -29,8 +29,10 @@ def disagree(rank: int, lengths: tuple[int, ...], kind: str, odd_step: int) -> N
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["operation", "shape"])
-@pytest.mark.parametrize(("lengths", "odd_step"), [((1, 6, 6), 3), ((8, 2, 8), 3), ((1, 40, 40), 19)])
+@pytest.mark.parametrize(
+    ("lengths", "odd_step", "kind"),
+    [((1, 6, 6), 3, "operation"), ((8, 2, 8), 3, "shape"), ((1, 40, 40), 19, "operation")],
+)
 def test_ranks_that_disagree_are_told(workers: Workers, lengths: tuple[int, ...], odd_step: int, kind: str) -> None:
     outcomes = workers.outcomes(3, disagree, lengths, kind, odd_step, deadline=30.0, timeout=4.0)
     for outcome in outcomes:
