@@ -102,17 +102,18 @@ def remainder(loader: Any) -> int:
     while isinstance(sampler, SkipBatchSampler):
         sampler = sampler.batch_sampler
     if isinstance(sampler, BatchSamplerShard):
-        # Accelerate does not know it after skip_first_batches.
-        return _left_over(dataset, sampler) if sampler.even_batches and not sampler.drop_last else 0
+        # Accelerate does not know it after skip_first_batches, and counts a dataset of which the sampler takes a part.
+        samples = getattr(sampler.batch_sampler, "sampler", dataset)
+        return _left_over(samples, sampler) if sampler.even_batches and not sampler.drop_last else 0
     if isinstance(dataset, IterableDatasetShard):
         # Accelerate takes this process's share for the whole.
         return _left_over(dataset.dataset, dataset) if not dataset.drop_last else 0
     return int(loader.remainder) if _dispatches(loader) else 0
 
 
-def _left_over(dataset: Any, shard: Any) -> int:
+def _left_over(samples: Any, shard: Any) -> int:
     try:
-        return int(len(dataset) % (shard.batch_size * (1 if shard.split_batches else shard.num_processes)))
+        return int(len(samples) % (shard.batch_size * (1 if shard.split_batches else shard.num_processes)))
     except TypeError:  # no length, or no batch size
         return -1
 

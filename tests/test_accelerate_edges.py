@@ -11,7 +11,7 @@ import torch
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from tests.accelerated import Script, Stream, accelerator_of, dataset, make_loader, network
 from tests.test_accelerate_operations import Lines
@@ -210,6 +210,23 @@ def metrics(rank: int, samples: int, skip: int, iterable: bool) -> list[int]:
                 model(x)
                 found += accelerator.gather_for_metrics(numbers).tolist()
         return found
+
+
+def subset(rank: int) -> list[int]:
+    with accelerator_of(rank) as accelerator:
+        sampler = SubsetRandomSampler([1, 3, 5, 7, 9])
+        model, loader = accelerator.prepare(network(False), DataLoader(dataset(12), 2, sampler=sampler))
+        found: list[int] = []
+        with accelerator.join_uneven_inputs(even_batches=True), torch.no_grad():
+            for numbers, x, _ in loader:
+                model(x)
+                found += accelerator.gather_for_metrics(numbers).tolist()
+        return found
+
+
+def test_repeated_samples_of_a_subset_are_cut_off(workers: Workers) -> None:
+    for found in workers.run(2, subset):
+        assert sorted(found) == [1, 3, 5, 7, 9]
 
 
 class Sized(Stream):
