@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader
 from accelerate_join import Accelerator
 from benchmarks._launch import main
 from benchmarks._paired import Case
-from benchmarks.join_overhead import is_last_rank, pair
+from benchmarks.join_overhead import cases_in_pairs, is_last_rank
 from benchmarks.step_overhead import WARM_UP, Batches, Workload
 
 CERTAIN_TARGET = 1.01  # times a plain loop, at 15 ms
@@ -100,14 +99,7 @@ def cases_of(workload: Workload) -> list[Case]:
         ("tail", tail_step, TORCH, OURS, None),
         ("tail", tail_step, TORCH, BEATS, None),
     ]
-    return [
-        Case(
-            f"{name}, {workload.milliseconds} ms: {compared.name} / {reference.name}",
-            partial(pair, measure, workload, reference, compared),
-            target,
-        )
-        for name, measure, reference, compared, target in settings
-    ]
+    return cases_in_pairs(workload, settings)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,18 @@ def pair(
     return durations[reference.name], durations[compared.name]
 
 
+def cases_in_pairs(workload: Workload, settings: Iterable[tuple[Any, ...]]) -> list[Case]:
+    """Return a case for each setting: a name, what to measure, a way as reference, another one, and a target."""
+    return [
+        Case(
+            f"{name}, {workload.milliseconds} ms: {compared.name} / {reference.name}",
+            partial(pair, measure, workload, reference, compared),
+            target,
+        )
+        for name, measure, reference, compared, target in settings
+    ]
+
+
 def cases_of(workload: Workload) -> list[Case]:
     settings = [
         ("even", even_step, DDP, TORCH, None),
@@ -115,14 +127,7 @@ def cases_of(workload: Workload) -> list[Case]:
         ("tail", tail_step, TORCH, PLAIN, JOIN_TARGET),
         ("uneven epoch", uneven_epoch, TORCH, SIZED, None),
     ]
-    return [
-        Case(
-            f"{name}, {workload.milliseconds} ms: {compared.name} / {reference.name}",
-            partial(pair, measure, workload, reference, compared),
-            target,
-        )
-        for name, measure, reference, compared, target in settings
-    ]
+    return cases_in_pairs(workload, settings)
 
 
 if __name__ == "__main__":
