@@ -212,11 +212,12 @@ def train(rank: int, script: Script) -> Trained:
                 run_epoch(loader)
         for _ in range(script.even):
             run_epoch(even)
-        if script.optimizer == "zero":
-            optimizer.optimizer.consolidate_state_dict(to=0)
-        zero_elsewhere = script.optimizer == "zero" and rank > 0
+        whole = plain(optimizer.optimizer.state_dict()) if script.optimizer != "zero" else None
+        for to in range(script.world_size) if script.optimizer == "zero" else ():
+            optimizer.optimizer.consolidate_state_dict(to=to)  # each rank's own view of all shards
+            whole = plain(optimizer.optimizer.state_dict()) if rank == to else whole
         states = [
-            None if zero_elsewhere else plain(optimizer.optimizer.state_dict()),
+            whole,
             plain(scheduler.state_dict()),
             accelerator.step,
             accelerator.sync_gradients,

@@ -196,3 +196,23 @@ def test_a_stateful_loader_is_resumed_in_the_tail(workers: Workers, lengths: tup
     everything = workers.run(2, stateful, 0, lengths, str(tmp_path), 3)
     left = workers.run(2, stateful, 0, lengths, str(tmp_path), None)
     assert left == [numbers[4:] for numbers in everything]
+
+
+def position(rank: int, lengths: tuple[int, ...]) -> Any:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    with accelerator_of(rank, dataloader_config=config) as accelerator:
+        batches = [[index] for index in range(lengths[rank])]
+        loader: Any = DataLoaderShard(dataset(lengths[rank]), batch_sampler=batches, use_stateful_dataloader=True)
+        loader._is_accelerate_prepared = True
+        model, loader = accelerator.prepare(network(False), loader)
+        with accelerator.join_uneven_inputs():
+            for _, x, _ in loader:
+                model(x).sum().backward()
+        return plain(loader.state_dict())
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (1, 3)])
+def test_after_a_loop_all_would_save_the_same_position(workers: Workers, lengths: tuple[int, ...]) -> None:
+    first, second = workers.run(2, position, lengths)
+    assert first == second
+    assert first["_iterator_finished"]

@@ -200,6 +200,7 @@ def forward_more(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[T
         for batch in join.batches(training.batches):
             training.step(batch)
             training.ddp(x=batch[0])  # what is announced of it waits for the next announcement
+        assert not join._said  # type: ignore[attr-defined]  # and for no later tail
     return training.parameters
 
 
