@@ -33,14 +33,31 @@ class Channel:
         self.status: Callable[[], Any] = lambda: None
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
 
-    def beat(self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None) -> Beat:
-        """Meet all ranks: add up a number and share what some of them have to say.
+    def beat(self, count: int = 0, notice: dict[str, Any] | None = None) -> Beat:
+        """Meet all ranks: add up a number and share what some of them have to say; `say` and `hear` in one."""
+        self.say(count, notice)
+        return self.hear()
+
+    def say(
+        self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None, waits: bool = True
+    ) -> None:
+        """Come to a beat, and say this rank's part.
 
         Args:
-            count: What this rank adds to the sum, from 0 to 2**31 - 1.
+            count: What this rank adds to the sum, from 0 to 2**30 divided by the number of ranks.
             notice: What this rank has to say, if anything: a JSON object.
             participants: How many ranks meet, by default all; the others call `skip_to` before they
                 take part again.
+            waits: Whether this rank goes on to `hear` at once. If not, and some of all ranks meet, it most
+                often need not wait then.
+
+        Raises:
+            JoinValueError: `count` is out of range.
+        """
+        self._said = Beat(count, {} if notice is None else {self.rank: notice})
+
+    def hear(self) -> Beat:
+        """Wait until all participants have come to the beat that this rank has come to with `say`.
 
         Returns:
             The sum and the notices of all ranks, the same on each.
@@ -50,7 +67,7 @@ class Channel:
             JoinTimeoutError: Another rank did not come within the channel's timeout.
 
         """
-        return Beat(count, {} if notice is None else {self.rank: notice})
+        return self._said
 
     def gather(self, value: T, unless_beat: bool = False) -> list[T]:
         """Meet all ranks and return every rank's value, by rank (values are pickled).
@@ -126,8 +143,12 @@ class Channel:
         """How many beats this rank has taken part in."""
         return 0
 
-    def skip_to(self, beats: int) -> None:
-        """Take up the beats again, after others have met without this rank."""
+    @property
+    def position(self) -> Any:
+        """Where this rank is in the beats, for those that have met without."""
+
+    def skip_to(self, position: Any) -> None:
+        """Take up the beats again, after others have met without this rank: at the `position` of one of them."""
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         """Tell the other ranks that this one (or `rank`, which cannot) is unable to go on; waits for nobody."""

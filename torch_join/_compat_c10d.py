@@ -136,7 +136,7 @@ def waits_for_backward(thread: int) -> bool:
     return frame is not None and frame.f_code is _ENGINE
 
 
-def is_ddps(operation: str, caller: FrameType | None) -> bool:
+def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
     """Whether DDP issued a collective in backward, itself or through a communication hook.
 
     Its reducer is called by the engine, and calls, without any Python between, and only ever

@@ -137,7 +137,7 @@ class Join(Meetings, TorchJoin):
                     " follow. Close it (`del` it), begin one after the other has ended, or loop over both at once:"
                     " join.batches(zip(a, b))."
                 )
-            self._return_to_loop()
+            self._arrive()
             reader = self._reader = reader_of(loader)
             length = None if self._may_break else reader.certain_length()
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
@@ -226,32 +226,35 @@ class Join(Meetings, TorchJoin):
         """Whether this rank may be in, or after, a loop that is not over `batches`."""
         return not self._in_loop and not self._loop_done
 
-    def before_forward(self, samples: int) -> None:
-        """Meet the other ranks, if this forward stands outside of `batches`."""
-        self._arrive()
-        self._stepped = self._forwarded = True
+    def before_forward(self, samples: int, waits: bool = True) -> None:
+        """Meet the other ranks, if this forward stands outside of `batches`.
+
+        Args:
+            samples: This step's number of samples.
+            waits: Whether it is important, for what this forward does, who is active.
+        """
         if not self._in_loop:
             self._heartbeat(samples)
+        self._stepped = self._forwarded = True
+        self._arrive(waits or not self._tail)
 
     def before_notice(self, part: CustomPart) -> None:
         """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""
-        self._arrive()
         if not self._in_loop and not self._has_model and part is self._first_custom:
             self._heartbeat(0)
+        self._arrive()
 
     # ------------------------------------------------------------ loops
 
     def _heartbeat(self, samples: int) -> None:
-        self._return_to_loop()
-        with self._telling():
-            self._loop_done = False
-            self._meet(True, samples)
-            self._go_on()
+        self._arrive()
+        self._loop_done = False
+        self._awaited = samples, False
         self.step += 1
 
     def _abandon(self) -> None:
         self._loop, self._in_loop, self._left_loop, self._loop_done = None, False, True, False
-        if self._awaited is not None:  # nobody counts on this step
+        if self._awaited is not None and not self._has_said:  # nobody counts on this step
             self._awaited, self._stepped = None, True
         if not (self._tail or self._may_break):  # else whatever comes next with others finishes the loop first
             self._tap.remove()

@@ -30,6 +30,7 @@ class Meetings(Server):
     def _reset(self) -> None:
         super()._reset()
         self._awaited: tuple[int, bool] | None = None  # what this rank says in a meeting that has been put off
+        self._has_said = False  # and has, and waits for what the others say
         self._at_last = False
         self.step = 0
 
@@ -92,19 +93,32 @@ class Meetings(Server):
         for rank, length in self._channel.corrections().items() if self.step % 2 else ():
             lengths[rank] = length
 
-    def _arrive(self) -> None:
+    def _arrive(self, waits: bool = True) -> None:
         self._return_to_loop()
-        if self._awaited is not None:
-            (samples, at_last), self._awaited = self._awaited, None
-            with self._telling():
-                self._meet(True, samples, at_last)
+        if self._awaited is None:
+            return
+        with self._telling():
+            if not self._has_said:
+                self._say(True, *self._awaited, waits)
+            self._has_said = True
+            if waits:
+                self._awaited, self._has_said = None, False
+                self._hear()
                 self._go_on()
 
     def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
         """Say whether this rank has an input, and whether that is its last; the active ranks meet."""
+        self._say(has_input, samples, at_last)
+        self._hear()
+
+    def _say(self, has_input: bool, samples: int, at_last: bool, waits: bool = True) -> None:
         notice = {} if not has_input else {"last": True} if at_last else None
-        beat = self._channel.beat(samples, notice, participants=len(self._active))
-        self._samples, self._total_samples = samples, beat.total
+        self._channel.say(samples, notice, len(self._active), waits)
+        self._samples = samples
+
+    def _hear(self) -> None:
+        beat = self._channel.hear()
+        self._total_samples = beat.total
         self._set_active(tuple(rank for rank in self._active if beat.notices.get(rank) != {}))
         self._at_last = bool(self._active) and all(rank in beat.notices for rank in self._active)
 
@@ -134,6 +148,8 @@ class Meetings(Server):
         """Finish a loop that this rank has left, before it does anything else with others."""
 
     def _leave(self) -> None:
+        if self._has_said:
+            self._arrive()
         self._awaited = None
         self._meet(False, 0)
         self._go_on()

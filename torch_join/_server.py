@@ -74,12 +74,12 @@ class Server(Standing):
             index: The part that does it, -1 for none.
             kind: What it does.
             payload: What else they need to know.
-            hold: Whether they need not know before the next announcement, which then tells of both.
+            hold: Whether to tell them together with the next announcement.
         """
         if self.in_tail:
             self._agreement.note(index, kind, payload)
             self._said.append((index, kind, payload))
-            if not hold or len(self._said) > 1:
+            if not hold:
                 self._tell()
 
     def _tell(self) -> None:
@@ -139,7 +139,7 @@ class Server(Standing):
         if self._tail:
             words = [part.last_words() for part in self._parts]
             self._subgroups.mark(self._before)
-            end = -1, _END, (words, self._channel.beats)
+            end = -1, _END, (words, self._channel.position)
             self._channel.announce(([end], ()), leads=self.rank == self._leader)
             self._channel.forget(delete=False)
             self._leave_tail()
@@ -186,9 +186,9 @@ class Server(Standing):
                 self._answer(index, kind, payload)
         finally:
             self.serving = False
-        words, beats = payload
+        words, position = payload
         self._last_joiner = False
-        self._channel.skip_to(beats)
+        self._channel.skip_to(position)
         self._hand_over(words)
         self._active = tuple(range(self._world_size))
 

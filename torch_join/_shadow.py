@@ -65,15 +65,15 @@ class ModelShadow:
     @contextmanager
     def step(self, shadow: bool) -> Iterator[None]:
         """Put around a whole step, forward and backward, in which this rank is a shadow or is not."""
-        muted = {id(p): dict(_compat.backward_hooks(p)) for p in self.parameters} if shadow else {}
-        for parameter in self.parameters if shadow else ():
-            # The user's hooks expect a gradient, and here there is none.
-            _compat.backward_hooks(parameter).clear()
+        # The user's hooks expect a gradient, and here there is none.
+        muted = [(h, dict(h)) for p in self.parameters if (h := _compat.backward_hooks(p))] if shadow else []
+        for hooks, _ in muted:
+            hooks.clear()
         try:
             yield
         finally:
-            for parameter in self.parameters if shadow else ():
-                _compat.backward_hooks(parameter).update(muted[id(parameter)])
+            for hooks, its in muted:
+                hooks.update(its)
             self.settle()
 
     def settle(self) -> None:

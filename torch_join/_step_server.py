@@ -75,7 +75,7 @@ class StepServer(Server):
             self._parts.pop().exit()
         self.group = None  # a destroyed group must hang up on its peers at once
 
-    def before_forward(self, samples: int) -> None:
+    def before_forward(self, samples: int, waits: bool = True) -> None:
         """Nothing to do: the ranks have met."""
 
     def before_notice(self, part: Part) -> None:

@@ -7,7 +7,7 @@ touches the accelerator; and its order cannot collide with anybody's collectives
 The contract relied on: `add` and `append` are atomic, `get` and `multi_get` wait on the server until
 the keys exist, `clone` opens a connection of its own.
 
-A `beat` costs each rank one addition and one read; a server was seen to take 79,000 additions per second.
+A `beat` costs each rank one addition and at most one read; a server was seen to take 79,000 additions per second.
 """
 
 import json
@@ -23,16 +23,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_join import _compat
+from torch_join._beats import MAX_RANKS, Beats
 from torch_join._channel import Beat, Channel
 from torch_join._errors import JoinError, JoinValueError, PeerFailedError, name_ranks
 from torch_join._presence import Presence, delete_all, timed_out
 
 T = TypeVar("T")
 
-# One addition carries everything a step needs: arrivals, ranks with a notice, and a sum.
-_FIELD = 16
-_MAX_RANKS = (1 << _FIELD) - 1
-_MAX_COUNT = (1 << (63 - 2 * _FIELD)) - 1
 _FAILED = b"failed"
 _NOBODY = -1  # in place of the rank of a corrected length: a rank has failed
 # A wait this long is no longer latency: from then on the failure notices are looked at too.
@@ -62,51 +59,31 @@ class StoreChannel(Channel):
         group: dist.ProcessGroup | None = None,
         second: Callable[[], dist.Store] | None = None,
     ) -> None:
-        if world_size > _MAX_RANKS:
-            raise JoinValueError(f"A channel serves at most {_MAX_RANKS} ranks, not {world_size}.")
+        if world_size > MAX_RANKS:
+            raise JoinValueError(f"A channel serves at most {MAX_RANKS} ranks, not {world_size}.")
         super().__init__(rank, world_size)
         self._store: Any = store  # torch's stubs lack half of its methods
         self._store.set_timeout(min(timeout, _PATIENCE))
         self._timeout = timeout
         # Weakly, so that a destroyed group hangs up on its peers at once.
         self._group = None if group is None else weakref.ref(group)
-        self._beats = self._gathers = self._log = self._forgotten = 0
-        self._noted: set[int] = set()
-        self._met = world_size, world_size  # how many came to the last two beats
+        self._gathers = self._log = self._forgotten = 0
         self._read: deque[str] = deque()  # keys that all have read; deleting one takes as long as a beat
+        self._beats = Beats(self._store, rank, world_size, self._wait_for, self.delete)
         self._waits = False
         place = weakref.WeakMethod(self._place)
         say = lambda: (p := place()) and p()  # noqa: E731
         self._presence = Presence(second, rank, world_size, say, self._read) if second else None
 
-    def beat(self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None) -> Beat:
-        if not 0 <= count <= _MAX_COUNT:
-            raise JoinValueError(f"A beat adds from 0 to {_MAX_COUNT}, not {count}.")
-        index, self._beats, participants = self._beats, self._beats + 1, participants or self.world_size
+    def say(
+        self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None, waits: bool = True
+    ) -> None:
         with self._server():
-            if notice is not None:
-                self._store.append(f"notices/{index}", json.dumps([self.rank, notice]) + "\n")
-            packed = self._store.add(f"sum/{index}", 1 + ((notice is not None) << _FIELD) + (count << 2 * _FIELD))
-            arrivals = packed & _MAX_RANKS
-            if arrivals == 1 and index >= 2:
-                # Whoever arrives at a beat has read everything of the one before the last. Who left there may not.
-                self.delete(f"sum/{index - 2}")
-                if self._met[0] == self._met[1]:
-                    self.delete(f"go/{index - 2}")
-                    if index - 2 in self._noted:
-                        self.delete(f"notices/{index - 2}")
-            if arrivals == participants:
-                self._store.set(f"go/{index}", str(packed))
-            else:
-                packed = int(self._wait([f"go/{index}"], lambda: [self._store.get(f"go/{index}")])[0])
-            notices = {}
-            self._noted &= {index - 1}
-            self._met = self._met[1], participants
-            if packed >> _FIELD & _MAX_RANKS:
-                self._noted.add(index)
-                lines = self._store.get(f"notices/{index}").decode().splitlines()
-                notices = dict(sorted(json.loads(line) for line in lines))
-        return Beat(packed >> 2 * _FIELD, notices)
+            self._beats.say(count, notice, participants or self.world_size, waits)
+
+    def hear(self) -> Beat:
+        with self._server():
+            return self._beats.hear()
 
     def gather(self, value: T, unless_beat: bool = False) -> list[T]:
         index, self._gathers = self._gathers, self._gathers + 1
@@ -118,6 +95,7 @@ class StoreChannel(Channel):
             if unless_beat:
                 self._wait_long(keys, time.monotonic(), lambda: self._refuse_beat(keys))
             found = self._wait(keys, lambda: self._store.multi_get(keys))
+        self._beats.all_have_met()
         return [pickle.loads(data) for data in found]
 
     def announce(self, record: Any, leads: bool) -> None:
@@ -145,7 +123,7 @@ class StoreChannel(Channel):
         if meanwhile is not None:
             self._wait_long([key], time.monotonic(), meanwhile)
         with self._server():
-            return pickle.loads(self._wait([key], lambda: [self._store.get(key)])[0])
+            return pickle.loads(self._wait_for(key))
 
     def add(self, key: str, number: int) -> int:
         with self._server():
@@ -175,17 +153,21 @@ class StoreChannel(Channel):
 
     @property
     def beats(self) -> int:
-        return self._beats
+        return self._beats.number
 
-    def skip_to(self, beats: int) -> None:
-        self._beats = beats
+    @property
+    def position(self) -> Any:
+        return self._beats.position
+
+    def skip_to(self, position: Any) -> None:
+        self._beats.skip_to(position)
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         try:
             # The first one counts.
             self._store.compare_set("failure", "", json.dumps([self.rank if rank is None else rank, reason]))
             # The others can only be waiting for what this rank would have said next, or look before a step.
-            self._store.set(f"go/{self._beats}", _FAILED)
+            self._store.set(f"go/{self.beats}", _FAILED)
             self._store.set(f"gather/{self._gathers}/{self.rank}", _FAILED)
             self._store.set(f"log/{self._log}", _FAILED)
             self._store.append(f"corrections/{self._gathers}", f"{_NOBODY} 0\n")
@@ -219,13 +201,14 @@ class StoreChannel(Channel):
         self.leave()
         for index in range(max(0, self._gathers - 2), self._gathers):
             self.delete(f"gather/{index}/{self.rank}")
-        for index in range(max(0, self._beats - 2), self._beats) if self.rank == 0 else ():
-            for kind in ("sum", "go", "notices"):
-                self.delete(f"{kind}/{index}")
+        self._beats.close()
         delete_all(self._store, self._read)
 
     def _place(self) -> Any:
         return [self._waits, self.status()]
+
+    def _wait_for(self, key: str) -> bytes:
+        return self._wait([key], lambda: [self._store.get(key)])[0]
 
     def _wait(self, keys: list[str], read: Callable[[], Sequence[bytes]]) -> Sequence[bytes]:
         self._waits = True
@@ -243,7 +226,7 @@ class StoreChannel(Channel):
 
     def _refuse_beat(self, keys: list[str]) -> None:
         # A rank that has met this one here comes to the next beat later, when all keys are there.
-        if self._store.check([f"sum/{self._beats}"]) and not self._store.check(keys):
+        if self._beats.somebody_came() and not self._store.check(keys):
             raise JoinError(
                 f"Rank {self.rank} came to something that all ranks do together (a metric's compute(), a loop over"
                 " join.batches) while another rank is at the next forward of its loop. Ranks leave a plain `for` at"

@@ -96,6 +96,7 @@ class CollectiveTap:
 
     def _kernel(self, operator: str) -> Callable[..., Any]:
         op = _compat_c10d.overload(operator)
+        operation = _compat_c10d.OPERATORS.get(operator)
         names = _compat_c10d.argument_names(operator)
         # torch keeps kernels that have run, and with them what they close over.
         weak = weakref.ref(self)
@@ -103,9 +104,11 @@ class CollectiveTap:
         def kernel(keyset: Any, *args: Any) -> Any:
             tap = weak()
             if tap is not None and not tap._ignoring and tap._is_ours():
-                # Trailing arguments that have their default are left out.
-                named = dict(zip(names, args, strict=False))
-                args = tuple(tap._see(operator, named, sys._getframe().f_back).values())
+                caller = sys._getframe().f_back
+                if not (_compat_c10d.in_backward() and _compat_c10d.is_ddps(operation, caller)):
+                    # Trailing arguments that have their default are left out.
+                    named = dict(zip(names, args, strict=False))
+                    args = tuple(tap._see(operator, named, caller).values())
             return op.redispatch(_compat_c10d.below(keyset), *args)
 
         return kernel
@@ -132,8 +135,6 @@ class CollectiveTap:
             )
         joined = [rank for rank in ranks if self._joined(rank)] if self._joined is not None else []
         if self._joined is not None and not joined:
-            return args
-        if _compat_c10d.in_backward() and _compat_c10d.is_ddps(operation, caller):
             return args
         origin = _compat_c10d.origin(caller)
         function = origin.function

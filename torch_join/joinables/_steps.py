@@ -94,7 +94,7 @@ class Steps(Standing):
         """Nothing else is mirrored, so that there is nothing to pass over."""
         yield
 
-    def before_forward(self, samples: int) -> None:
+    def before_forward(self, samples: int, waits: bool = True) -> None:
         """Begin a step."""
         self.started = True
         with telling_failures(self._channel):

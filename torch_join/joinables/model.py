@@ -42,8 +42,10 @@ class ModelPart(Part):
         self.forwards = 0  # of this rank's own, since the last tail
         self.synced = 0  # of these, how many are followed by a backward that averages gradients
         self._armed = False  # the last forward will sync in backward
+        self._silent = 0  # forwards that joined ranks hear of when their backward begins
         self._pending: list[Tensor] = []  # a joined rank's shadow outputs that wait for a backward
-        self._task = -1  # the backward that has been announced
+        self._task = -1  # the backward that has begun
+        self._factor = 1.0  # what to multiply its gradients with
         self._known: dict[int, tuple[int, int] | None] = {}  # the gradients after the last backward
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: list[RemovableHandle] = []
@@ -73,26 +75,37 @@ class ModelPart(Part):
         join = self.join
         if join.serving:
             return
-        if self.meets:
-            join.before_forward(
-                count_samples((args, kwargs)) if join.weighting == "samples" and not join._in_loop else 0
-            )
-        authority, self._authority = self._authority, join.leader
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
+        # The joined ranks, and this one, need not know of each other in a forward without collectives.
+        silent = grad and sync and _compat.forwards_silently(self.ddp)
+        if self.meets:
+            samples = count_samples((args, kwargs)) if join.weighting == "samples" and not join._in_loop else 0
+            join.before_forward(samples, waits=not silent)
         self.forwards += 1
         if grad and sync:
             self.synced += 1
+        if silent:
+            if join._tail:
+                self._silent += 1
+                self._armed = True
+            return
+        authority, self._authority = self._authority, join.leader
         if not join.in_tail:
             return
         if not self.ddp.require_forward_param_sync:
             authority = 0
-        # Of a forward without collectives they hear when its backward begins: one message less.
-        self.announce("forward", (grad, sync, authority), hold=grad and sync and _compat.forwards_silently(self.ddp))
+        self._announce_silent()
+        self.announce("forward", (grad, sync, authority))
         self._armed = grad and sync
         # Until the inner module runs, the collectives are DDP's own.
         self._plumbing.enter_context(join.own_collectives())
         if authority:
             self._shadow.sync_buffers(authority)
+
+    def _announce_silent(self) -> None:
+        while self._silent:
+            self._silent -= 1
+            self.announce("forward", (True, True, 0), hold=True)
 
     def _inside_forward(self, *_: Any) -> None:
         self._plumbing.close()
@@ -107,19 +120,24 @@ class ModelPart(Part):
             self._watches.pop().remove()
 
     def _before_gradient(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        join = self.join
-        if join.serving:
-            return None
-        if join.in_tail and self._task != (task := _compat.backward_in_progress()):
+        if (task := _compat.backward_in_progress()) != self._task:
             self._task = task
+            self._begin_backward()
+        if self._factor == 1.0:
+            return None
+        return tuple(None if gradient is None else gradient * self._factor for gradient in gradients)
+
+    def _begin_backward(self) -> None:
+        self._factor = 1.0
+        if self.join.serving:
+            return
+        if self.join.in_tail:  # ask this first: it may find out who is active
             _compat.after_backward(lambda: _compat.after_backward(self._remember))  # after DDP's own callback
+            self._announce_silent()
             # Without a sync too: what has been cleared now counts at the next one.
             self.announce("backward" if self._armed else "gradients", self._state_of_gradients())
             self._armed = False
-        factor = join.loss_factor
-        if factor == 1.0:
-            return None
-        return tuple(None if gradient is None else gradient * factor for gradient in gradients)
+        self._factor = self.join.loss_factor
 
     def _remember(self) -> None:
         self._known = {i: _identity(p.grad) for i, p in enumerate(self._parameters)}
@@ -202,7 +220,7 @@ class ModelPart(Part):
                 dist.broadcast(parameter.grad, group_src=source, group=self.ddp.process_group)
         self._pending.clear()
         self._authority = source
-        self.forwards = self.synced = 0
+        self.forwards = self.synced = self._silent = 0
 
 
 def _identity(gradient: Tensor | None) -> tuple[int, int] | None:
