@@ -40,7 +40,7 @@ class Program:
     optimizer: str = "adam"  # several are joined by "+": one for the encoder, one for the head
     weighting: str = "world"
     loss: str = "simple"  # or "penalty", "two forwards", "two models", "two backwards"
-    clear: str = "before"  # or "after", "zeros", "model"
+    clear: str = "before"  # or "after", "model"; "before, zeros" and "after, zeros" leave gradients of zero
     clip: float | None = None
     scheduler: str | None = None  # or "step", "plateau"
     scaler: bool = (
@@ -158,7 +158,7 @@ class Training:
             self.models.zero_grad()
 
     def begin_step(self, step: int) -> None:
-        if self.program.clear == "before" and step % self.program.accumulate == 0:
+        if self.program.clear.startswith("before") and step % self.program.accumulate == 0:
             self.clear()
 
     def clear(self) -> None:
@@ -166,7 +166,7 @@ class Training:
             self.models.zero_grad()
         else:
             for optimizer in self.optimizers:
-                optimizer.zero_grad(set_to_none=self.program.clear != "zeros")
+                optimizer.zero_grad(set_to_none="zeros" not in self.program.clear)
 
     def backward(self, loss: Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -190,7 +190,7 @@ class Training:
             self.scheduler.step()
         elif self.program.scheduler == "plateau":
             self.scheduler.step(float(step))  # a value that a joined rank does not know
-        if self.program.clear != "before":
+        if not self.program.clear.startswith("before"):
             self.clear()
 
     def scaler_state(self) -> dict[str, Any]:

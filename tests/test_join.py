@@ -25,7 +25,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "two-forwards": {"loss": "two forwards"},
     "two-backwards": {"loss": "two backwards"},
     "window": {"accumulate": 3, "lengths": (4, 7, 0)},
-    "zeros": {"clear": "zeros", "scheduler": "step"},
+    "zeros": {"clear": "after, zeros", "scheduler": "step"},
+    "zeros-first": {"clear": "before, zeros"},
     "model-zero": {"clear": "model", "clip": 0.3},
     "scaler": {"scaler": True},
     "scaler-clip": {"scaler": True, "clip": 0.3, "clear": "after"},
@@ -62,7 +63,7 @@ PROGRAMS = {
     "zero": Program((3, 6), optimizer="zero"),
     "zero-plain": Program((6, 0, 3), optimizer="zero", loop="plain", clear="after"),
     "two-backwards-zeros": Program(
-        (5, 0, 2), loss="two backwards", clear="zeros", weighting="samples", loop="iterable"
+        (5, 0, 2), loss="two backwards", clear="after, zeros", weighting="samples", loop="iterable"
     ),
     "norm": Program((2, 5), norm=True),
     "norm-plain": Program((2, 5, 3), norm=True, loop="plain", optimizer="sgd"),

@@ -148,7 +148,7 @@ def programs(draw: st.DrawFn, world_size: int) -> Program:
         optimizer=draw(st.sampled_from(("sgd", "adam", "adamw", "zero", "sgd", "adam", "adamw", "zero", "zero+sgd"))),
         weighting=draw(st.sampled_from(("world", "active", "samples"))),
         loss=draw(st.sampled_from(("simple", "penalty", "two forwards", "two models", "two backwards"))),
-        clear=draw(st.sampled_from(("before", "after", "zeros", "model"))),
+        clear=draw(st.sampled_from(("before", "after", "before, zeros", "after, zeros", "model"))),
         clip=draw(st.sampled_from((None, 0.3))),
         scheduler=draw(st.sampled_from((None, "step", "plateau"))),
         scaler=draw(st.sampled_from((False, False, True))),

@@ -36,7 +36,7 @@ PROGRAMS = {
     "sgd-samples": Program((2, 5, 0), optimizer="sgd", weighting="samples"),
     "zero": Program((3, 6), optimizer="zero", clip=0.3, scheduler="step"),
     "zero-empty": Program((6, 0, 3), optimizer="zero", weighting="active"),
-    "zero-turns": Program(((5, 2), (1, 4), (3, 3)), optimizer="zero", clear="zeros"),
+    "zero-turns": Program(((5, 2), (1, 4), (3, 3)), optimizer="zero", clear="after, zeros"),
     "zero-window": Program((5, 2), optimizer="zero", accumulate=2),
     "zero-window-left": Program((7, 0, 4), optimizer="zero", accumulate=3),
     "window": Program((4, 7, 0), accumulate=3, optimizer="sgd", clip=0.3),

@@ -139,14 +139,14 @@ class Join(Meetings, TorchJoin):
                 )
             self._arrive()
             reader = self._reader = reader_of(loader)
-            length = None if self._may_break else reader.certain_length()
+            length = None if self.may_break else reader.certain_length()
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
             said = self._channel.gather((length, hyperparameters(self._objects)), self.in_plain_loop)
             compare([theirs for _, theirs in said])
             lengths = [theirs for theirs, _ in said]
             self._channel.forget()  # what the last loop has left: all have read it
-            if self._may_break:
+            if self.may_break:
                 self._tap.install()
         self._in_loop, self.step, self._forwarded = True, 0, False
         self._loop = mine = object()
@@ -236,7 +236,8 @@ class Join(Meetings, TorchJoin):
         if not self._in_loop:
             self._heartbeat(samples)
         self._stepped = self._forwarded = True
-        self._arrive(waits or not self._tail)
+        # As long as the tap listens, nothing that others take part in can come before the answer is asked for.
+        self._arrive(waits or self._throws or not self._tap.installed)
 
     def before_notice(self, part: CustomPart) -> None:
         """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""
@@ -256,14 +257,14 @@ class Join(Meetings, TorchJoin):
         self._loop, self._in_loop, self._left_loop, self._loop_done = None, False, True, False
         if self._awaited is not None and not self._has_said:  # nobody counts on this step
             self._awaited, self._stepped = None, True
-        if not (self._tail or self._may_break):  # else whatever comes next with others finishes the loop first
+        if not (self._tail or self.may_break):  # else whatever comes next with others finishes the loop first
             self._tap.remove()
 
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left by `break`."""
         if self._left_loop and not self.serving:
             self._left_loop = False
-            if self._may_break and self._forwarded and not self._stepped:
+            if self.may_break and self._forwarded and not self._stepped:
                 raise JoinError(
                     f"Rank {self.rank} left its loop at step {self.step} after it had taken a batch and before the"
                     " model's forward, where the other ranks already count on it. Break at the end of a step."

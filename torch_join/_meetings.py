@@ -25,12 +25,11 @@ class Meetings(Server):
     def __init__(self, group: Any, objects: list[Any], weighting: Weighting, throws: bool, may_break: bool) -> None:
         super().__init__(group, objects, weighting)
         self._throws = throws
-        self._may_break = may_break or weighting == "samples"  # which has them meet at every step anyway
+        self.may_break = self.may_break or may_break
 
     def _reset(self) -> None:
         super()._reset()
         self._awaited: tuple[int, bool] | None = None  # what this rank says in a meeting that has been put off
-        self._has_said = False  # and has, and waits for what the others say
         self._at_last = False
         self.step = 0
 
@@ -55,7 +54,7 @@ class Meetings(Server):
     def _next_step(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
         samples = reader.samples if self.weighting == "samples" else 0
-        if self._may_break:
+        if self.may_break:
             self._arrive()
             if reader.has_next():
                 self._awaited = samples, reader.at_last
@@ -105,6 +104,8 @@ class Meetings(Server):
                 self._awaited, self._has_said = None, False
                 self._hear()
                 self._go_on()
+                for model in () if self._tail else self._models():
+                    model.silent = 0
 
     def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
         """Say whether this rank has an input, and whether that is its last; the active ranks meet."""

@@ -128,7 +128,7 @@ class Server(Standing):
         self._tail = True
         self._subgroups.find(self._before)
         self._agreement.begin()
-        self.announce(-1, _TAIL, [part.synced for part in self._models()])
+        self.announce(-1, _TAIL, [part.synced - part.silent for part in self._models()])
         for part in self._parts:
             part.enter_tail()
         self._tap.install()

@@ -18,6 +18,7 @@ class Standing:
     def __init__(self, group: Any, weighting: Weighting) -> None:
         self.group = group
         self.weighting = weighting
+        self.may_break = weighting == "samples"  # which has ranks meet at every step anyway
         alone = not dist.is_initialized()  # or `enable=False`
         self.rank = 0 if alone else dist.get_rank(group)
         self._members = [0] if alone else dist.get_process_group_ranks(group)
@@ -29,6 +30,7 @@ class Standing:
         self._active: tuple[int, ...] = tuple(range(self._world_size))
         self._leader = 0
         self._tail = self.serving = False
+        self._has_said = False  # this rank has come to a meeting, and waits for what the others say
         self._samples = self._total_samples = 0
 
     @property

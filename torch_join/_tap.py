@@ -53,6 +53,11 @@ class CollectiveTap:
         self._thread = 0
         self._ignoring = 0
 
+    @property
+    def installed(self) -> bool:
+        """Whether it listens."""
+        return self._library is not None
+
     def install(self) -> None:
         """Start to listen to this thread; does nothing if installed already.
 
@@ -60,7 +65,7 @@ class CollectiveTap:
             JoinError: Another tap is installed in this process.
 
         """
-        if self._library is not None:
+        if self.installed:
             return
         if CollectiveTap._installed is not None:
             raise JoinError(
@@ -79,7 +84,7 @@ class CollectiveTap:
 
     def remove(self) -> None:
         """Stop to listen and leave nothing behind; does nothing if not installed."""
-        if self._library is None:
+        if not self.installed:
             return
         library, self._library = self._library, None
         CollectiveTap._installed = None

@@ -42,11 +42,12 @@ class ModelPart(Part):
         self.forwards = 0  # of this rank's own, since the last tail
         self.synced = 0  # of these, how many are followed by a backward that averages gradients
         self._armed = False  # the last forward will sync in backward
-        self._silent = 0  # forwards that joined ranks hear of when their backward begins
+        self.silent = 0  # forwards that joined ranks hear of, if there are any, when their backward begins
         self._pending: list[Tensor] = []  # a joined rank's shadow outputs that wait for a backward
         self._task = -1  # the backward that has begun
         self._factor = 1.0  # what to multiply its gradients with
         self._known: dict[int, tuple[int, int] | None] = {}  # the gradients after the last backward
+        self._accumulates = False  # that one did not sync
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: list[RemovableHandle] = []
         self._plumbing = ExitStack()
@@ -55,17 +56,21 @@ class ModelPart(Part):
         self.configure(self.ddp)
         self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         self._undo.append(self.ddp.module.register_forward_pre_hook(self._inside_forward).remove)
-        if self.join.weighting == "samples":
+        if self.join.may_break:
             self._watch_gradients()
         self._undo.append(self._stop_watching)
 
     def enter_tail(self) -> None:
         self._remember()
+        zero = [p.grad is None or _is_zero(p.grad) for p in self._parameters]
+        if not self._accumulates or all(zero):
+            # Nobody has looked before. What is zero has been cleared, or is zero on all ranks.
+            self._known = {i: known for i, known in self._known.items() if not zero[i]}
         if not self._watches:
             self._watch_gradients()
 
     def leave_tail(self) -> None:
-        if self.join.weighting != "samples":
+        if not self.join.may_break:
             self._stop_watching()
 
     # ------------------------------------------------------------ on an active rank
@@ -84,10 +89,13 @@ class ModelPart(Part):
         self.forwards += 1
         if grad and sync:
             self.synced += 1
+        if silent and (join._tail or join._has_said):
+            self.silent += 1
+            self._armed = True
+            return
+        if grad:
+            self._accumulates = not sync
         if silent:
-            if join._tail:
-                self._silent += 1
-                self._armed = True
             return
         authority, self._authority = self._authority, join.leader
         if not join.in_tail:
@@ -103,8 +111,8 @@ class ModelPart(Part):
             self._shadow.sync_buffers(authority)
 
     def _announce_silent(self) -> None:
-        while self._silent:
-            self._silent -= 1
+        while self.silent:
+            self.silent -= 1
             self.announce("forward", (True, True, 0), hold=True)
 
     def _inside_forward(self, *_: Any) -> None:
@@ -136,14 +144,15 @@ class ModelPart(Part):
             self._announce_silent()
             # Without a sync too: what has been cleared now counts at the next one.
             self.announce("backward" if self._armed else "gradients", self._state_of_gradients())
-            self._armed = False
+        if self._armed:
+            self._armed = self._accumulates = False
         self._factor = self.join.loss_factor
 
     def _remember(self) -> None:
         self._known = {i: _identity(p.grad) for i, p in enumerate(self._parameters)}
 
     def _state_of_gradients(self) -> list[str]:
-        states = [self._state(i, p) for i, p in enumerate(self._parameters)]
+        states = self._states()
         if _CHANGED in states:
             where = states.index(_CHANGED)
             raise JoinError(
@@ -155,14 +164,18 @@ class ModelPart(Part):
             )
         return states
 
+    def _states(self) -> list[str]:
+        states = [self._state(i, p) for i, p in enumerate(self._parameters)]
+        # None before and now: cleared with others, or not used in what accumulates, as it may be on a joined rank.
+        none = _KEPT if _KEPT in states else _CLEARED
+        return [state or none for state in states]
+
     def _state(self, index: int, parameter: Tensor) -> str:
-        now = _identity(parameter.grad)
-        if now is None:
-            return _CLEARED
-        if now == self._known.get(index):
+        if (gradient := parameter.grad) is None:
+            return "" if self._known.get(index, ()) is None else _CLEARED
+        if _identity(gradient) == self._known.get(index):
             return _KEPT
-        assert parameter.grad is not None
-        return _CHANGED if parameter.grad.is_sparse or bool(parameter.grad.any()) else _CLEARED
+        return _CLEARED if _is_zero(gradient) else _CHANGED
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -208,7 +221,7 @@ class ModelPart(Part):
     # ------------------------------------------------------------ at the end
 
     def last_words(self) -> list[str]:
-        return [self._state(i, p) for i, p in enumerate(self._parameters)]
+        return self._states()
 
     def close(self, words: list[str], source: int) -> None:
         if self.join.rank != source:
@@ -220,11 +233,15 @@ class ModelPart(Part):
                 dist.broadcast(parameter.grad, group_src=source, group=self.ddp.process_group)
         self._pending.clear()
         self._authority = source
-        self.forwards = self.synced = self._silent = 0
+        self.forwards = self.synced = self.silent = 0
 
 
 def _identity(gradient: Tensor | None) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    return not (gradient.coalesce().values() if gradient.is_sparse else gradient).any()
 
 
 class JoinableModel(WrappingJoinable):

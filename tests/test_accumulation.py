@@ -1,0 +1,78 @@
+"""A rank that joins amid an accumulation, when nobody has looked yet at which gradients others have."""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.workers import Workers
+from torch_join import Join
+
+# The number of the expert that each batch takes, by rank: both ranks accumulate two batches.
+SAME = ([0, 1, 0, 1], [0, 1, 0])
+OTHER = ([0, 1, 1, 1], [0, 1, 0])  # only the rank that joins has used expert 0 in the second window
+ALONE = ([0, 1, 1, 0], [])
+FIRST = OTHER[::-1]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.experts = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
+        self.double()
+
+    def forward(self, batch: tuple[int, Tensor]) -> Tensor:
+        expert, x = batch
+        out: Tensor = self.experts[expert](x)
+        return out
+
+
+def batches(choices: list[int], rank: int) -> list[tuple[int, Tensor]]:
+    torch.manual_seed(rank)
+    return [(expert, torch.randn(4, 3, dtype=torch.float64)) for expert in choices]
+
+
+def train(rank: int, choices: tuple[list[int], ...], loop: str, set_to_none: bool, clear_first: bool) -> list[Tensor]:
+    ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    loader: Iterable[tuple[int, Tensor]] = batches(choices[rank], rank)
+    with Join([ddp, optimizer], weighting="world", heartbeat=loop == "heartbeat") as join:
+        for step, batch in enumerate(loader if loop == "plain" else join.batches(loader)):
+            if clear_first and step % 2 == 0:
+                optimizer.zero_grad(set_to_none)
+            with ddp.no_sync() if step % 2 == 0 else nullcontext():
+                ddp(batch).pow(2).mean().backward()
+            if step % 2:
+                optimizer.step()
+                if not clear_first:
+                    optimizer.zero_grad(set_to_none)
+    return [p.detach() for p in ddp.parameters()]
+
+
+def reference(choices: tuple[list[int], ...]) -> list[Tensor]:
+    model = Experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    shards = [batches(its, rank) for rank, its in enumerate(choices)]
+    for begin in range(0, max(map(len, shards)), 2):
+        optimizer.zero_grad()
+        for shard in shards:
+            for batch in shard[begin : begin + 2]:
+                (model(batch).pow(2).mean() / len(shards)).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("clear_first", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("loop", ["sized", "plain", "heartbeat"])
+@pytest.mark.parametrize("choices", [SAME, OTHER, FIRST, ALONE], ids=["same", "other", "first", "alone"])
+def test_a_joined_ranks_share_of_a_window_counts(
+    workers: Workers, choices: tuple[list[int], ...], loop: str, set_to_none: bool, clear_first: bool
+) -> None:
+    expected = reference(choices)
+    for parameters in workers.run(2, train, choices, loop, set_to_none, clear_first):
+        assert max((a - b).abs().max().item() for a, b in zip(parameters, expected, strict=True)) < 1e-10
