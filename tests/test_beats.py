@@ -137,3 +137,17 @@ def test_one_rank_alone_needs_no_store() -> None:
     meeting.ranks[0].say(7, {"x": 0}, 1, waits=True)
     assert meeting.ranks[0].hear() == Beat(7, {0: {"x": 0}})
     assert meeting.store.num_keys() == 0
+
+
+def test_what_another_rank_may_not_have_read_is_kept_after_a_skip() -> None:
+    meeting = Meeting(3)
+    stays, slow, joins = meeting.ranks
+    for beats, notice in ((stays, None), (slow, {}), (joins, {})):
+        beats.say(0, notice, 3, True)
+    joins.hear()
+    stays.hear()
+    stays.say(0, {}, 1, True)  # leaves alone
+    stays.hear()
+    joins.skip_to(deepcopy(stays.position))
+    joins.say(0, None, 3, True)
+    assert slow.hear() == Beat(0, {1: {}, 2: {}})

@@ -1,8 +1,11 @@
 """The channel between ranks, its failures and what it leaves in the store."""
 
+import gc
 import os
 import re
+import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -260,3 +263,22 @@ def test_counts_out_of_range_are_refused() -> None:
         channel.beat(-1)
     with pytest.raises(JoinValueError, match="at most 32767 ranks"):
         StoreChannel(dist.HashStore(), 0, 70_000, timedelta(seconds=1))
+
+
+def drop(rank: int) -> tuple[int, bool]:
+    gc.disable()
+    try:
+        before = threading.active_count()
+        channel = open_channel()
+        channel.beat()
+        dropped = weakref.ref(channel)
+        dist.barrier()
+        del channel
+        return threading.active_count() - before, dropped() is None
+    finally:
+        gc.enable()
+        dist.barrier()
+
+
+def test_a_dropped_channel_ends_its_thread_at_once(workers: Workers) -> None:
+    assert workers.run(2, drop) == [(0, True)] * 2

@@ -50,8 +50,9 @@ class Agreement:
         if len(active) < 2:
             return
         if active != self._active:
-            # The same on all active ranks, as they have announced as much; if not, nobody adds to it.
-            self._name = f"said/{self._channel.records}/{active[0]}"
+            # The same on all active ranks, as they have announced as much; if not, nobody adds to it. Between two
+            # departures nothing may be announced.
+            self._name = f"said/{self._channel.records}/{active[0]}/{len(active)}"
             self._active, self._steps = active, 0
             self._due.clear()
         step, self._steps = self._steps, self._steps + 1

@@ -124,6 +124,7 @@ class Beats:
     def skip_to(self, position: Any) -> None:
         """Take up the beats again; see `Channel.skip_to`."""
         self.number, self._numbers = position
+        self._came = 0  # nobody knows what who came to the last one has read
 
     def somebody_came(self) -> bool:
         """Whether a rank has come to the next beat."""

@@ -205,6 +205,7 @@ class Join(Meetings, TorchJoin):
 
     def _leave_nothing(self) -> None:
         self._tap.remove()
+        self._awaited, self._has_said, self._left_loop = None, False, False
         for part in self._parts:
             part.exit()
         self._channel.leave()

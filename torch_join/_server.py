@@ -139,7 +139,7 @@ class Server(Standing):
         if self._tail:
             words = [part.last_words() for part in self._parts]
             self._subgroups.mark(self._before)
-            end = -1, _END, (words, self._channel.position)
+            end = -1, _END, (words, self._channel.position, self._leader)
             self._channel.announce(([end], ()), leads=self.rank == self._leader)
             self._channel.forget(delete=False)
             self._leave_tail()
@@ -186,7 +186,8 @@ class Server(Standing):
                 self._answer(index, kind, payload)
         finally:
             self.serving = False
-        words, position = payload
+        # It may be another one than in the last announcement: the others may have left without one since.
+        words, position, self._leader = payload
         self._last_joiner = False
         self._channel.skip_to(position)
         self._hand_over(words)

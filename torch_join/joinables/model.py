@@ -6,6 +6,7 @@ accumulators fires exactly then. A node on the model's outputs would not do: it 
 penalty's `autograd.grad` too, and misses L2 terms on the parameters.
 """
 
+import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ class ModelPart(Part):
         self._pending: list[Tensor] = []  # a joined rank's shadow outputs that wait for a backward
         self._task = -1  # the backward that has begun
         self._factor = 1.0  # what to multiply its gradients with
+        self._beginning = threading.Lock()  # for several devices the engine has several threads
         self._known: dict[int, tuple[int, int] | None] = {}  # the gradients after the last backward
         self._accumulates = False  # that one did not sync
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
@@ -81,8 +83,9 @@ class ModelPart(Part):
         if join.serving:
             return
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
-        # The joined ranks, and this one, need not know of each other in a forward without collectives.
-        silent = grad and sync and _compat.forwards_silently(self.ddp)
+        # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
+        # second one, which may not be followed by a backward either.
+        silent = grad and sync and not self.silent and _compat.forwards_silently(self.ddp)
         if self.meets:
             samples = count_samples((args, kwargs)) if join.weighting == "samples" and not join._in_loop else 0
             join.before_forward(samples, waits=not silent)
@@ -104,7 +107,7 @@ class ModelPart(Part):
             authority = 0
         self._announce_silent()
         self.announce("forward", (grad, sync, authority))
-        self._armed = grad and sync
+        self._armed = self._armed or (grad and sync)  # another forward may come between one and its backward
         # Until the inner module runs, the collectives are DDP's own.
         self._plumbing.enter_context(join.own_collectives())
         if authority:
@@ -129,8 +132,10 @@ class ModelPart(Part):
 
     def _before_gradient(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         if (task := _compat.backward_in_progress()) != self._task:
-            self._task = task
-            self._begin_backward()
+            with self._beginning:
+                if task != self._task:
+                    self._begin_backward()
+                    self._task = task
         if self._factor == 1.0:
             return None
         return tuple(None if gradient is None else gradient * self._factor for gradient in gradients)
@@ -160,7 +165,7 @@ class ModelPart(Part):
                 f" before the next one accumulates into it (parameter {where}, of shape"
                 f" {tuple(self._parameters[where].shape)}), while ranks {self.join.joined_ranks} have joined: they"
                 " cannot know of the change. Call zero_grad() after each optimizer step, or change gradients only"
-                " right before it."
+                " right before it. (Activation checkpointing with use_reentrant=True looks the same: use False.)"
             )
         return states
 
@@ -234,6 +239,7 @@ class ModelPart(Part):
         self._pending.clear()
         self._authority = source
         self.forwards = self.synced = self.silent = 0
+        self._armed = self._accumulates = False
 
 
 def _identity(gradient: Tensor | None) -> tuple[int, int] | None:
