@@ -76,3 +76,53 @@ def test_a_joined_ranks_share_of_a_window_counts(
     expected = reference(choices)
     for parameters in workers.run(2, train, choices, loop, set_to_none, clear_first):
         assert max((a - b).abs().max().item() for a, b in zip(parameters, expected, strict=True)) < 1e-10
+
+
+def train_in_halves(rank: int, lengths: tuple[int, ...], loop: str, set_to_none: bool) -> list[Tensor]:
+    ddp = DistributedDataParallel(Halves())
+    optimizers = optimizers_of(ddp.module)
+    loader = batches([0] * lengths[rank], rank)
+    with Join([ddp, *optimizers], weighting="world", heartbeat=loop == "heartbeat") as join:
+        for step, (_, x) in enumerate(loader if loop == "plain" else join.batches(loader)):
+            step_in_halves(step, optimizers, [ddp(x).pow(2).mean()], set_to_none)
+    return [p.detach() for p in ddp.parameters()]
+
+
+class Halves(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        super().__init__(nn.Linear(3, 4), nn.Linear(4, 2))
+        self.double()
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model.children()]
+
+
+def step_in_halves(
+    step: int, optimizers: list[torch.optim.Optimizer], losses: Iterable[Tensor], set_to_none: bool
+) -> None:
+    """Step one half of the model each time, the other one every second time."""
+    cleared = optimizers if step % 2 == 0 else optimizers[:1]
+    for optimizer in cleared:
+        optimizer.zero_grad(set_to_none)
+    for loss in losses:
+        loss.backward()
+    for optimizer in optimizers if step % 2 else optimizers[:1]:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("loop", ["sized", "plain", "heartbeat"])
+@pytest.mark.parametrize("lengths", [(4, 1), (3, 6), (0, 3)])
+def test_half_of_a_model_may_keep_its_gradients(
+    workers: Workers, lengths: tuple[int, ...], loop: str, set_to_none: bool
+) -> None:
+    model = Halves()
+    optimizers = optimizers_of(model)
+    shards = [batches([0] * length, rank) for rank, length in enumerate(lengths)]
+    for step in range(max(lengths)):
+        now = [shard[step][1] for shard in shards if step < len(shard)]
+        step_in_halves(step, optimizers, (model(x).pow(2).mean() / len(lengths) for x in now), set_to_none)
+    for parameters in workers.run(2, train_in_halves, lengths, loop, set_to_none):
+        assert max((a - b).abs().max().item() for a, b in zip(parameters, model.parameters(), strict=True)) < 1e-10

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases import difference
 from tests.workers import Workers
-from torch_join import Join, _compat
+from torch_join import EarlyTerminationError, Join, _compat
 from torch_join.joinables import ModelPart
 
 SHORT = timedelta(seconds=10)
@@ -61,22 +61,25 @@ def warm_up(training: Training, join: Join, rank: int) -> None:
 # ---------------------------------------------------------------- no backward
 
 
-def evaluate(rank: int, lengths: Sequence[int], heartbeat: bool, seconds: float = 0.0) -> tuple[float, list[Tensor]]:
-    training, total = Training(), 0.0
-    with Join(training.given, heartbeat=heartbeat, timeout=timedelta(seconds=3) if seconds else SHORT) as join:
+def evaluate(rank: int, lengths: Sequence[int], how: str, seconds: float = 0.0) -> tuple[float, list[Tensor]]:
+    training, total, length = Training(), 0.0, lengths[rank]
+    timeout = timedelta(seconds=3) if seconds else SHORT
+    with Join(training.given, heartbeat=how in ("heartbeat", "break"), timeout=timeout) as join:
         warm_up(training, join, rank)
-        for x in join.batches(batches(rank, lengths[rank])):  # an evaluation that has forgotten no_grad
+        loader = batches(rank, length + 2 if how == "break" and length else length)
+        # An evaluation that has forgotten no_grad.
+        for step, x in enumerate(loader if how == "plain" else join.batches(loader), 1):
             total += training.ddp(x).sum().item()
             time.sleep(seconds)
+            if how == "break" and step == length:
+                break
     return total, training.parameters
 
 
-@HEARTBEAT
-@pytest.mark.parametrize("lengths", [(3, 1, 6), (1, 6, 3), (6, 2, 6, 1), (4, 0, 1)])
-def test_ranks_may_leave_a_loop_of_forwards_without_no_grad(
-    workers: Workers, lengths: Sequence[int], heartbeat: bool
-) -> None:
-    found = workers.run(len(lengths), evaluate, lengths, heartbeat)
+@pytest.mark.parametrize("how", ["sized", "heartbeat", "break", "plain"])
+@pytest.mark.parametrize("lengths", [(3, 1, 6), (2, 1, 3), (6, 2, 6, 1), (4, 0, 1), (2, 1, 2)])
+def test_ranks_may_leave_a_loop_of_forwards_without_no_grad(workers: Workers, lengths: Sequence[int], how: str) -> None:
+    found = workers.run(len(lengths), evaluate, lengths, how)
     for rank, (total, parameters) in enumerate(found):
         assert all(torch.equal(a, b) for a, b in zip(parameters, found[0][1], strict=True))
         model = network()
@@ -84,10 +87,10 @@ def test_ranks_may_leave_a_loop_of_forwards_without_no_grad(
         assert total == pytest.approx(sum(model(x).sum().item() for x in batches(rank, lengths[rank])), rel=1e-10)
 
 
-@HEARTBEAT
-def test_a_joined_rank_hears_of_forwards_that_no_backward_follows(workers: Workers, heartbeat: bool) -> None:
+@pytest.mark.parametrize("how", ["sized", "heartbeat"])
+def test_a_joined_rank_hears_of_forwards_that_no_backward_follows(workers: Workers, how: str) -> None:
     # The tail takes longer than the timeout.
-    workers.run(2, evaluate, (1, 18), heartbeat, 0.25)
+    workers.run(2, evaluate, (1, 18), how, 0.25)
 
 
 def leave_after_a_forward(rank: int, stops: Sequence[int], then: str) -> list[Tensor]:
@@ -181,6 +184,27 @@ def test_a_forward_may_come_between_one_and_its_backward(
         optimizer.step()
     for parameters in workers.run(len(lengths), train, lengths, between, heartbeat):
         assert difference(parameters, [p.detach() for p in model.parameters()]) < 1e-10
+
+
+# ---------------------------------------------------------------- early termination
+
+
+def terminate(rank: int) -> int:
+    training = Training()
+    forwards: list[int] = []
+    training.ddp.module.register_forward_hook(lambda *_: forwards.append(1))
+    with (
+        pytest.raises(EarlyTerminationError),
+        Join(training.given, throw_on_early_termination=True, heartbeat=True, timeout=SHORT) as join,
+    ):
+        warm_up(training, join, rank)
+        for x in join.batches(batches(rank, 5 + rank)):
+            training.step(iter([training.ddp(x).pow(2).mean()]))
+    return len(forwards)
+
+
+def test_early_termination_comes_before_a_models_forward(workers: Workers) -> None:
+    assert workers.run(2, terminate) == [3 + 5] * 2
 
 
 # ---------------------------------------------------------------- several threads of the engine
