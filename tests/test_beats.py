@@ -65,7 +65,9 @@ def meet_where_the_last_one_is(beats: Beats, rank: int, lengths: list[int]) -> N
         store.get(f"position/{loop}")
         beats.skip_to(deepcopy(positions[loop]))
     store.add(f"met/{loop}", 1)
+    deadline = time.monotonic() + 10
     while store.add(f"met/{loop}", 0) < len(lengths):
+        assert time.monotonic() < deadline  # another thread has failed
         time.sleep(0.0005)
     beats.all_have_met()
 
