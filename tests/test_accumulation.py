@@ -78,13 +78,16 @@ def test_a_joined_ranks_share_of_a_window_counts(
         assert max((a - b).abs().max().item() for a, b in zip(parameters, expected, strict=True)) < 1e-10
 
 
-def train_in_halves(rank: int, lengths: tuple[int, ...], loop: str, set_to_none: bool) -> list[Tensor]:
+def train_in_halves(rank: int, lengths: tuple[int, ...], window: int, loop: str, set_to_none: bool) -> list[Tensor]:
     ddp = DistributedDataParallel(Halves())
     optimizers = optimizers_of(ddp.module)
     loader = batches([0] * lengths[rank], rank)
     with Join([ddp, *optimizers], weighting="world", heartbeat=loop == "heartbeat") as join:
         for step, (_, x) in enumerate(loader if loop == "plain" else join.batches(loader)):
-            step_in_halves(step, optimizers, [ddp(x).pow(2).mean()], set_to_none)
+            clear_halves(step, window, optimizers, set_to_none)
+            with nullcontext() if (step + 1) % window == 0 else ddp.no_sync():
+                ddp(x).pow(2).mean().backward()
+            step_halves(step, window, optimizers)
     return [p.detach() for p in ddp.parameters()]
 
 
@@ -99,30 +102,35 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model.children()]
 
 
-def step_in_halves(
-    step: int, optimizers: list[torch.optim.Optimizer], losses: Iterable[Tensor], set_to_none: bool
-) -> None:
-    """Step one half of the model each time, the other one every second time."""
-    cleared = optimizers if step % 2 == 0 else optimizers[:1]
-    for optimizer in cleared:
-        optimizer.zero_grad(set_to_none)
-    for loss in losses:
-        loss.backward()
-    for optimizer in optimizers if step % 2 else optimizers[:1]:
-        optimizer.step()
+# One half of the model is stepped after each window of batches, the other one after every second.
+
+
+def clear_halves(step: int, window: int, optimizers: list[torch.optim.Optimizer], set_to_none: bool) -> None:
+    for number, optimizer in enumerate(optimizers, 1):
+        if step % (number * window) == 0:
+            optimizer.zero_grad(set_to_none)
+
+
+def step_halves(step: int, window: int, optimizers: list[torch.optim.Optimizer]) -> None:
+    for number, optimizer in enumerate(optimizers, 1):
+        if (step + 1) % (number * window) == 0:
+            optimizer.step()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("loop", ["sized", "plain", "heartbeat"])
-@pytest.mark.parametrize("lengths", [(4, 1), (3, 6), (0, 3)])
+@pytest.mark.parametrize(("lengths", "window"), [((4, 1), 1), ((3, 6), 1), ((0, 3), 1), ((12, 6), 2), ((8, 10), 2)])
 def test_half_of_a_model_may_keep_its_gradients(
-    workers: Workers, lengths: tuple[int, ...], loop: str, set_to_none: bool
+    workers: Workers, lengths: tuple[int, ...], window: int, loop: str, set_to_none: bool
 ) -> None:
     model = Halves()
     optimizers = optimizers_of(model)
     shards = [batches([0] * length, rank) for rank, length in enumerate(lengths)]
     for step in range(max(lengths)):
-        now = [shard[step][1] for shard in shards if step < len(shard)]
-        step_in_halves(step, optimizers, (model(x).pow(2).mean() / len(lengths) for x in now), set_to_none)
-    for parameters in workers.run(2, train_in_halves, lengths, loop, set_to_none):
+        clear_halves(step, window, optimizers, set_to_none)
+        for shard in shards:
+            if step < len(shard):
+                (model(shard[step][1]).pow(2).mean() / len(lengths)).backward()
+        step_halves(step, window, optimizers)
+    for parameters in workers.run(2, train_in_halves, lengths, window, loop, set_to_none):
         assert max((a - b).abs().max().item() for a, b in zip(parameters, model.parameters(), strict=True)) < 1e-10
