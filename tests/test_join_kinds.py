@@ -242,6 +242,14 @@ def nested(rank: int, how: str) -> str:
                     for _ in inner.batches(range(3 - rank)):
                         step(other)
                         count += 1
+            for _ in range(4 if how == "plain" else 0):
+                step(model)
+                count += 1
+            if how == "plain":
+                with Join([other], heartbeat=True) as inner:
+                    for _ in inner.batches(range(3 - rank)):
+                        step(other)
+                        count += 1
             for _ in join.batches(range(2 + rank)):
                 step(model)
                 count += 1
@@ -271,6 +279,7 @@ def test_joins_that_would_wait_for_each_other_are_refused(workers: Workers, how:
 
 def test_joins_next_to_each_other_are_fine(workers: Workers) -> None:
     assert workers.run(2, nested, "after") == ["5", "5"]
+    assert workers.run(2, nested, "plain") == ["9", "9"]
     assert workers.run(2, nested, "disabled") == ["2", "3"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,6 @@ from torch_join import EarlyTerminationError, Join, _compat
 from torch_join.joinables import ModelPart
 
 SHORT = timedelta(seconds=10)
-HEARTBEAT = pytest.mark.parametrize("heartbeat", [False, True])
 Apply = Callable[[Tensor], Tensor]
 
 
@@ -154,24 +154,27 @@ def test_nothing_is_awaited_after_an_exception(workers: Workers) -> None:
 
 def losses(apply: Apply, x: Tensor, between: str, no_sync: Callable[[], Any]) -> Iterator[Tensor]:
     loss = apply(x).pow(2).mean()
+    if between == "collective" and dist.is_initialized():
+        dist.all_reduce(loss.detach().clone())
     with torch.no_grad() if between == "no_grad" else no_sync() if between == "no_sync" else nullcontext():
         other = apply(2 * x).pow(2).mean()
-    yield loss if between == "no_grad" else loss + other
+    yield loss if between in ("no_grad", "collective") else loss + other
 
 
-def train(rank: int, lengths: Sequence[int], between: str, heartbeat: bool) -> list[Tensor]:
+def train(rank: int, lengths: Sequence[int], between: str, how: str) -> list[Tensor]:
     training = Training()
-    with Join(training.given, heartbeat=heartbeat, timeout=SHORT) as join:
-        for x in join.batches(batches(rank, lengths[rank])):
+    with Join(training.given, heartbeat=how == "heartbeat", timeout=SHORT) as join:
+        loader = batches(rank, lengths[rank])
+        for x in loader if how == "plain" else join.batches(loader):
             training.step(losses(training.ddp, x, between, training.ddp.no_sync))
     return training.parameters
 
 
-@HEARTBEAT
-@pytest.mark.parametrize("between", ["no_grad", "no_sync", "sync"])
+@pytest.mark.parametrize("how", ["sized", "heartbeat", "plain"])
+@pytest.mark.parametrize("between", ["no_grad", "no_sync", "sync", "collective"])
 @pytest.mark.parametrize("lengths", [(2, 7, 6), (6, 0, 3)])
 def test_a_forward_may_come_between_one_and_its_backward(
-    workers: Workers, lengths: Sequence[int], between: str, heartbeat: bool
+    workers: Workers, lengths: Sequence[int], between: str, how: str
 ) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -182,7 +185,7 @@ def test_a_forward_may_come_between_one_and_its_backward(
             for loss in losses(model, shard[step], between, nullcontext) if step < len(shard) else ():
                 (loss / len(lengths)).backward()
         optimizer.step()
-    for parameters in workers.run(len(lengths), train, lengths, between, heartbeat):
+    for parameters in workers.run(len(lengths), train, lengths, between, how):
         assert difference(parameters, [p.detach() for p in model.parameters()]) < 1e-10
 
 
