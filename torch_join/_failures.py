@@ -1,15 +1,13 @@
 """Saying which rank failed, and why, on all the others."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from torch_join import _compat
 from torch_join._channel import Channel
 from torch_join._errors import PeerFailedError, name_ranks
 
 
-@contextmanager
-def telling_failures(channel: Channel) -> Iterator[None]:
+class telling_failures:  # noqa: N801  it is used like a function
     """Tell the other ranks if the body raises, and say whose failure a broken collective comes from.
 
     Raises:
@@ -17,12 +15,22 @@ def telling_failures(channel: Channel) -> Iterator[None]:
         JoinError: The same, if what the ranks say of themselves explains it.
 
     """
-    try:
-        yield
-    except PeerFailedError:
-        raise
-    except BaseException as error:
-        reason: BaseException = error
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        type: type[BaseException] | None,  # noqa: A002  the protocol's name
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None or isinstance(error, PeerFailedError):
+            return
+        channel, reason = self._channel, error
         if _compat.is_communication_error(error):
             answers = channel.roll_call()  # the rank that broke the collective may still be writing why
             if (failure := channel.failure()) is not None:
@@ -35,7 +43,6 @@ def telling_failures(channel: Channel) -> Iterator[None]:
                     " killed, or stopped. Its own log says why."
                 ) from error
             reason = channel.explain({rank: status for rank, (_, status) in answers.items()}) or error
-        channel.fail(f"{type(reason).__name__}: {reason}")
-        if reason is error:
-            raise
-        raise reason from error
+        channel.fail(f"{reason.__class__.__name__}: {reason}")
+        if reason is not error:
+            raise reason from error

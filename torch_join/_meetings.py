@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from torch_join._errors import EarlyTerminationError, JoinValueError
 from torch_join._reader import Reader
 from torch_join._server import Server
@@ -123,8 +121,6 @@ class Meetings(Server):
         self._set_active(tuple(rank for rank in self._active if beat.notices.get(rank) != {}))
         self._at_last = bool(self._active) and all(rank in beat.notices for rank in self._active)
 
-    # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
-    @torch.inference_mode(False)
     def _go_on(self) -> bool:
         """Do what follows from who is active: throw, serve, begin or end the tail."""
         joined = self.joined

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+
 from torch_join import _compat
 from torch_join._agreement import Agreement, explain_counts, explain_places
 from torch_join._channel import Channel
@@ -124,6 +126,8 @@ class Server(Standing):
 
     # ------------------------------------------------------------ the tail
 
+    # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
+    @torch.inference_mode(False)
     def _begin_tail(self) -> None:
         self._tail = True
         self._subgroups.find(self._before)
@@ -133,6 +137,7 @@ class Server(Standing):
             part.enter_tail()
         self._tap.install()
 
+    @torch.inference_mode(False)
     def _end_tail(self) -> None:
         """All ranks have joined; if some came earlier, give all of them the last one's state."""
         self._last_joiner = True
@@ -168,6 +173,7 @@ class Server(Standing):
         if states:
             hand_over(states, self._leader, self._channel, self.group)
 
+    @torch.inference_mode(False)
     def _serve(self) -> None:
         """Do what the active ranks announce, with nothing, until they have joined too."""
         self._leave_tail()

@@ -16,10 +16,11 @@ import pickle
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -29,6 +30,7 @@ from torch_join._channel import Beat, Channel
 from torch_join._errors import JoinError, JoinValueError, PeerFailedError, name_ranks
 from torch_join._presence import Presence, delete_all, timed_out
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _FAILED = b"failed"
@@ -38,6 +40,20 @@ _PATIENCE = timedelta(seconds=5)
 _POLL_SECONDS = 0.1
 _SHORT_POLL_SECONDS = 0.0003
 _PROBE_SECONDS = 2.0
+
+
+def _naming_failures(method: Callable[P, T]) -> Callable[P, T]:
+    """Have a method say who has failed, if the store has gone down with its host."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except dist.DistNetworkError as error:
+            channel: Any = args[0]
+            raise channel.failure() or error from error
+
+    return call
 
 
 class StoreChannel(Channel):
@@ -77,26 +93,26 @@ class StoreChannel(Channel):
         say = lambda: (p := place()) and p()  # noqa: E731
         self._presence = Presence(second, rank, world_size, say, self._read) if second else None
 
+    @_naming_failures
     def say(
         self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None, waits: bool = True
     ) -> None:
-        with self._server():
-            self._beats.say(count, notice, participants or self.world_size, waits)
+        self._beats.say(count, notice, participants or self.world_size, waits)
 
+    @_naming_failures
     def hear(self) -> Beat:
-        with self._server():
-            return self._beats.hear()
+        return self._beats.hear()
 
+    @_naming_failures
     def gather(self, value: T, unless_beat: bool = False) -> list[T]:
         index, self._gathers = self._gathers, self._gathers + 1
         keys = [f"gather/{index}/{rank}" for rank in range(self.world_size)]
-        with self._server():
-            self._store.set(keys[self.rank], pickle.dumps(value))
-            if index >= 2:
-                self.delete(f"gather/{index - 2}/{self.rank}")
-            if unless_beat:
-                self._wait_long(keys, time.monotonic(), lambda: self._refuse_beat(keys))
-            found = self._wait(keys, lambda: self._store.multi_get(keys))
+        self._store.set(keys[self.rank], pickle.dumps(value))
+        if index >= 2:
+            self.delete(f"gather/{index - 2}/{self.rank}")
+        if unless_beat:
+            self._wait_long(keys, time.monotonic(), lambda: self._refuse_beat(keys))
+        found = self._wait(keys, lambda: self._store.multi_get(keys))
         self._beats.all_have_met()
         return [pickle.loads(data) for data in found]
 
@@ -113,23 +129,23 @@ class StoreChannel(Channel):
         number, self._log = self._log, self._log + 1
         return self.read(f"log/{number}", meanwhile)
 
+    @_naming_failures
     def post(self, key: str, value: Any) -> None:
-        with self._server():
-            self._store.set(key, pickle.dumps(value))
+        self._store.set(key, pickle.dumps(value))
 
+    @_naming_failures
     def posted(self, key: str) -> bool:
-        with self._server():
-            return bool(self._store.check([key]))
+        return bool(self._store.check([key]))
 
+    @_naming_failures
     def read(self, key: str, meanwhile: Callable[[], None] | None = None) -> Any:
         if meanwhile is not None:
             self._wait_long([key], time.monotonic(), meanwhile)
-        with self._server():
-            return pickle.loads(self._wait_for(key))
+        return pickle.loads(self._wait_for(key))
 
+    @_naming_failures
     def add(self, key: str, number: int) -> int:
-        with self._server():
-            return int(self._store.add(key, number))
+        return int(self._store.add(key, number))
 
     def delete(self, key: str) -> None:
         self._read.append(key)
@@ -139,15 +155,15 @@ class StoreChannel(Channel):
             self.delete(f"log/{number}")
         self._forgotten = self._log
 
+    @_naming_failures
     def correct(self, length: int) -> None:
-        with self._server():
-            self._store.append(f"corrections/{self._gathers}", f"{self.rank} {length}\n")
+        self._store.append(f"corrections/{self._gathers}", f"{self.rank} {length}\n")
 
+    @_naming_failures
     def corrections(self) -> dict[int, int]:
-        with self._server():
-            if not self._store.check([f"corrections/{self._gathers}"]):
-                return {}
-            lines = self._store.get(f"corrections/{self._gathers}").decode().split()
+        if not self._store.check([f"corrections/{self._gathers}"]):
+            return {}
+        lines = self._store.get(f"corrections/{self._gathers}").decode().split()
         lengths = dict(zip(map(int, lines[::2]), map(int, lines[1::2]), strict=True))
         if _NOBODY in lengths:
             raise self.failure() or PeerFailedError("Another rank failed.")
@@ -277,10 +293,3 @@ class StoreChannel(Channel):
             return failure
         waited = f"Rank {self.rank} waited {self._timeout.total_seconds():.0f} s for the other ranks"
         return timed_out(waited, self.world_size, answers, self.explain)
-
-    @contextmanager
-    def _server(self) -> Iterator[None]:
-        try:
-            yield
-        except dist.DistNetworkError as error:
-            raise self.failure() or error from error

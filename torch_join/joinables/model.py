@@ -48,7 +48,8 @@ class ModelPart(Part):
         self._task = -1  # the backward that has begun
         self._factor = 1.0  # what to multiply its gradients with
         self._beginning = threading.Lock()  # for several devices the engine has several threads
-        self._known: dict[int, tuple[int, int] | None] = {}  # the gradients after the last backward
+        # The gradients after the last backward; () where nobody knows.
+        self._known: list[Any] = [()] * len(self._parameters)
         self._accumulates = False  # that one did not sync
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: list[RemovableHandle] = []
@@ -67,7 +68,7 @@ class ModelPart(Part):
         zero = [p.grad is None or _is_zero(p.grad) for p in self._parameters]
         if not self._accumulates or all(zero):
             # Nobody has looked before. What is zero has been cleared, or is zero on all ranks.
-            self._known = {i: known for i, known in self._known.items() if not zero[i]}
+            self._known = [() if is_zero else known for known, is_zero in zip(self._known, zero, strict=True)]
         if not self._watches:
             self._watch_gradients()
 
@@ -154,7 +155,7 @@ class ModelPart(Part):
         self._factor = self.join.loss_factor
 
     def _remember(self) -> None:
-        self._known = {i: _identity(p.grad) for i, p in enumerate(self._parameters)}
+        self._known = [None if (g := p.grad) is None else (id(g), g._version) for p in self._parameters]
 
     def _state_of_gradients(self) -> list[str]:
         states = self._states()
@@ -170,15 +171,15 @@ class ModelPart(Part):
         return states
 
     def _states(self) -> list[str]:
-        states = [self._state(i, p) for i, p in enumerate(self._parameters)]
+        states = [self._state(p.grad, known) for p, known in zip(self._parameters, self._known, strict=True)]
         # None before and now: cleared with others, or not used in what accumulates, as it may be on a joined rank.
         none = _KEPT if _KEPT in states else _CLEARED
         return [state or none for state in states]
 
-    def _state(self, index: int, parameter: Tensor) -> str:
-        if (gradient := parameter.grad) is None:
-            return "" if self._known.get(index, ()) is None else _CLEARED
-        if _identity(gradient) == self._known.get(index):
+    def _state(self, gradient: Tensor | None, known: Any) -> str:
+        if gradient is None:
+            return "" if known is None else _CLEARED
+        if (id(gradient), gradient._version) == known:
             return _KEPT
         return _CLEARED if _is_zero(gradient) else _CHANGED
 
@@ -240,10 +241,6 @@ class ModelPart(Part):
         self._authority = source
         self.forwards = self.synced = self.silent = 0
         self._armed = self._accumulates = False
-
-
-def _identity(gradient: Tensor | None) -> tuple[int, int] | None:
-    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _is_zero(gradient: Tensor) -> bool:
