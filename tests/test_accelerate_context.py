@@ -20,7 +20,7 @@ import accelerate_join
 from accelerate_join import join_uneven_inputs
 from tests.accelerated import Script, accelerator_of, dataset, make_loader, network
 from tests.joinables import WorldJoinable
-from tests.workers import Workers
+from tests.workers import Workers, connect
 from torch_join import Join, JoinError, UnsupportedError
 
 
@@ -227,6 +227,7 @@ def test_a_custom_joinable(workers: Workers) -> None:
 
 
 def fail(rank: int, place: str) -> None:
+    connect()
     with accelerator_of(rank, gradient_accumulation_steps=2) as accelerator:
         model, loader = accelerator.prepare(network(False), make_loader(Script(lengths=(1, 5, 5)), rank))
         with accelerator.join_uneven_inputs():

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.loops import Models, Program
-from tests.workers import Workers
+from tests.workers import Workers, connect
 from torch_join import Join
 
 
 def disagree(rank: int, lengths: tuple[int, ...], kind: str, odd_step: int) -> None:
+    connect()
     models = Models(Program(lengths))
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.SGD(models.parameters(), lr=0.05)

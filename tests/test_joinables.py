@@ -16,7 +16,7 @@ from tests.loops import Program, reference, train
 from tests.test_join import assert_same_bits
 from tests.test_join_protocol import AllReducer, state_of
 from tests.test_metrics import CASES, assert_value, history
-from tests.workers import Workers
+from tests.workers import Workers, connect
 from torch_join import (
     Join,
     JoinableMetric,
@@ -241,6 +241,7 @@ def test_throw_on_early_termination(workers: Workers) -> None:
 
 
 def _too_much(rank: int, backwards: int, steps: int) -> None:
+    connect()
     model = DistributedDataParallel(nn.Linear(1, 1))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with TorchJoin([JoinableModel(model), JoinableOptimizer(optimizer)]):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.cases import difference
 from tests.joinables import WorldJoinable
 from tests.loops import Models, Program, reference
-from tests.workers import Workers
+from tests.workers import Workers, connect
 from torch_join import EarlyTerminationError, Join
 
 SHORT = timedelta(seconds=10)
@@ -102,6 +102,7 @@ def test_a_break_at_the_same_step_needs_nothing(workers: Workers, weighting: str
 
 
 def nest(rank: int, lengths: tuple[int, ...], how: str) -> None:
+    connect()
     training = Training(lengths, rank)
     with Join([training.ddp, training.optimizer], timeout=SHORT) as join:
         if how == "zipped":

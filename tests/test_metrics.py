@@ -28,7 +28,7 @@ from torchmetrics.classification import (
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, SpearmanCorrCoef
 from torchmetrics.retrieval import RetrievalMAP
 
-from tests.workers import Workers
+from tests.workers import Workers, connect
 from torch_join import Join, JoinValueError, UnsupportedError, _compat_metrics
 
 # torchmetrics says so of metrics that keep all samples.
@@ -262,6 +262,7 @@ def test_a_reset_in_the_tail_resets_joined_ranks(workers: Workers, loop: str) ->
 
 
 def _after_a_plain_loop(rank: int, lengths: Sequence[int], what: str) -> Any:
+    connect()
     model = DistributedDataParallel(nn.Linear(CLASSES, CLASSES))
     metric = SumMetric()
     with Join([model, metric], timeout=timedelta(seconds=20)) as join:

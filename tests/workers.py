@@ -27,6 +27,8 @@ import torch.distributed as dist
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "tests.workers"])
 
+_started = [0.0]  # when this worker's function began, or had its connections
+
 
 class WorkerError(AssertionError):
     """A function raised, or its process ended, on some rank; the message holds every traceback."""
@@ -171,7 +173,7 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
         # Anew each time: Lightning puts back the signal handlers that Python knows of, and not this one.
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        start = time.monotonic()
+        _started[0] = time.monotonic()
         try:
             if store:
                 _join_group(rank, world_size, rendezvous, store, timeout)
@@ -184,7 +186,9 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
                 dist.barrier()  # nobody hangs up on a rank that is still reading
             outcome = Outcome(value)
         except BaseException as error:
-            outcome = Outcome(error=_describe(error), trace=traceback.format_exc(), seconds=time.monotonic() - start)
+            outcome = Outcome(
+                error=_describe(error), trace=traceback.format_exc(), seconds=time.monotonic() - _started[0]
+            )
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -216,7 +220,7 @@ def _describe(error: BaseException) -> str:
 def connect() -> None:
     """Make this group's connections to the store, before a test with short timeouts begins.
 
-    Where names resolve slowly, torch takes five seconds for one now and then.
+    Where names resolve slowly, torch takes five seconds for one now and then, which an outcome's `seconds` leave out.
     """
     from torch_join import open_channel
 
@@ -225,3 +229,4 @@ def connect() -> None:
         pass
     dist.barrier()
     channel.close()
+    _started[0] = time.monotonic()
