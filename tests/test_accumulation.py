@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.cases import difference
 from tests.workers import Workers
 from torch_join import Join
 
@@ -75,7 +76,7 @@ def test_a_joined_ranks_share_of_a_window_counts(
 ) -> None:
     expected = reference(choices)
     for parameters in workers.run(2, train, choices, loop, set_to_none, clear_first):
-        assert max((a - b).abs().max().item() for a, b in zip(parameters, expected, strict=True)) < 1e-10
+        assert difference(parameters, expected) < 1e-10
 
 
 def train_in_halves(rank: int, lengths: tuple[int, ...], window: int, loop: str, set_to_none: bool) -> list[Tensor]:
@@ -133,4 +134,4 @@ def test_half_of_a_model_may_keep_its_gradients(
                 (model(shard[step][1]).pow(2).mean() / len(lengths)).backward()
         step_halves(step, window, optimizers)
     for parameters in workers.run(2, train_in_halves, lengths, window, loop, set_to_none):
-        assert max((a - b).abs().max().item() for a, b in zip(parameters, model.parameters(), strict=True)) < 1e-10
+        assert difference(parameters, list(model.parameters())) < 1e-10

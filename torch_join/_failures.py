@@ -23,10 +23,7 @@ class telling_failures:  # noqa: N801  it is used like a function
         pass
 
     def __exit__(
-        self,
-        type: type[BaseException] | None,  # noqa: A002  the protocol's name
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None or isinstance(error, PeerFailedError):
             return
@@ -43,6 +40,6 @@ class telling_failures:  # noqa: N801  it is used like a function
                     " killed, or stopped. Its own log says why."
                 ) from error
             reason = channel.explain({rank: status for rank, (_, status) in answers.items()}) or error
-        channel.fail(f"{reason.__class__.__name__}: {reason}")
+        channel.fail(f"{type(reason).__name__}: {reason}")
         if reason is not error:
             raise reason from error
