@@ -79,6 +79,48 @@ def test_a_joined_ranks_share_of_a_window_counts(
         assert difference(parameters, expected) < 1e-10
 
 
+def train_over_two_loops(rank: int, loops: tuple[tuple[list[int], ...], ...], loop: str) -> list[Tensor]:
+    ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    step = 0
+    with Join([ddp, optimizer], weighting="world", heartbeat=loop == "heartbeat") as join:
+        for choices in loops:
+            for number, batch in enumerate(join.batches(batches(choices[rank], rank)), step):
+                with ddp.no_sync() if number % 2 == 0 else nullcontext():
+                    ddp(batch).pow(2).mean().backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            step += max(map(len, choices))
+    return [p.detach() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("loop", ["sized", "heartbeat"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+@pytest.mark.parametrize("third", [[0], [0, 1, 1]], ids=["uneven", "even"])
+def test_a_window_may_go_on_in_the_next_loop(
+    workers: Workers, third: list[int], order: tuple[int, ...], loop: str
+) -> None:
+    # The second loop begins with a tail, when only rank 1 of these has a share of expert 0.
+    first, second = ([0, 1, 1], [0, 1, 0], third), ([1], [], [])
+    loops = tuple(tuple(shards[rank] for rank in order) for shards in (first, second))
+    model = Experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = 0
+    for choices in loops:
+        shards = [batches(its, rank) for rank, its in enumerate(choices)]
+        for number in range(max(map(len, shards))):
+            for shard in shards:
+                if number < len(shard):
+                    (model(shard[number]).pow(2).mean() / 3).backward()
+            if (step + number) % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        step += max(map(len, shards))
+    for parameters in workers.run(3, train_over_two_loops, loops, loop):
+        assert difference(parameters, list(model.parameters())) < 1e-10
+
+
 def train_in_halves(rank: int, lengths: tuple[int, ...], window: int, loop: str, set_to_none: bool) -> list[Tensor]:
     ddp = DistributedDataParallel(Halves())
     optimizers = optimizers_of(ddp.module)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 _PROBE_TAG = 0x7001
 
@@ -74,6 +75,38 @@ def wait_for_device(kind: str) -> None:
 def backward_hooks(parameter: Tensor) -> dict[int, Any]:
     """Return the dictionary that `parameter.register_hook` fills (autograd reads it on each backward)."""
     return {} if parameter._backward_hooks is None else parameter._backward_hooks
+
+
+def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any]:
+    """Return the dictionary that `register_post_accumulate_grad_hook` fills (autograd reads it on each backward)."""
+    return parameter._post_accumulate_grad_hooks or {}
+
+
+def first_differentiable(output: Any) -> Tensor | None:
+    """Return the first tensor of a model's output through which a backward can come, as DDP finds them."""
+    if isinstance(output, Tensor):
+        return output if output.requires_grad else None
+    return next((tensor for tensor in _find_tensors(output) if tensor.requires_grad), None)  # type: ignore[no-untyped-call]
+
+
+def check_reduction_finished(ddp: DistributedDataParallel) -> None:
+    """Raise DDP's own error, as its next forward would, if the last backward left gradients unaveraged."""
+    ddp.reducer._check_reducer_finalized()
+
+
+def reducer_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
+    """Return the parameters whose gradients DDP averages, in its reducer's order."""
+    return list(ddp._module_parameters)
+
+
+def used_parameters(ddp: DistributedDataParallel) -> list[bool]:
+    """Return which of these some rank has used, as of the last backward with `find_unused_parameters`."""
+    return [bool(used) for used in ddp.reducer._get_local_used_map().tolist()]
+
+
+def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP has ordered its buckets by the order of a backward's gradients, or never will."""
+    return ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
 
 
 def is_sparse_embedding(module: nn.Module) -> bool:

@@ -6,11 +6,14 @@
 import functools
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import graph
 from torch.distributed import c10d_logger, distributed_c10d
 from torch.nn.modules import _functions
@@ -87,6 +90,25 @@ def c10d_library() -> Any:
 def destroy(library: Any) -> None:
     """Take back everything that `library` has registered."""
     library._destroy()
+
+
+@contextmanager
+def changing_all_reduces(change: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+    """Have `change` called with what each all-reduce inside sends; does nothing where a tap is installed."""
+    if has_kernel("allreduce_"):
+        yield
+        return
+    op, library = overload("allreduce_"), c10d_library()
+
+    def kernel(keyset: Any, tensors: list[Tensor], *args: Any) -> Any:
+        change(tensors)
+        return op.redispatch(below(keyset), tensors, *args)
+
+    library.impl("allreduce_", kernel, "BackendSelect", with_keyset=True)
+    try:
+        yield
+    finally:
+        destroy(library)
 
 
 def unbox_group(boxed: Any) -> dist.ProcessGroup:

@@ -241,12 +241,16 @@ class LockstepJoin:
         """
         if not (self.joined or self.lossless):
             self._listening_to(backward)
+            self._model.accumulated = not self._syncs
             return True
         parameters, syncs = self._model.parameters, self._syncs
         if syncs:
             self._lossless.add(any(p.grad is not None for p in parameters))
-        with self._model.step(shadow=self.joined or self._sends_nothing):
-            self._listening_to(backward)
+        if self.joined or self._sends_nothing:
+            self._model.backward(partial(self._listening_to, backward))
+        else:
+            with self._model.step(shadow=False):
+                self._listening_to(backward)
         if not syncs:
             return True
         _compat.wait_for_device(parameters[0].device.type)

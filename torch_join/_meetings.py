@@ -56,6 +56,8 @@ class Meetings(Server):
             self._arrive()
             if reader.has_next():
                 self._awaited = samples, reader.at_last
+                for model in () if self._tail else self._models():
+                    model.begin_step()
                 return True
             self._meet(False, 0)
         elif certain is None:

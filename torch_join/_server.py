@@ -20,7 +20,7 @@ from torch_join._standing import Standing
 from torch_join._subgroups import Subgroups
 from torch_join._tap import Call, CollectiveTap
 from torch_join._weighting import Weighting
-from torch_join.joinables import ModelPart, Part, holds_metrics
+from torch_join.joinables import ModelPart, Part, holds_metrics, innermost_optimizer
 
 _END, _COLLECTIVE, _TAIL = "end", "collective", "tail"
 _MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
@@ -62,6 +62,11 @@ class Server(Standing):
         return CollectiveTap(self._announce_collective, self._has_joined)
 
     # ------------------------------------------------------------ what the parts see
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that were given; of one that wraps another, that one."""
+        return list({id(inner): inner for thing in self._objects if (inner := innermost_optimizer(thing))}.values())
 
     @property
     def in_tail(self) -> bool:

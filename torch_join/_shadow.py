@@ -12,7 +12,7 @@ and momentum and weight decay would move parameters that no rank used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torch_join import _compat
-from torch_join._errors import JoinTypeError, UnsupportedError
+from torch_join._errors import JoinError, JoinTypeError, UnsupportedError
+from torch_join._unused import using_nothing
 
 # Which parameters fired in a model's first iteration, and how often: models outlive their shadows.
 _first_iterations: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
@@ -52,6 +53,7 @@ class ModelShadow:
                 " take part in. Use BatchNorm (its buffers are kept in step) or GroupNorm."
             )
         self.ddp = ddp
+        self.accumulated = False  # this rank has run a backward without a sync since the last one with
         self._stand_in = _StandIn()  # one, since it is made use of in each step
         named = ddp.module.named_parameters()
         self.parameters = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
@@ -66,7 +68,8 @@ class ModelShadow:
     def step(self, shadow: bool) -> Iterator[None]:
         """Put around a whole step, forward and backward, in which this rank is a shadow or is not."""
         # The user's hooks expect a gradient, and here there is none.
-        muted = [(h, dict(h)) for p in self.parameters if (h := _compat.backward_hooks(p))] if shadow else []
+        every = [h for p in self.parameters for h in (_compat.backward_hooks(p), _compat.post_accumulate_hooks(p))]
+        muted = [(hooks, dict(hooks)) for hooks in every if hooks] if shadow else []
         for hooks, _ in muted:
             hooks.clear()
         try:
@@ -93,9 +96,21 @@ class ModelShadow:
 
         """
         with self._standing_in(lambda *_: self.zero()):
-            # With `device_ids` DDP cannot take a call without a tensor.
-            zero: Tensor = self.ddp(torch.empty(0, device=self.parameters[0].device))
+            # Not by a call, which would run the user's hooks. With `device_ids` DDP cannot do without a tensor.
+            zero: Tensor = self.ddp.forward(  # type: ignore[no-untyped-call]
+                torch.empty(0, device=self.parameters[0].device)
+            )
         return zero
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run the backward of what `forward` or `lossless` has returned: this rank contributes nothing new."""
+        with ExitStack() as stack:
+            stack.enter_context(self.step(shadow=True))
+            if self._finds_unused:
+                stack.enter_context(using_nothing(self.ddp, self.parameters, self._connected(), self.accumulated))
+            run()
+        if self.ddp.require_backward_grad_sync:
+            self.accumulated = False
 
     def lossless(self) -> Tensor:
         """Return the output of a forward that has come to no loss, in place of it: what `forward` returns.
@@ -135,10 +150,30 @@ class ModelShadow:
 
     def zero(self) -> Tensor:
         """Return a scalar zero for a backward of its own, where DDP's reducer is made ready without a forward."""
-        parameters = [p for p in self.parameters if p.requires_grad and self._fires(p)]
+        parameters = self._connected()
         sparse = [id(p) in self._sparse for p in parameters]
-        zero: Tensor = _ZeroGradient.apply(sparse, *parameters)  # type: ignore[no-untyped-call]
+        if _compat.has_rebuilt_buckets(self.ddp):
+            return _zero(parameters, sparse, None)
+        # DDP takes the order of rank 0's first gradients for that of its buckets, for good: as a rule the reverse
+        # of the parameters'. Of a chain, backward comes to the last first.
+        zero = None
+        for parameter, is_sparse in zip(parameters, sparse, strict=True):
+            zero = _zero([parameter], [is_sparse], zero)
+        assert zero is not None
         return zero
+
+    @property
+    def _finds_unused(self) -> bool:
+        return bool(self.ddp.find_unused_parameters) and not self.ddp.static_graph
+
+    def _connected(self) -> list[Tensor]:
+        """Return the parameters that the graph of a shadow's forward leads to."""
+        parameters = [p for p in self.parameters if p.requires_grad and self._fires(p)]
+        if not self._finds_unused:
+            return parameters
+        dense = [p for p in parameters if id(p) not in self._sparse]
+        sparse = [p for p in parameters if id(p) in self._sparse]
+        return [*dense[:1], *sparse]
 
     def sync_buffers(self, src: int) -> None:
         """Broadcast the model's buffers from rank `src` of its process group, as DDP would from rank 0."""
@@ -149,6 +184,30 @@ class ModelShadow:
         buffers = [b.data for name, b in named if name not in self.ddp.parameters_to_ignore]
         if buffers:
             _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
+
+    @property
+    def fired(self) -> list[int] | None:
+        """How often each parameter got a gradient in the first iteration under `static_graph=True`, once known."""
+        return [self._fired.get(id(p), 0) for p in self.parameters] if self._fired else None
+
+    def compare_fired(self, theirs: list[int] | None) -> None:
+        """Compare that with what another rank has seen.
+
+        Raises:
+            JoinError: This rank's first iteration was a shadow, in which all got one, and the other's was not.
+        """
+        mine = self.fired
+        if mine is None or theirs is None or mine == theirs:
+            return
+        where = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+        raise JoinError(
+            "static_graph=True fixes in a model's first iteration how many gradients each parameter gets in all others,"
+            f" and the ranks do not agree: parameter {where}, of shape {tuple(self.parameters[where].shape)}, got"
+            f" {mine[where]} on this rank and {theirs[where]} on another. A rank that has no batch in the first"
+            " iteration takes every parameter for used once. Give each rank a batch in the first iteration, freeze"
+            " parameters that are never used before wrapping the model (requires_grad_(False)), or use"
+            " static_graph=False with find_unused_parameters=True."
+        )
 
     def unfrozen(self) -> list[str]:
         """Return the names of the parameters that require a gradient and did not when the model was wrapped."""
@@ -185,7 +244,8 @@ class _StandIn(nn.Module):
 
     place: tuple[nn.Module, Callable[..., Any]]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    # Not `forward`, around which a call runs global module hooks.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.place[1](*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -196,14 +256,21 @@ class _ZeroGradient(torch.autograd.Function):
     """A scalar zero that depends on all parameters and whose gradients are undefined."""
 
     @staticmethod
-    def forward(ctx: Any, sparse: Sequence[bool], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, sparse: Sequence[bool], before: Tensor | None, *parameters: Tensor) -> Tensor:
         # DDP insists on a defined gradient only where it expects a sparse one.
         ctx.gradients = [_empty_sparse(p) if s else None for p, s in zip(parameters, sparse, strict=True)]
-        return parameters[0].new_zeros(())
+        ctx.goes_on = before is not None
+        # Real, so that backward can begin there.
+        return torch.zeros((), dtype=parameters[0].dtype.to_real(), device=parameters[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, *ctx.gradients
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, gradients[0] if ctx.goes_on else None, *ctx.gradients
+
+
+def _zero(parameters: Sequence[Tensor], sparse: Sequence[bool], before: Tensor | None) -> Tensor:
+    zero: Tensor = _ZeroGradient.apply(sparse, before, *parameters)  # type: ignore[no-untyped-call]
+    return zero
 
 
 def _empty_sparse(parameter: Tensor) -> Tensor:

@@ -34,6 +34,11 @@ class Standing:
         self._samples = self._total_samples = 0
 
     @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers whose `zero_grad` tells what becomes of gradients."""
+        return []
+
+    @property
     def joined_ranks(self) -> list[int]:
         """The ranks that have run out of inputs."""
         return [rank for rank in range(self._world_size) if rank not in self._active]

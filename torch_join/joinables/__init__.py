@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._compat_state import is_sharded
 from torch_join._errors import JoinTypeError
+from torch_join.joinables._gradients import innermost_optimizer
 from torch_join.joinables._joinable import unwrap
 from torch_join.joinables._part import Part
 from torch_join.joinables._refused import check_supported
@@ -36,6 +37,7 @@ __all__ = [
     "Part",
     "ShardedOptimizerPart",
     "holds_metrics",
+    "innermost_optimizer",
     "make_parts",
     "unwrap",
 ]

@@ -18,16 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torch_join import _compat
-from torch_join._errors import JoinError, JoinTypeError
+from torch_join._errors import JoinTypeError
 from torch_join._reader import count_samples
 from torch_join._shadow import ModelShadow
+from torch_join.joinables._gradients import CHANGED, Gradients, State
 from torch_join.joinables._joinable import WrappingJoinable
 from torch_join.joinables._part import Part
+from torch_join.joinables._second_backward import SecondBackward
 
 if TYPE_CHECKING:
     from torch_join._join import Join
-
-_CLEARED, _KEPT, _CHANGED = "cleared", "kept", "changed"
 
 
 class ModelPart(Part):
@@ -48,9 +48,9 @@ class ModelPart(Part):
         self._task = -1  # the backward that has begun
         self._factor = 1.0  # what to multiply its gradients with
         self._beginning = threading.Lock()  # for several devices the engine has several threads
-        # The gradients after the last backward; () where nobody knows.
-        self._known: list[Any] = [()] * len(self._parameters)
-        self._accumulates = False  # that one did not sync
+        self._gradients: Gradients | None = None
+        self._second_backward: SecondBackward | None = None
+        self._accumulates = False  # the last backward did not sync, on some rank
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: list[RemovableHandle] = []
         self._plumbing = ExitStack()
@@ -58,17 +58,24 @@ class ModelPart(Part):
     def enter(self) -> None:
         self.configure(self.ddp)
         self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+        self._undo.append(self.ddp.register_forward_hook(self._after_forward).remove)
         self._undo.append(self.ddp.module.register_forward_pre_hook(self._inside_forward).remove)
+        self._gradients = Gradients(self._parameters, self.join.optimizers)
+        self._gradients.remember(accumulates=False)
+        self._undo.append(self._gradients.close)
+        self._second_backward = SecondBackward(self.ddp, self._parameters)
+        self._undo.append(self._second_backward.remove)
         if self.join.may_break:
             self._watch_gradients()
         self._undo.append(self._stop_watching)
 
-    def enter_tail(self) -> None:
+    def begin_step(self) -> None:
+        """Note, before the user's code of an even step runs, what it may clear: all ranks have done the same so far."""
         self._remember()
-        zero = [p.grad is None or _is_zero(p.grad) for p in self._parameters]
-        if not self._accumulates or all(zero):
-            # Nobody has looked before. What is zero has been cleared, or is zero on all ranks.
-            self._known = [() if is_zero else known for known, is_zero in zip(self._known, zero, strict=True)]
+
+    def enter_tail(self) -> None:
+        if self.join._in_loop and not self.join.may_break:
+            self.begin_step()
         if not self._watches:
             self._watch_gradients()
 
@@ -98,7 +105,7 @@ class ModelPart(Part):
             self._armed = True
             return
         if grad:
-            self._accumulates = not sync
+            self._accumulates = self._shadow.accumulated = not sync
         if silent:
             return
         authority, self._authority = self._authority, join.leader
@@ -121,6 +128,15 @@ class ModelPart(Part):
 
     def _inside_forward(self, *_: Any) -> None:
         self._plumbing.close()
+
+    def _after_forward(self, _: Any, __: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or (tensor := _compat.first_differentiable(output)) is None:
+            return
+        if self._second_backward is not None and self.ddp.require_backward_grad_sync:
+            self._second_backward.forward(tensor)
+        if not (self.join._in_loop or self._watches):
+            # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
+            tensor.register_hook(lambda _: self._remember_after_backward())  # type: ignore[no-untyped-call]
 
     def _watch_gradients(self) -> None:
         for parameter in self._parameters:
@@ -145,43 +161,29 @@ class ModelPart(Part):
         self._factor = 1.0
         if self.join.serving:
             return
-        if self.join.in_tail:  # ask this first: it may find out who is active
-            _compat.after_backward(lambda: _compat.after_backward(self._remember))  # after DDP's own callback
+        in_tail = self.join.in_tail  # ask this first: it may find out who is active
+        if in_tail or not self.join._in_loop:
+            self._remember_after_backward()
+        if in_tail:
             self._announce_silent()
             # Without a sync too: what has been cleared now counts at the next one.
             self.announce("backward" if self._armed else "gradients", self._state_of_gradients())
         if self._armed:
-            self._armed = self._accumulates = False
+            self._armed = self._accumulates = self._shadow.accumulated = False
         self._factor = self.join.loss_factor
 
+    def _remember_after_backward(self) -> None:
+        _compat.after_backward(lambda: _compat.after_backward(self._remember))  # after DDP's own callback
+
     def _remember(self) -> None:
-        self._known = [None if (g := p.grad) is None else (id(g), g._version) for p in self._parameters]
+        if self._gradients is not None:
+            self._gradients.remember(self._accumulates)
 
-    def _state_of_gradients(self) -> list[str]:
-        states = self._states()
-        if _CHANGED in states:
-            where = states.index(_CHANGED)
-            raise JoinError(
-                "A gradient was changed by hand since the last backward (clipping, scaling, noise) and not cleared"
-                f" before the next one accumulates into it (parameter {where}, of shape"
-                f" {tuple(self._parameters[where].shape)}), while ranks {self.join.joined_ranks} have joined: they"
-                " cannot know of the change. Call zero_grad() after each optimizer step, or change gradients only"
-                " right before it. (Activation checkpointing with use_reentrant=True looks the same: use False.)"
-            )
+    def _state_of_gradients(self) -> list[State]:
+        assert self._gradients is not None
+        states = self._gradients.states()
+        self._gradients.raise_if_changed(states, self.join.joined_ranks)
         return states
-
-    def _states(self) -> list[str]:
-        states = [self._state(p.grad, known) for p, known in zip(self._parameters, self._known, strict=True)]
-        # None before and now: cleared with others, or not used in what accumulates, as it may be on a joined rank.
-        none = _KEPT if _KEPT in states else _CLEARED
-        return [state or none for state in states]
-
-    def _state(self, gradient: Tensor | None, known: Any) -> str:
-        if gradient is None:
-            return "" if known is None else _CLEARED
-        if (id(gradient), gradient._version) == known:
-            return _KEPT
-        return _CLEARED if _is_zero(gradient) else _CHANGED
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -213,38 +215,43 @@ class ModelPart(Part):
         if grad and sync:
             self._pending.append(output)
 
-    def _shadow_backward(self, states: list[str]) -> None:
+    def _shadow_backward(self, states: list[State]) -> None:
         self._clear(states)
-        with self._shadow.step(shadow=True):
-            torch.autograd.backward(self._pending)
+        self._shadow.backward(lambda: torch.autograd.backward(self._pending))
         self._pending.clear()
+        self._accumulates = False
 
-    def _clear(self, states: list[str]) -> None:
-        for parameter, state in zip(self._parameters, states, strict=True):
-            if state == _CLEARED:
-                parameter.grad = None
+    def _clear(self, states: list[State]) -> None:
+        assert self._gradients is not None
+        self._gradients.raise_if_differing(states, self._accumulates)
+        self._gradients.follow(states)
 
     # ------------------------------------------------------------ at the end
 
-    def last_words(self) -> list[str]:
-        return self._states()
+    def last_words(self) -> tuple[list[State], bool, list[int] | None]:
+        assert self._gradients is not None
+        _compat.check_reduction_finished(self.ddp)
+        return self._gradients.states(), self._accumulates, self._shadow.fired
 
-    def close(self, words: list[str], source: int) -> None:
+    def close(self, words: tuple[list[State], bool, list[int] | None], source: int) -> None:
+        states, accumulates, fired = words
+        assert self._gradients is not None
+        self._shadow.compare_fired(fired)
+        changed = {index for index, state in enumerate(states) if state.verdict == CHANGED}
+        if any(state.norm is not None for state in states):
+            mine = self._gradients.differing(states, self._accumulates)
+            changed.update(*self.join._channel.gather(mine))
         if self.join.rank != source:
-            self._clear(words)
-        for parameter, state in zip(self._parameters, words, strict=True):
-            if state == _CHANGED:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.broadcast(parameter.grad, group_src=source, group=self.ddp.process_group)
+            self._gradients.follow(states)
+        for index in sorted(changed):
+            if (gradient := self._parameters[index].grad) is None:
+                gradient = self._parameters[index].grad = torch.zeros_like(self._parameters[index])
+            dist.broadcast(gradient, group_src=source, group=self.ddp.process_group)
         self._pending.clear()
         self._authority = source
         self.forwards = self.synced = self.silent = 0
-        self._armed = self._accumulates = False
-
-
-def _is_zero(gradient: Tensor) -> bool:
-    return not (gradient.coalesce().values() if gradient.is_sparse else gradient).any()
+        self._armed, self._accumulates = False, accumulates
+        self._remember()
 
 
 class JoinableModel(WrappingJoinable):
