@@ -131,11 +131,12 @@ class Gradients:
                 " right before it. (Activation checkpointing with use_reentrant=True looks the same: use False.)"
             )
 
-    def follow(self, states: Sequence[State]) -> None:
+    def follow(self, states: Sequence[State], accumulating: bool) -> None:
         """Do on a rank that has joined what has become of an active rank's gradients.
 
         Args:
             states: The active rank's.
+            accumulating: Whether a backward comes next, for which it must be known.
 
         Raises:
             JoinError: Nobody can tell whether what this rank holds was cleared.
@@ -144,7 +145,7 @@ class Gradients:
             if state.verdict == CHANGED or (state.verdict == KEPT and state.content == FULL):
                 continue
             if state.verdict != CLEARED and _holds_something(parameter.grad):
-                if state.verdict == UNKNOWN:
+                if state.verdict == UNKNOWN and accumulating:
                     self._raise_unknown(index)
                 continue
             if state.content == NONE:

@@ -224,7 +224,7 @@ class ModelPart(Part):
     def _clear(self, states: list[State]) -> None:
         assert self._gradients is not None
         self._gradients.raise_if_differing(states, self._accumulates)
-        self._gradients.follow(states)
+        self._gradients.follow(states, accumulating=True)
 
     # ------------------------------------------------------------ at the end
 
@@ -242,7 +242,7 @@ class ModelPart(Part):
             mine = self._gradients.differing(states, self._accumulates)
             changed.update(*self.join._channel.gather(mine))
         if self.join.rank != source:
-            self._gradients.follow(states)
+            self._gradients.follow(states, accumulating=False)
         for index in sorted(changed):
             if (gradient := self._parameters[index].grad) is None:
                 gradient = self._parameters[index].grad = torch.zeros_like(self._parameters[index])
