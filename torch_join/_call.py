@@ -63,6 +63,11 @@ _FSDP = Refusal(
     "it needs the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
     "DistributedDataParallel, or the same number of batches on every rank",
 )
+_MODEL_AVERAGING = Refusal(
+    "the averaging of parameters by `torch.distributed.algorithms.model_averaging`",
+    "it divides the sum of all ranks' parameters by the world size, and a rank that has joined does not train its own",
+    "DistributedDataParallel, which averages gradients, or the same number of batches on every rank",
+)
 _SYNC_BATCH_NORM = Refusal(
     "`SyncBatchNorm`",
     "SyncBatchNorm issues collectives in backward, where a joined rank cannot know their place",
@@ -76,6 +81,7 @@ REFUSALS = (
     _PREMUL_SUM,
     _BACKWARD,
     _FSDP,
+    _MODEL_AVERAGING,
     _SYNC_BATCH_NORM,
 )
 
@@ -161,6 +167,8 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
         return _BACKWARD
     if origin.is_fsdp:
         return _FSDP
+    if origin.is_model_averaging:
+        return _MODEL_AVERAGING
     if origin.is_sync_batch_norm:
         return _SYNC_BATCH_NORM
     if call.operation in ("send", "recv"):

@@ -61,6 +61,11 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._comm_hooks)
 
 
+def has_local_sgd_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook leaves the averaging of parameters to an optimizer."""
+    return any(type(state).__name__ == "PostLocalSGDState" for _, state in ddp._comm_hooks)
+
+
 def forwards_silently(ddp: DistributedDataParallel) -> bool:
     """Whether the model's forwards issue no collective of DDP's: no buffers to sync, no buckets left to rebuild."""
     return ddp._has_rebuilt_buckets and not (ddp.broadcast_buffers and ddp.modules_buffers)

@@ -50,6 +50,7 @@ _ENGINE = graph._engine_run_backward.__code__
 _SYNC_BATCH_NORM = _functions.SyncBatchNorm.forward.__code__
 _C10D_FILE = distributed_c10d.__file__
 _FSDP_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "fsdp", "")
+_MODEL_AVERAGING_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "algorithms", "model_averaging", "")
 _LOGGER_FILE = c10d_logger.__file__
 
 
@@ -190,6 +191,11 @@ class Origin(NamedTuple):
     def is_fsdp(self) -> bool:
         """Whether FSDP called, of either generation."""
         return self.caller is not None and self.caller.f_code.co_filename.startswith(_FSDP_FOLDER)
+
+    @property
+    def is_model_averaging(self) -> bool:
+        """Whether one of torch's model averagers called."""
+        return self.caller is not None and self.caller.f_code.co_filename.startswith(_MODEL_AVERAGING_FOLDER)
 
     @property
     def is_sync_batch_norm(self) -> bool:

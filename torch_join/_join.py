@@ -236,9 +236,12 @@ class Join(Meetings, TorchJoin):
         """
         if not self._in_loop:
             self._heartbeat(samples)
+            if self.weighting == "samples":
+                self._tap.install()
         self._stepped = self._forwarded = True
         # As long as the tap listens, nothing that others take part in can come before the answer is asked for.
-        self._arrive(waits or self._throws or not self._tap.installed)
+        late = self._tap.installed and (self._in_loop or self._tail)
+        self._arrive(waits or self._throws or not late)
 
     def before_notice(self, part: CustomPart) -> None:
         """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""

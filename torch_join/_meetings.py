@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from torch_join._errors import EarlyTerminationError, JoinValueError
+from torch_join._errors import EarlyTerminationError, JoinValueError, UnsupportedError
 from torch_join._reader import Reader
 from torch_join._server import Server
 from torch_join._weighting import Weighting
+from torch_join.joinables import ungiven
 
 
 class Meetings(Server):
@@ -142,6 +143,18 @@ class Meetings(Server):
         if not self._active:
             self._end_tail()
         return not joined
+
+    def _check_backward(self, group: list[int], is_ddps: bool) -> None:
+        if not is_ddps and self.weighting == "samples" and not self._tail:
+            raise UnsupportedError(
+                "A collective in backward (of a loss over all ranks' outputs, for example) under weighting='samples':"
+                " each rank's gradients are weighted by its number of samples where they reach the parameters, and"
+                " by then those of other ranks are mixed into them. Use weighting='world' with a loss that weighs"
+                " samples itself, or a collective on detached tensors in the forward pass."
+            )
+        joined = [rank for rank in group if rank in self._members and self._members.index(rank) in self.joined_ranks]
+        if is_ddps and self._tail and joined and not any(model.in_backward for model in self._models()):
+            raise ungiven(joined)
 
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left, before it does anything else with others."""

@@ -59,7 +59,7 @@ class Server(Standing):
         channel.explain = lambda statuses: (method := explain()) and method(statuses)
 
     def _new_tap(self) -> CollectiveTap:
-        return CollectiveTap(self._announce_collective, self._has_joined)
+        return CollectiveTap(self._announce_collective, self._has_joined, self._check_backward)
 
     # ------------------------------------------------------------ what the parts see
 
@@ -239,6 +239,9 @@ class Server(Standing):
                 f"A main hook on rank {self.rank} issued {call.operation}, where the active ranks announced {found}."
                 " A main hook must issue the collectives of its joinable's step, in the same order."
             )
+
+    def _check_backward(self, group: list[int], is_ddps: bool) -> None:
+        """Raise for a collective in backward that would be wrong or wait for ever; overridden in plain loops."""
 
     def _has_joined(self, rank: int) -> bool:
         self._arrive()

@@ -36,6 +36,8 @@ class CollectiveTap:
         joined: Whether a rank (a global one) has joined; asked at each collective. `None` is for a rank
             that has joined itself and runs code that follows the active ranks' collectives on its own:
             every group is listened to, and nothing is scaled.
+        check: Called in backward with each collective's group, as global ranks, and whether it is
+            DistributedDataParallel's; what it raises, the collective raises.
 
     Limits:
         The creation of a process group is not a collective and not seen; nor is what goes around
@@ -46,9 +48,15 @@ class CollectiveTap:
 
     _installed: ClassVar["CollectiveTap | None"] = None
 
-    def __init__(self, observe: Callable[[Call], None], joined: Callable[[int], bool] | None) -> None:
+    def __init__(
+        self,
+        observe: Callable[[Call], None],
+        joined: Callable[[int], bool] | None,
+        check: Callable[[list[int], bool], None] | None = None,
+    ) -> None:
         self._observe = observe
         self._joined = joined
+        self._check = check
         self._library: Any = None
         self._thread = 0
         self._ignoring = 0
@@ -110,9 +118,13 @@ class CollectiveTap:
             tap = weak()
             if tap is not None and not tap._ignoring and tap._is_ours():
                 caller = sys._getframe().f_back
-                if not (_compat_c10d.in_backward() and _compat_c10d.is_ddps(operation, caller)):
-                    # Trailing arguments that have their default are left out.
-                    named = dict(zip(names, args, strict=False))
+                backward = _compat_c10d.in_backward()
+                ddps = backward and _compat_c10d.is_ddps(operation, caller)
+                # Trailing arguments that have their default are left out.
+                named = dict(zip(names, args, strict=False))
+                if backward and tap._check is not None and "process_group" in named:
+                    tap._check(_compat_c10d.group_ranks(_compat_c10d.unbox_group(named["process_group"])), ddps)
+                if not ddps:
                     args = tuple(tap._see(operator, named, caller).values())
             return op.redispatch(_compat_c10d.below(keyset), *args)
 

@@ -15,11 +15,13 @@ from torch_join.joinables._refused import check_supported
 from torch_join.joinables.custom import CustomPart
 from torch_join.joinables.forgotten import ForgottenPart
 from torch_join.joinables.gather import GatherPart
+from torch_join.joinables.joinable_model import JoinableModel
 from torch_join.joinables.metric import JoinableMetric, MetricPart, holds_metrics
-from torch_join.joinables.model import JoinableModel, ModelPart
+from torch_join.joinables.model import ModelPart
 from torch_join.joinables.module_metrics import ModuleMetrics
 from torch_join.joinables.optimizer import JoinableOptimizer, ShardedOptimizerPart
 from torch_join.joinables.state import JoinableState
+from torch_join.joinables.ungiven import UngivenModelPart, ungiven
 
 if TYPE_CHECKING:
     from torch_join._join import Join
@@ -39,6 +41,7 @@ __all__ = [
     "holds_metrics",
     "innermost_optimizer",
     "make_parts",
+    "ungiven",
     "unwrap",
 ]
 
@@ -46,7 +49,7 @@ __all__ = [
 def make_parts(join: "Join", joinables: Sequence[Any], options: dict[str, Any]) -> list[Part]:
     """Wrap each of `joinables` that does something in a step; the others are only handed over.
 
-    The last part watches for what was not given.
+    The last parts watch for what was not given.
 
     Raises:
         JoinTypeError: One of them is of a type that cannot take part.
@@ -69,4 +72,5 @@ def make_parts(join: "Join", joinables: Sequence[Any], options: dict[str, Any]) 
                 f" load_state_dict, not {type(thing).__name__}."
             )
     parts.append(ForgottenPart(join, len(parts), joinables))
+    parts.append(UngivenModelPart(join, len(parts), joinables))
     return parts

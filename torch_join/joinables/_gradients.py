@@ -5,11 +5,11 @@ these still count depends on what the active ranks do to theirs, and users clear
 announces: `zero_grad` either way, `p.grad = None`, `p.grad.data.zero_()`, another tensor in its place. So an active
 rank remembers, per parameter, the tensor (weakly: addresses are used again), its version, and after a backward
 without a sync its norm; later it tells from these what was cleared. After a sync the norm need not be known:
-a gradient that is zero then was cleared, or is zero on all ranks.
+where a rank that has joined holds an average, and an active rank has nothing or zero in its place, it was cleared.
 
 Where nothing can be seen (no gradient before and now; zero before and now), the optimizer's `zero_grad` decides, if
 the loop uses it, and then the other parameters. Where these show nothing either, the verdict is `UNKNOWN`: a rank
-that has joined and holds something of its own then raises.
+that has joined and holds something of its own asks the other active ranks, and raises if they do not know.
 """
 
 import math
@@ -94,10 +94,15 @@ class Gradients:
         if known is None or known[0]() is not gradient or known[1] != gradient._version:
             return State(CHANGED if content == FULL else CLEARED, content)
         if not accumulates:
-            return State(KEPT, FULL, norm) if content == FULL else State(CLEARED, ZERO)
+            return State(KEPT, FULL, norm) if content == FULL else State(UNKNOWN, ZERO)
         if content == ZERO:
             return State(UNKNOWN if before == 0 else CLEARED, ZERO)
         return State(KEPT if _same(norm, before) else CHANGED, FULL)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the ranks' gradients differed when they were remembered."""
+        return self._norms is not None
 
     def _decide(self, found: list[State]) -> list[State]:
         """Replace `UNKNOWN` where there is evidence elsewhere."""
@@ -131,23 +136,31 @@ class Gradients:
                 " right before it. (Activation checkpointing with use_reentrant=True looks the same: use False.)"
             )
 
-    def follow(self, states: Sequence[State], accumulating: bool) -> None:
+    def follow(self, states: Sequence[State], accumulates: bool, ask: Callable[[], str] | None) -> None:
         """Do on a rank that has joined what has become of an active rank's gradients.
 
         Args:
             states: The active rank's.
-            accumulating: Whether a backward comes next, for which it must be known.
+            accumulates: Whether this rank holds what it has accumulated without a sync.
+            ask: Returns the verdict of the other active ranks. `None` where no backward comes next, for which it
+                would have to be known.
 
         Raises:
             JoinError: Nobody can tell whether what this rank holds was cleared.
         """
+        verdict = None
         for index, (parameter, state) in enumerate(zip(self._parameters, states, strict=True)):
             if state.verdict == CHANGED or (state.verdict == KEPT and state.content == FULL):
                 continue
-            if state.verdict != CLEARED and _holds_something(parameter.grad):
-                if state.verdict == UNKNOWN and accumulating:
+            if state.verdict != CLEARED and accumulates and _holds_something(parameter.grad):
+                if state.verdict == KEPT or ask is None:
+                    continue
+                if verdict is None:
+                    verdict = ask()
+                if verdict == UNKNOWN:
                     self._raise_unknown(index)
-                continue
+                if verdict == KEPT:
+                    continue
             if state.content == NONE:
                 parameter.grad = None
             elif parameter.grad is None:
@@ -193,6 +206,12 @@ class Gradients:
             " that was skipped, a batch that is masked out), and nothing was seen of a zero_grad(). Give Join"
             " the optimizer and clear with its zero_grad(), or run a backward in each step of an accumulation."
         )
+
+
+def common_verdict(verdicts: Iterable[str]) -> str:
+    """Return `CLEARED` or `KEPT` if there is evidence of one and none of the other, and else `UNKNOWN`."""
+    found = {*verdicts} & {CLEARED, KEPT}
+    return found.pop() if len(found) == 1 else UNKNOWN
 
 
 class Clears:

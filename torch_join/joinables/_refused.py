@@ -7,9 +7,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_join import _compat
 from torch_join._errors import UnsupportedError
 
 _FSDP, _DTENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
+_LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer"
 _INSTEAD = (
     "Use DistributedDataParallel, with a ZeroRedundancyOptimizer to shard the optimizer's state, or give every rank the"
     " same number of batches and leave Join out."
@@ -21,7 +23,8 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
 
     Raises:
         UnsupportedError: It is, or holds, a model that is sharded (FSDP, `fully_shard`, `DTensor`s), a
-            `DataParallel`, or a `DistributedDataParallel` that is not itself among `joinables`.
+            `DataParallel`, or a `DistributedDataParallel` that is not itself among `joinables`; or it is
+            trained by post-local SGD.
     """
     name = type(thing).__name__
     if isinstance(thing, nn.DataParallel):
@@ -34,6 +37,15 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
         raise UnsupportedError(
             f"{name} is sharded by FSDP: each forward and backward of the active ranks needs the shards of the ranks"
             f" that have joined, which would have to run the model too. {_INSTEAD}"
+        )
+    if isinstance(thing, _classes(_LOCAL_SGD, "PostLocalSGDOptimizer")) or (
+        isinstance(thing, DistributedDataParallel) and _compat.has_local_sgd_hook(thing)
+    ):
+        raise UnsupportedError(
+            f"{name} is trained by post-local SGD: each rank trains parameters of its own for some steps, which are"
+            " then averaged over all ranks, and a rank that has joined has stopped training its own. Average the"
+            " gradients in each step (leave the hook and PostLocalSGDOptimizer out), or give every rank the same number"
+            " of batches and leave Join out."
         )
     if any(isinstance(tensor, _classes(_DTENSOR, "DTensor")) for tensor in _parameters(thing)):
         raise UnsupportedError(

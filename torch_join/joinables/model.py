@@ -7,6 +7,8 @@ penalty's `autograd.grad` too, and misses L2 terms on the parameters.
 """
 
 import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torch_join import _compat
-from torch_join._errors import JoinTypeError
 from torch_join._reader import count_samples
 from torch_join._shadow import ModelShadow
-from torch_join.joinables._gradients import CHANGED, Gradients, State
-from torch_join.joinables._joinable import WrappingJoinable
+from torch_join.joinables._gradients import CHANGED, UNKNOWN, Gradients, State, common_verdict
 from torch_join.joinables._part import Part
 from torch_join.joinables._second_backward import SecondBackward
 
 if TYPE_CHECKING:
     from torch_join._join import Join
+
+# How long a joined rank waits for what other active ranks have seen; they come to the same backward.
+_PATIENCE_SECONDS = 5.0
 
 
 class ModelPart(Part):
@@ -50,6 +53,7 @@ class ModelPart(Part):
         self._beginning = threading.Lock()  # for several devices the engine has several threads
         self._gradients: Gradients | None = None
         self._second_backward: SecondBackward | None = None
+        self._testimony: str | None = None
         self._accumulates = False  # the last backward did not sync, on some rank
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: list[RemovableHandle] = []
@@ -80,6 +84,9 @@ class ModelPart(Part):
             self._watch_gradients()
 
     def leave_tail(self) -> None:
+        if self._testimony is not None:
+            self.join._channel.delete(self._testimony)
+            self._testimony = None
         if not self.join.may_break:
             self._stop_watching()
 
@@ -97,6 +104,8 @@ class ModelPart(Part):
         if self.meets:
             samples = count_samples((args, kwargs)) if join.weighting == "samples" and not join._in_loop else 0
             join.before_forward(samples, waits=not silent)
+            if not (join._in_loop or join._tail):
+                self.begin_step()
         self.forwards += 1
         if grad and sync:
             self.synced += 1
@@ -138,6 +147,11 @@ class ModelPart(Part):
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
             tensor.register_hook(lambda _: self._remember_after_backward())  # type: ignore[no-untyped-call]
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward that is under way has come to this model."""
+        return self._task == _compat.backward_in_progress()
+
     def _watch_gradients(self) -> None:
         for parameter in self._parameters:
             if parameter.requires_grad:
@@ -166,8 +180,11 @@ class ModelPart(Part):
             self._remember_after_backward()
         if in_tail:
             self._announce_silent()
+            states = self._state_of_gradients()
+            if self._armed:
+                self._testify(states)
             # Without a sync too: what has been cleared now counts at the next one.
-            self.announce("backward" if self._armed else "gradients", self._state_of_gradients())
+            self.announce("backward" if self._armed else "gradients", states)
         if self._armed:
             self._armed = self._accumulates = self._shadow.accumulated = False
         self._factor = self.join.loss_factor
@@ -185,6 +202,29 @@ class ModelPart(Part):
         self._gradients.raise_if_changed(states, self.join.joined_ranks)
         return states
 
+    def _testify(self, states: list[State]) -> None:
+        """Leave word of what becomes of what was accumulated, in case the leader cannot tell."""
+        channel = self.join._channel
+        if self._testimony is not None:
+            channel.delete(self._testimony)  # of a backward through whose collectives all have come
+            self._testimony = None
+        if self._gradients is not None and self._gradients.accumulates and self.join.rank != self.join.leader:
+            self._testimony = self._testimony_of(self.join.rank, channel.records)
+            channel.post(self._testimony, common_verdict(state.verdict for state in states))
+
+    def _ask(self) -> str:
+        """Return the verdict of the other active ranks, which are on their way to the same backward."""
+        channel, end = self.join._channel, time.monotonic() + _PATIENCE_SECONDS
+        keys = [self._testimony_of(r, channel.records - 1) for r in self.join._active if r != self.join.leader]
+        while not all(map(channel.posted, keys)):
+            if time.monotonic() > end:
+                return UNKNOWN
+            time.sleep(0.001)
+        return common_verdict(map(channel.read, keys))
+
+    def _testimony_of(self, rank: int, record: int) -> str:
+        return f"gradients/{self.index}/{record}/{rank}"
+
     # ------------------------------------------------------------ on a joined rank
 
     def answer(self, kind: str, payload: Any) -> None:
@@ -193,7 +233,7 @@ class ModelPart(Part):
         elif kind == "backward":
             self._shadow_backward(payload)
         else:
-            self._clear(payload)
+            self._clear(payload, lambda: UNKNOWN)
 
     def has_met(self, kind: str) -> bool:
         if kind != "backward" or _compat.has_comm_hook(self.ddp):  # which may do anything, or nothing
@@ -216,15 +256,15 @@ class ModelPart(Part):
             self._pending.append(output)
 
     def _shadow_backward(self, states: list[State]) -> None:
-        self._clear(states)
+        self._clear(states, self._ask)
         self._shadow.backward(lambda: torch.autograd.backward(self._pending))
         self._pending.clear()
         self._accumulates = False
 
-    def _clear(self, states: list[State]) -> None:
+    def _clear(self, states: list[State], ask: Callable[[], str]) -> None:
         assert self._gradients is not None
         self._gradients.raise_if_differing(states, self._accumulates)
-        self._gradients.follow(states, accumulating=True)
+        self._gradients.follow(states, self._accumulates, ask)
 
     # ------------------------------------------------------------ at the end
 
@@ -242,7 +282,7 @@ class ModelPart(Part):
             mine = self._gradients.differing(states, self._accumulates)
             changed.update(*self.join._channel.gather(mine))
         if self.join.rank != source:
-            self._gradients.follow(states, accumulating=False)
+            self._gradients.follow(states, self._accumulates, None)
         for index in sorted(changed):
             if (gradient := self._parameters[index].grad) is None:
                 gradient = self._parameters[index].grad = torch.zeros_like(self._parameters[index])
@@ -252,45 +292,3 @@ class ModelPart(Part):
         self.forwards = self.synced = self.silent = 0
         self._armed, self._accumulates = False, accumulates
         self._remember()
-
-
-class JoinableModel(WrappingJoinable):
-    """A DDP model as a `Joinable` of its own: exact gradients and buffers in torch's `Join` too.
-
-    `Join([JoinableModel(ddp)])` of this package is the same as `Join([ddp])`. In torch's, each forward of
-    `ddp` tells the others that this rank has an input; the ranks that have none take part in its
-    collectives with a zero-gradient pass. At the end all have the last rank's parameters and buffers.
-
-    Args:
-        ddp: The model. Call it, not this object, in the loop.
-
-    Raises:
-        JoinTypeError: `ddp` is not a `DistributedDataParallel`.
-
-    Limits:
-        In torch's `Join`, which understands `divide_by_initial_world_size` and `weighting` here, a model comes
-        first in the list, and a step is one forward of it. Joinables with collectives that are not of this
-        package follow it and are called after its backward. Other collectives in the step are not
-        mirrored. If a rank raises, the others wait until the process group's timeout, and what was
-        installed goes with the `Join` object. `torch_join.Join` has none of these limits.
-    """
-
-    is_model = True
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        if not isinstance(ddp, DistributedDataParallel):
-            raise JoinTypeError(f"JoinableModel takes a DistributedDataParallel model, not {type(ddp).__name__}.")
-        super().__init__(ddp, ddp.process_group, ddp.device)
-
-    def make_part(self, join: Any, index: int) -> Part:
-        if index > 0 and not isinstance(join.parts[0], ModelPart):
-            raise self.misplaced("no JoinableMetric may come before it")
-        part = ModelPart(join, index, self.wrapped)
-        part.meets = index == 0
-        return part
-
-    def leads(self) -> bool:
-        return True
-
-    def is_done(self, kind: str, payload: Any) -> bool:
-        return kind != "forward" or not payload[0]  # a forward with gradients waits for its backward

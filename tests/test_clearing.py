@@ -1,0 +1,203 @@
+"""Which gradients of ranks that have joined still count: ten ways of clearing, in loops that accumulate or do not.
+
+Each run is compared with one process in float64. Rank 0 joins first; in the second epoch all have the same length.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.cases import difference
+from tests.workers import Workers
+from torch_join import Join
+
+LENGTHS = ((1, 5, 2), (2, 2, 2))
+
+Clear = Callable[[Sequence[Tensor], torch.optim.Optimizer], None]
+
+
+def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def set_none(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def zero_data(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for gradient in gradients(parameters):
+        gradient.data.zero_()
+
+
+def fill_data(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for gradient in gradients(parameters):
+        gradient.data.fill_(0)
+
+
+def multiply(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for gradient in gradients(parameters):
+        gradient.mul_(0)
+
+
+def foreach(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    if found := gradients(parameters):
+        torch._foreach_zero_(found)
+
+
+def foreach_data(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    if found := [gradient.data for gradient in gradients(parameters)]:
+        torch._foreach_zero_(found)
+
+
+def numpy(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for gradient in gradients(parameters):
+        gradient.detach().numpy().fill(0)
+
+
+def another_tensor(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+IDIOMS: dict[str, Clear] = {
+    "zero_grad": lambda _, optimizer: optimizer.zero_grad(),
+    "zero_grad, zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "none": set_none,
+    ".data.zero_": zero_data,
+    ".data.fill_": fill_data,
+    "mul_": multiply,
+    "foreach": foreach,
+    "foreach of .data": foreach_data,
+    "numpy": numpy,
+    "another tensor": another_tensor,
+}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a step does: windows of `window` micro-batches, of which the last one syncs.
+
+    On rank 1 the first micro-batch of each window is masked (a gradient of zero) or skipped.
+    """
+
+    window: int = 1
+    view: bool = False
+    masked: bool = False
+    skipped: bool = False
+    clears_after: bool = False  # at a window's end, not at its begin
+
+
+PATTERNS = {
+    "each": Pattern(),
+    "each, views": Pattern(view=True),
+    "each, after": Pattern(clears_after=True),
+    "window": Pattern(2),
+    "window, views": Pattern(2, view=True),
+    "window, after": Pattern(2, clears_after=True),
+    "masked": Pattern(2, masked=True),
+    "masked, views": Pattern(2, view=True, masked=True),
+    "skipped": Pattern(2, skipped=True),
+    "skipped, after": Pattern(2, skipped=True, clears_after=True),
+}
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def batch(epoch: int, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * epoch + 100 * rank + step)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: Any, x: Tensor, pattern: Pattern, rank: int, step: int) -> Tensor | None:
+    loss: Tensor = model(x).pow(2).mean()
+    if rank == 1 and step % 2 == 0:
+        return None if pattern.skipped else loss * 0.0 if pattern.masked else loss
+    return loss
+
+
+def train(rank: int, idiom: str, pattern: Pattern, loop: str, epochs: Any) -> list[Tensor]:
+    model = new_model()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=pattern.view)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    clear = lambda: IDIOMS[idiom](list(model.parameters()), optimizer)  # noqa: E731
+    for epoch, lengths in enumerate(epochs):
+        loader: Iterable[Tensor] = [batch(epoch, rank, step) for step in range(lengths[rank])]
+        with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
+            for step, x in enumerate(loader if loop == "plain" else join.batches(loader)):
+                begins, ends = step % pattern.window == 0, step % pattern.window == pattern.window - 1
+                if begins and not pattern.clears_after:
+                    clear()
+                with nullcontext() if ends else ddp.no_sync():
+                    if (loss := loss_of(ddp, x, pattern, rank, step)) is not None:
+                        loss.backward()
+                if ends:
+                    optimizer.step()
+                    if pattern.clears_after:
+                        clear()
+    return [p.detach() for p in model.parameters()]
+
+
+def reference(idiom: str, pattern: Pattern, epochs: Any) -> list[Tensor]:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch, lengths in enumerate(epochs):
+        for step in range(max(lengths)):
+            begins, ends = step % pattern.window == 0, step % pattern.window == pattern.window - 1
+            if begins and not pattern.clears_after:
+                IDIOMS[idiom](list(model.parameters()), optimizer)
+            for rank, length in enumerate(lengths):
+                if step < length:
+                    loss = loss_of(model, batch(epoch, rank, step), pattern, rank, step)
+                    if loss is not None:
+                        (loss / len(lengths)).backward()
+            if ends:
+                optimizer.step()
+                if pattern.clears_after:
+                    IDIOMS[idiom](list(model.parameters()), optimizer)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("loop", ["sized", "heartbeat", "plain"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_way_of_clearing_is_seen(workers: Workers, pattern: str, loop: str) -> None:
+    # Where rank 1 cannot tell, rank 2 can.
+    for found in workers.run(3, train_with_all, PATTERNS[pattern], loop, LENGTHS):
+        for idiom, parameters in found.items():
+            assert difference(parameters, reference(idiom, PATTERNS[pattern], LENGTHS)) < 1e-10, idiom
+
+
+# With two ranks nobody else can.
+ALONE = ((1, 4), (2, 2))
+
+
+@pytest.mark.parametrize("loop", ["sized", "heartbeat", "plain"])
+@pytest.mark.parametrize("idiom", ["zero_grad", "zero_grad, zeros"])
+@pytest.mark.parametrize("pattern", ["masked", "skipped"])
+def test_the_optimizers_zero_grad_tells_where_no_gradient_does(
+    workers: Workers, pattern: str, idiom: str, loop: str
+) -> None:
+    for parameters in workers.run(2, train, idiom, PATTERNS[pattern], loop, ALONE):
+        assert difference(parameters, reference(idiom, PATTERNS[pattern], ALONE)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("pattern", "idiom", "loop"), [("masked", ".data.zero_", "sized"), ("skipped", "none", "plain")]
+)
+def test_where_nobody_can_tell_all_ranks_raise(workers: Workers, pattern: str, idiom: str, loop: str) -> None:
+    # The one that is in the all-reduce hears of it when the process group's timeout ends that.
+    outcomes = workers.outcomes(2, train, idiom, PATTERNS[pattern], loop, ALONE, timeout=5.0)
+    assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
+
+
+def train_with_all(rank: int, pattern: Pattern, loop: str, lengths: Any) -> dict[str, list[Tensor]]:
+    return {idiom: train(rank, idiom, pattern, loop, lengths) for idiom in IDIOMS}

@@ -1,0 +1,60 @@
+"""A DDP model that is trained in the loop and was not given to `Join`: joined ranks would not hear of it.
+
+Its buckets would wait for theirs, or be taken for another model's. A look at all objects of the process would find
+such models, for 40 ms in each tail. So the forwards of the first step of a tail are watched, whatever module they
+are of; later ones are noticed when the model's first bucket is due and no given model is in backward.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._errors import UnsupportedError, name_ranks
+from torch_join.joinables._part import Part
+
+if TYPE_CHECKING:
+    from torch_join._join import Join
+
+
+class UngivenModelPart(Part):
+    """Raises where such a model is about to train while ranks of its process group have joined."""
+
+    def __init__(self, join: "Join", index: int, joinables: Sequence[Any]) -> None:
+        super().__init__(join, index)
+        self._joinables = joinables
+
+    def enter_tail(self) -> None:
+        first = self.join.step
+
+        def before_forward(module: nn.Module, _: Any) -> None:
+            if self.join.step != first:
+                self.exit()
+            elif isinstance(module, DistributedDataParallel) and not any(module is one for one in self._joinables):
+                self._check(module)
+
+        self._undo.append(register_module_forward_pre_hook(before_forward).remove)
+
+    def leave_tail(self) -> None:
+        self.exit()
+
+    def _check(self, ddp: DistributedDataParallel) -> None:
+        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync) or self.join.serving:
+            return
+        world = dist.get_process_group_ranks(self.join.group)
+        joined = {world[rank] for rank in self.join.joined_ranks}
+        if here := sorted(joined.intersection(dist.get_process_group_ranks(ddp.process_group))):
+            raise ungiven(here)
+
+
+def ungiven(joined: Sequence[int]) -> UnsupportedError:
+    """Return the error."""
+    return UnsupportedError(
+        "A DistributedDataParallel model that was not given to Join is trained in its loop. The all-reduce of its"
+        f" gradients would wait for {name_ranks(joined)}: joined, and deaf to it. Give every such model to Join,"
+        " wrapped before the `with`: Join([model_a, model_b, optimizer, ...])."
+    )
