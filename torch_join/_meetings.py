@@ -51,6 +51,10 @@ class Meetings(Server):
 
     def _next_step(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
+        self._steps.begin()
+        return self._find_out(reader, certain)
+
+    def _find_out(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         samples = reader.samples if self.weighting == "samples" else 0
         if self.may_break:
             self._arrive()
@@ -136,6 +140,8 @@ class Meetings(Server):
                 return False
             if not self._tail:
                 self._begin_tail()
+            elif self._active != self._before:
+                self._announce_join()
             self._agreement.compare(self.rank, self._active)
         if not self._active:
             self._end_tail()
