@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from torch_join._compat_state import is_sharded
 from torch_join._errors import JoinTypeError, JoinValueError
@@ -23,7 +24,6 @@ def listed(joinables: Any) -> list[Any]:
 
     Raises:
         JoinTypeError: It is one thing, such as a model, and no sequence of things.
-        JoinValueError: It is empty.
     """
     # Some modules can be iterated over, and then give their layers.
     if isinstance(joinables, (nn.Module, str, Mapping)) or not isinstance(joinables, Iterable):
@@ -31,12 +31,26 @@ def listed(joinables: Any) -> list[Any]:
             f"What takes part is given as a list, not as one {type(joinables).__name__}: [model, optimizer, scheduler],"
             " in the same order on every rank."
         )
-    if not (things := list(joinables)):
+    return list(joinables)
+
+
+def check_given(joinables: Sequence[Any]) -> None:
+    """Raise if nothing is given, or something that is no joinable although it has a state.
+
+    Raises:
+        JoinValueError: `joinables` is empty.
+        JoinTypeError: A loader is among them.
+    """
+    if not joinables:
         raise JoinValueError(
             "The join context manager requires at least one joinable: give it what changes in the loop, as [model,"
             " optimizer, scheduler]."
         )
-    return things
+    if any(isinstance(thing, DataLoader) for thing in joinables):
+        raise JoinTypeError(
+            "A loader is among the joinables, which are models, optimizers and whatever else is the same on all ranks."
+            " Leave it out, and loop over it: `for batch in join.batches(loader)`."
+        )
 
 
 def check_timeout(timeout: Any) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 
 from torch_join import _nesting
-from torch_join._arguments import check_options, check_timeout, common_group, listed
+from torch_join._arguments import check_given, check_options, check_timeout, common_group, listed
 from torch_join._hyperparameters import compare, hyperparameters
 from torch_join._loops import Loops
 from torch_join._rendezvous import open_channel
@@ -67,6 +67,7 @@ class Join(Loops, TorchJoin):
         **kwargs: Any,
     ) -> None:
         joinables = [unwrap(thing) for thing in listed(joinables)]
+        check_given(joinables)
         check_timeout(timeout)
         check_options(kwargs, joinables)
         weighting = resolve_weighting(weighting, kwargs.get("divide_by_initial_world_size"))
