@@ -107,7 +107,7 @@ KINDS = ("sized", "stream", "heartbeat", "plain", "left")
 def test_a_schedule_over_its_own_length_is_named(workers: Workers, kind: str, lengths: tuple[int, ...]) -> None:
     outcomes = workers.outcomes(len(lengths), train, lengths, kind, True, "step")
     for outcome in outcomes:
-        assert "The ranks' optimizers differ in a step that they have made together: lr of Adam is " in outcome.error
+        assert "The ranks' optimizers differ in a step that they make together: lr of Adam is " in outcome.error
         assert "LambdaLR, which sets it, goes by something that is each rank's own" in outcome.error
         assert "len(loader)" in outcome.error
         assert outcome.seconds < 20

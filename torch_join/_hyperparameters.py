@@ -3,11 +3,11 @@
 Two things make them differ. A rank that has joined does not run the user's code, and does not see what the others
 gather after that: what it decides then (a learning rate, from a metric of a loop that was uneven), it decides
 otherwise. And a schedule over a rank's own number of batches differs from the first step on, which the handover at
-the end of each loop would hide. So all compare where they meet anyway, and a rank that joins compares the last
-step that it has in common with the others.
+the end of each loop would hide. So all compare where they meet anyway, and those that have come so far where one of
+them joins: there all end with the error, and none waits for another that has ended with it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -43,11 +43,14 @@ def compare(everyone: Sequence[Hyperparameters]) -> None:
 class Steps:
     """The hyperparameters at the begin of this rank's last two steps in a loop.
 
-    A rank that joins has begun one step, or none, less than the others when they hear of it. In between, code after
-    a loop or at the top of the next step may have changed what there is now.
+    A rank that joins has begun one step less than the others when they find out, or as many. And in between, code
+    after a loop or at the top of the next step may have changed what there is now.
 
     Args:
         objects: Everything that was given to `Join`.
+
+    Attributes:
+        now: Whether this rank has only just begun its last step.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -56,50 +59,49 @@ class Steps:
 
     def forget(self) -> None:
         """Begin another loop."""
+        self.now = False
         self._begun = 0
-        self._compared = False
         self._last: list[tuple[int, list[list[dict[str, Any]]]]] = []
 
     def begin(self) -> None:
         """Note what there is at the begin of a step."""
+        self.now = True
         self._begun += 1
         self._last = [*self._last[-1:], (self._begun, _groups(self._objects))]
 
-    def words(self, now: bool) -> Words:
-        """Return what another rank needs for `compare`.
+    def words(self, late: bool) -> Words:
+        """Return what other ranks need for `compare`.
 
         Args:
-            now: Whether the last step has only just begun: then values on other devices are those of its begin.
+            late: Whether something may have changed since the last step's begin.
         """
         named = _named(self._objects)
-        newest = self._begun if now else -1
+        # What lies on another device is not copied in each step: of that, there is only what it holds now.
+        newest = self._begun if self.now and not late else -1
         return [(step, _described(named, groups, step == newest)) for step, groups in self._last]
 
-    def compare(self, rank: int, theirs: Words, leader: int) -> None:
-        """Compare, on `rank`, with the words of `leader`; once in a loop, since others may join later.
+    def compare(self, everyone: Mapping[int, Words]) -> None:
+        """Compare what ranks, which may be some, had at the begin of the same steps.
 
         Raises:
-            JoinError: They differ in the last step that both have begun.
+            JoinError: Some differ.
         """
-        if self._compared:
-            return
-        self._compared = True
-        mine = dict(self.words(now=True))
-        for step, values in reversed(theirs):
-            if step in mine:
-                own = dict(mine[step])
+        found: dict[tuple[int, str], dict[int, str]] = {}
+        for rank, words in everyone.items():
+            for step, values in words:
                 for name, value in values:
-                    if own.get(name, value) != value:
-                        raise JoinError(self._explain(name, {rank: own[name], leader: value}))
-                break
+                    found.setdefault((step, name), {})[rank] = value
+        for (_, name), values_of in found.items():
+            if len(set(values_of.values())) > 1:
+                raise JoinError(self._explain(name, values_of))
 
-    def _explain(self, name: str, values: dict[int, str]) -> str:
+    def _explain(self, name: str, values: Mapping[int, str]) -> str:
         said = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
         optimizer = next(thing for label, thing in _named(self._objects) if name.endswith(f" of {label}"))
         schedule = next((t for t in self._objects if getattr(t, "optimizer", None) is optimizer), None)
         setter = "Whatever sets it" if schedule is None else f"{type(schedule).__name__}, which sets it,"
         return (
-            f"The ranks' optimizers differ in a step that they have made together: {name} is {said}. {setter} goes by"
+            f"The ranks' optimizers differ in a step that they make together: {name} is {said}. {setter} goes by"
             " something that is each rank's own. The usual cause is a schedule over a rank's own number of batches,"
             " len(loader). Make it of the longest rank's number, the same on all: gather the lengths before, and take"
             " their maximum."

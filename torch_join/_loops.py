@@ -177,6 +177,7 @@ class Loops(Meetings):
                     self._leave()
                 else:  # those who left with their last batch have ended, as the others know
                     self.step += 1
+                    self._steps.now = False
                     if self._find_out(self._reader, self._certain):
                         self._leave()
             self._finish_loop()

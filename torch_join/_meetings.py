@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch_join._errors import EarlyTerminationError, JoinValueError
+from torch_join._hyperparameters import Steps
 from torch_join._reader import Reader
 from torch_join._server import Server
 from torch_join._weighting import Weighting
@@ -21,6 +22,7 @@ class Meetings(Server):
     """
 
     def __init__(self, group: Any, objects: list[Any], weighting: Weighting, throws: bool, may_break: bool) -> None:
+        self._objects = objects
         super().__init__(group, objects, weighting)
         self._throws = throws
         self.may_break = self.may_break or may_break
@@ -29,6 +31,8 @@ class Meetings(Server):
         super()._reset()
         self._awaited: tuple[int, bool] | None = None  # what this rank says in a meeting that has been put off
         self._at_last = False
+        self._steps = Steps(self._objects)
+        self._posted: list[str] = []  # keys, for ranks that join
         self.step = 0
 
     @property
@@ -135,17 +139,32 @@ class Meetings(Server):
                     if joined
                     else "Detected at least one rank that exhausted inputs. Throwing across all ranks."
                 )
+            if self._active != self._before:
+                self._compare_steps()
             if joined:
                 self._serve()
                 return False
             if not self._tail:
                 self._begin_tail()
-            elif self._active != self._before:
-                self._announce_join()
             self._agreement.compare(self.rank, self._active)
         if not self._active:
             self._end_tail()
         return not joined
+
+    def _compare_steps(self) -> None:
+        """Compare, where some rank joins, whether the optimizers of those that came so far went together."""
+        # Between two departures nothing may be announced.
+        place = f"steps/{self._channel.records}/{len(self._active)}"
+        words = self._steps.words(self.may_break)
+        self._channel.post(f"{place}/{self.rank}", words)
+        self._posted.append(f"{place}/{self.rank}")
+        others = {rank: self._channel.read(f"{place}/{rank}") for rank in self._before if rank != self.rank}
+        self._steps.compare({self.rank: words, **others})
+
+    def _hand_over(self, words: list[Any]) -> None:
+        while self._posted:  # all have come to the end of the tail, and so have read it
+            self._channel.delete(self._posted.pop())
+        super()._hand_over(words)
 
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left, before it does anything else with others."""

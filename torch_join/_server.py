@@ -15,7 +15,6 @@ from torch_join._channel import Channel
 from torch_join._errors import JoinError, JoinValueError
 from torch_join._failures import telling_failures
 from torch_join._handover import hand_over
-from torch_join._hyperparameters import Steps
 from torch_join._neutral import mirror
 from torch_join._standing import Standing
 from torch_join._subgroups import Subgroups
@@ -23,7 +22,7 @@ from torch_join._tap import Call, CollectiveTap
 from torch_join._weighting import Weighting
 from torch_join.joinables import ModelPart, Part, holds_metrics
 
-_END, _COLLECTIVE, _TAIL, _JOIN = "end", "collective", "tail", "join"
+_END, _COLLECTIVE, _TAIL = "end", "collective", "tail"
 _MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
 
 
@@ -37,15 +36,14 @@ class Server(Standing):
     """
 
     def __init__(self, group: Any, objects: list[Any], weighting: Weighting) -> None:
-        self._objects = objects
         super().__init__(group, weighting)
+        self._objects = objects
         self._parts: list[Part] = []
         self._open(Channel())
         self._tap = self._new_tap()
 
     def _reset(self) -> None:
         super()._reset()
-        self._steps = Steps(self._objects)
         self._before = self._active  # at the step before
         self._said: list[tuple[int, str, Any]] = []  # announced, and not yet written
         self._heard: deque[tuple[int, str, Any]] = deque()  # read, and not yet answered
@@ -134,15 +132,10 @@ class Server(Standing):
         self._tail = True
         self._subgroups.find(self._before)
         self._agreement.begin()
-        self.announce(-1, _TAIL, [part.synced - part.silent for part in self._models()], hold=True)
-        self._announce_join()
+        self.announce(-1, _TAIL, [part.synced - part.silent for part in self._models()])
         for part in self._parts:
             part.enter_tail()
         self._tap.install()
-
-    def _announce_join(self) -> None:
-        """Tell ranks that have just joined what they need to see whether they went with the others until then."""
-        self.announce(-1, _JOIN, self._steps.words(now=not self.may_break))
 
     @torch.inference_mode(False)
     def _end_tail(self) -> None:
@@ -211,8 +204,6 @@ class Server(Standing):
             mirror(payload)
         elif kind == _TAIL:
             self._compare_counts(payload)
-        elif kind == _JOIN:
-            self._steps.compare(self.rank, payload, self._leader)
         else:
             self._parts[index].answer(kind, payload)
         has_met = self._parts[index].has_met(kind) if index >= 0 else kind == _COLLECTIVE and _has_met(payload)
