@@ -143,6 +143,8 @@ def later(rank: int) -> None:
 def test_the_longest_ranks_schedule_is_exact(workers: Workers, how: str, kind: str, lengths: tuple[int, ...]) -> None:
     if how == "by hand" and kind == "plain":
         pytest.skip("its count of steps is of the other loops")
+    if how == "epoch" and kind == "left" and 0 in lengths:
+        pytest.skip("who left by break steps it before the loop's end, and the empty rank after it")
     outcomes = workers.run(len(lengths), train, lengths, kind, False, how)
     net = network()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)

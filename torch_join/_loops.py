@@ -191,6 +191,6 @@ class Loops(Meetings):
     def _end_late(self, reader: Reader[Any]) -> None:
         if reader.has_next():
             raise JoinError(
-                f"A loop over join.batches went on at step {self.step} after it had been left: its `with` has ended, or"
-                " another loop has begun. Begin a new loop."
+                "A loop over join.batches went on after it had been left: its `with` has ended, or another loop has"
+                " begun. Begin a new loop."
             )
