@@ -8,7 +8,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_join import _batches
+from accelerate_join import _batches, join_uneven_inputs
 from tests.accelerated import accelerator_of
 from tests.workers import Workers
 from torch_join import Join
@@ -173,7 +173,9 @@ def accelerated(rank: int, lengths: tuple[int, ...], form: str, how: str) -> tup
                     if how == "break" and step == 1:
                         break
 
-        if form == "with":
+        if form == "decorator":
+            join_uneven_inputs(accelerator)(epochs)(lambda: loader)
+        elif form == "with":
             with accelerator.join_uneven_inputs():
                 epochs(lambda: loader)
         else:
@@ -184,7 +186,7 @@ def accelerated(rank: int, lengths: tuple[int, ...], form: str, how: str) -> tup
         return net.weight.flatten().tolist(), loader.iteration, counts
 
 
-@pytest.mark.parametrize("form", ["with", "batches"])
+@pytest.mark.parametrize("form", ["with", "batches", "decorator"])
 @pytest.mark.parametrize("how", ["for", "next", "break"])
 @pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 4)])
 def test_with_accelerate(workers: Workers, lengths: tuple[int, ...], form: str, how: str) -> None:
