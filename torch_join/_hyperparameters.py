@@ -15,12 +15,14 @@ from torch import Tensor
 from torch_join._errors import JoinError
 
 Hyperparameters = list[tuple[str, str]]  # name and value of each
+_PLAIN = frozenset((bool, int, float, str, tuple, list, type(None)))
 Words = list[tuple[int, Hyperparameters]]  # of a rank's last steps, by their number
 
 
 def hyperparameters(objects: Sequence[Any]) -> Hyperparameters:
     """Return the name and value of each, of all optimizers among `objects`."""
-    return _described(_named(objects), _groups(objects))
+    named = _named(objects)
+    return _described(named, _groups(named))
 
 
 def compare(everyone: Sequence[Hyperparameters]) -> None:
@@ -55,6 +57,7 @@ class Steps:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = objects
+        self._named = _named(objects)
         self.forget()
 
     def forget(self) -> None:
@@ -67,7 +70,7 @@ class Steps:
         """Note what there is at the begin of a step."""
         self.now = True
         self._begun += 1
-        self._last = [*self._last[-1:], (self._begun, _groups(self._objects))]
+        self._last = [*self._last[-1:], (self._begun, _groups(self._named))]
 
     def words(self, late: bool) -> Words:
         """Return what other ranks need for `compare`.
@@ -75,10 +78,9 @@ class Steps:
         Args:
             late: Whether something may have changed since the last step's begin.
         """
-        named = _named(self._objects)
         # What lies on another device is not copied in each step: of that, there is only what it holds now.
         newest = self._begun if self.now and not late else -1
-        return [(step, _described(named, groups, step == newest)) for step, groups in self._last]
+        return [(step, _described(self._named, groups, step == newest)) for step, groups in self._last]
 
     def compare(self, everyone: Mapping[int, Words]) -> None:
         """Compare what ranks, which may be some, had at the begin of the same steps.
@@ -97,7 +99,7 @@ class Steps:
 
     def _explain(self, name: str, values: Mapping[int, str]) -> str:
         said = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
-        optimizer = next(thing for label, thing in _named(self._objects) if name.endswith(f" of {label}"))
+        optimizer = next(thing for label, thing in self._named if name.endswith(f" of {label}"))
         schedule = next((t for t in self._objects if getattr(t, "optimizer", None) is optimizer), None)
         setter = "Whatever sets it" if schedule is None else f"{type(schedule).__name__}, which sets it,"
         return (
@@ -118,12 +120,12 @@ def _named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def _groups(objects: Sequence[Any]) -> list[list[dict[str, Any]]]:
+def _groups(named: Sequence[tuple[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the groups of each optimizer; copies, whose values stay as they are unless they are on another device."""
+    # In each step: so the usual kinds are not asked whether they are tensors.
     return [
-        [{name: _kept(value) for name, value in group.items()} for group in thing.param_groups]
-        for thing in objects
-        if hasattr(thing, "param_groups")
+        [{name: v if type(v) in _PLAIN else _kept(v) for name, v in group.items()} for group in optimizer.param_groups]
+        for _, optimizer in named
     ]
 
 
