@@ -1,22 +1,25 @@
 """Accelerate's `Accelerator` with the method replaced, and what an accelerator does differently in the context."""
 
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import accelerate
 import torch
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import GradientState
+from torch.utils.data import DataLoader
 
-from accelerate_join import _compat, _context
+from accelerate_join import _batches, _compat, _context
 from accelerate_join._loaders import remainder
-from torch_join import JoinError, UnsupportedError
+from torch_join import Join, JoinError, UnsupportedError, Weighting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from accelerate_join._context import AcceleratorJoin
     from accelerate_join._gather import Operations
+
+T = TypeVar("T")
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
@@ -25,12 +28,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def join_uneven_inputs(
         self,
         joinables: Any = None,
-        even_batches: bool | None = None,
+        even_batches: bool | None = False,
         *,
-        weighting: str = "world",
+        weighting: Weighting = "world",
         throw_on_early_termination: bool = False,
         **kwargs: Any,
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[Join]:
         """Train on uneven inputs, exactly: see `accelerate_join.join_uneven_inputs`.
 
         Args:
@@ -40,6 +43,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs.
             **kwargs: What else `torch_join.Join` takes.
         """
+        _batches.finish(self)
         return _context.join_uneven_inputs(
             self,
             joinables,
@@ -48,6 +52,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             throw_on_early_termination=throw_on_early_termination,
             **kwargs,
         )
+
+    @overload
+    def join_batches(self, loader: DataLoader[T], **kwargs: Any) -> "Iterable[T]": ...
+    @overload
+    def join_batches(self, loader: "Iterable[T]", **kwargs: Any) -> "Iterable[T]": ...
+    def join_batches(self, loader: "Iterable[T]", **kwargs: Any) -> "Iterable[T]":
+        """Go through the batches of `loader`, in a context of its own: see `accelerate_join.join_batches`.
+
+        Args:
+            loader: One that was prepared, or anything else that can be iterated over.
+            **kwargs: What `join_uneven_inputs` takes.
+        """
+        return _batches.join_batches(self, loader, **kwargs)
+
+    def end_training(self) -> None:
+        """Finish a loop over `join_batches` that was left by `break`, and do what Accelerate's method does."""
+        _batches.finish(self)
+        super().end_training()
 
 
 class _Joining:

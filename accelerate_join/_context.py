@@ -2,28 +2,30 @@
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
-from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from accelerate_join import _accelerator, _compat
 from accelerate_join._gather import Operations
 from accelerate_join._loaders import PreparedReader, even_batches_set, is_prepared, loops_joined
-from torch_join import Join, JoinError, JoinTypeError, UnsupportedError
+from torch_join import Join, JoinError, JoinTypeError, UnsupportedError, Weighting
+from torch_join._arguments import listed
+
+T = TypeVar("T")
 
 _INSTEAD = (
     "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
     " state, or give all processes equally many batches (even_batches=True) and leave the context out"
 )
-_OPTIONS = ("heartbeat", "timeout", "divide_by_initial_world_size")
 _REASONS = {
     DistributedType.FSDP: "each forward and backward of FSDP needs the shards of the ranks that have joined",
     DistributedType.DEEPSPEED: "DeepSpeed's engine runs collectives of its own in forward, backward and step",
@@ -38,7 +40,7 @@ def join_uneven_inputs(
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
     *,
-    weighting: str = "world",
+    weighting: Weighting = "world",
     throw_on_early_termination: bool = False,
     **kwargs: Any,
 ) -> Iterator[Join]:
@@ -71,12 +73,12 @@ def join_uneven_inputs(
         JoinTypeError: There is no such argument, and no hook that could take it.
     """
     distributed = check_supported(accelerator)
-    _check_options(kwargs, joinables or ())
+    given = [] if joinables is None else listed(joinables)
     if weighting == "world" and "divide_by_initial_world_size" in kwargs:
         weighting = None  # type: ignore[assignment]  # torch's name for the same thing decides
     join = AcceleratorJoin(
         accelerator,
-        joinables or (),
+        given,
         enable=distributed,
         weighting=weighting,
         throw_on_early_termination=throw_on_early_termination,
@@ -107,6 +109,11 @@ class AcceleratorJoin(Join):
         self._accelerator = accelerator
         self.operations: Operations
         given = [_unwrap(thing) for thing in joinables]
+        if any(map(is_prepared, given)):
+            raise JoinTypeError(
+                "A loader is among the joinables, which are models, optimizers and whatever else is the same on all"
+                " processes. Leave it out, and loop over it in the context: `for batch in loader`."
+            )
         prepared = prepared_by(accelerator, given) if enable else []
         self.progress = Progress(accelerator, self)
         things = [*given, *prepared, self.progress]
@@ -117,7 +124,11 @@ class AcceleratorJoin(Join):
         self.operations = Operations(self, len(self._parts), self._accelerator)
         self._parts.append(self.operations)
 
-    def batches(self, loader: Any) -> Any:
+    @overload
+    def batches(self, loader: DataLoader[T]) -> Iterable[T]: ...
+    @overload
+    def batches(self, loader: Iterable[T]) -> Iterable[T]: ...
+    def batches(self, loader: Iterable[T]) -> Iterable[T]:
         """Go through the batches of `loader`, as in `torch_join.Join`; a prepared loader is passed on as it is."""
         return loader if is_prepared(loader) else super().batches(loader)
 
@@ -229,16 +240,6 @@ def check_supported(accelerator: accelerate.Accelerator) -> bool:
         reason = _REASONS.get(kind, "it does not train by DistributedDataParallel")
         raise UnsupportedError(f"join_uneven_inputs does not support {kind.value}: {reason}. {_INSTEAD}.")
     return True
-
-
-def _check_options(options: dict[str, Any], joinables: Sequence[Any]) -> None:
-    unknown = [name for name in options if name not in _OPTIONS]
-    hooked = any(isinstance(j, Joinable) and not isinstance(j, DistributedDataParallel) for j in joinables)
-    if unknown and not hooked:
-        raise JoinTypeError(
-            f"join_uneven_inputs has no argument {', '.join(unknown)}, and no joinable is given whose hook could take"
-            " it."
-        )
 
 
 def _unwrap(thing: Any) -> Any:

@@ -65,7 +65,7 @@ def train(network: nn.Module, accelerator: Accelerator) -> float:
     loader = loader_of(shards[accelerator.process_index], accelerator.process_index)
     accelerator.print("Batches in an epoch, by process:", gather_object([len(loader)]))
     accuracy = 0.0
-    with accelerator.join_uneven_inputs(even_batches=False):
+    with accelerator.join_uneven_inputs():
         for epoch in range(EPOCHS):
             for images, labels in tqdm(loader, disable=not accelerator.is_main_process):
                 with accelerator.accumulate(model):

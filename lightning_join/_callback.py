@@ -15,7 +15,7 @@ from lightning_join._packages import check_trainer
 from lightning_join._strategy import DDPJoinStrategy
 from lightning_join._supported import check_strategy
 from lightning_join._takeover import give_back
-from torch_join import JoinTypeError, JoinValueError
+from torch_join import JoinTypeError, JoinValueError, Weighting
 
 
 class JoinCallback(Callback):
@@ -47,7 +47,7 @@ class JoinCallback(Callback):
     def __init__(
         self,
         *,
-        weighting: str | None = None,
+        weighting: Weighting | None = None,
         divide_by_initial_world_size: bool | None = None,
         throw_on_early_termination: bool = False,
         joinables: Sequence[Joinable] = (),

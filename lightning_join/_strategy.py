@@ -32,6 +32,7 @@ from torch_join import (
     PeerFailedError,
     StepServer,
     UnsupportedError,
+    Weighting,
     open_channel,
     resolve_weighting,
     telling_failures,
@@ -75,7 +76,7 @@ class DDPJoinStrategy(StepCollectives):
     def __init__(
         self,
         *args: Any,
-        weighting: str | None = None,
+        weighting: Weighting | None = None,
         divide_by_initial_world_size: bool | None = None,
         throw_on_early_termination: bool = False,
         enable_join: bool = True,

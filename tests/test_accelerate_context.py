@@ -264,7 +264,7 @@ def test_the_signature_is_accelerates() -> None:
     function = inspect.signature(join_uneven_inputs).parameters
     assert list(function)[:3] == ["accelerator", "joinables", "even_batches"]
     assert function["even_batches"].default is False
-    assert ours["even_batches"].default is None
+    assert ours["even_batches"].default is False
     assert issubclass(UnsupportedError, accelerate_join.JoinError)
     gc.collect()
     assert not dist.is_initialized()

@@ -163,7 +163,7 @@ def misspell(rank: int) -> None:
 
 def test_a_misspelt_option(workers: Workers) -> None:
     for outcome in workers.outcomes(2, misspell):
-        assert "join_uneven_inputs has no argument wieghting" in outcome.error
+        assert "There is no argument 'wieghting'. Did you mean 'weighting'?" in outcome.error
 
 
 def as_user_dict(batch: list[Any]) -> UserDict[str, Any]:

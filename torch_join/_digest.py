@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_join._raw import raw_bytes
 from torch_join._state import Keep, Nested, Pickled, Slot
 
 _COLUMNS = 4096
@@ -62,7 +63,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
     """Sum the tensor's bytes as 64-bit words, each column of a long one with a weight of its own."""
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    data = raw_bytes(tensor)
     if data.storage_offset() % _WORD:
         data = data.clone()
     whole = data.numel() // _WORD

@@ -1,30 +1,28 @@
 """`Join`: torch's context for uneven inputs, made exact."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import Joinable
 
 from torch_join import _nesting
-from torch_join._errors import JoinError
+from torch_join._arguments import check_given, check_options, check_timeout, common_group, listed
 from torch_join._hyperparameters import compare, hyperparameters
-from torch_join._meetings import Meetings
-from torch_join._reader import Reader
+from torch_join._loops import Loops
 from torch_join._rendezvous import open_channel
 from torch_join._tap import CollectiveTap
-from torch_join._weighting import resolve_weighting
+from torch_join._weighting import Weighting, resolve_weighting
 from torch_join.joinables import CustomPart, ModelPart, make_parts, unwrap
 
-T = TypeVar("T")
+J = TypeVar("J", bound="Join")
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Join(Meetings, TorchJoin):
+class Join(Loops, TorchJoin):
     """Train on uneven inputs in a plain loop, exactly.
 
     ```python
@@ -52,7 +50,8 @@ class Join(Meetings, TorchJoin):
 
     Raises:
         ValueError: `joinables` is empty, or has different process groups.
-        JoinTypeError: One of them is of a type that cannot take part.
+        JoinTypeError: One of them is of a type that cannot take part; or there is no such argument, and no hook that
+            could take it.
         EarlyTerminationError: See `throw_on_early_termination`.
     """
 
@@ -62,36 +61,25 @@ class Join(Meetings, TorchJoin):
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        weighting: str | None = None,
+        weighting: Weighting | None = None,
         heartbeat: bool = False,
         timeout: timedelta = _DEFAULT_TIMEOUT,
         **kwargs: Any,
     ) -> None:
-        if len(joinables) == 0:
-            raise ValueError("The join context manager requires at least one joinable")
-        joinables = [unwrap(thing) for thing in joinables]
+        joinables = [unwrap(thing) for thing in listed(joinables)]
+        check_given(joinables)
+        check_timeout(timeout)
+        check_options(kwargs, joinables)
         weighting = resolve_weighting(weighting, kwargs.get("divide_by_initial_world_size"))
-        Meetings.__init__(
-            self, _common_group(joinables), list(joinables), weighting, throw_on_early_termination, heartbeat
+        Loops.__init__(
+            self, common_group(joinables), joinables, enable, weighting, throw_on_early_termination, heartbeat
         )
-        self._enable = enable
         self._timeout = timeout
         self._options = kwargs
-        self._first_custom: CustomPart | None = None
-        self._has_model = False
         if enable:
             self._make_parts()
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._in_loop = self._left_loop = False
-        self._loop: object = None  # the current one
-        self._reader: Reader[Any] | None = None  # of the last one
-        self._stepped = True  # the step's batch has been used
-        self._forwarded = False  # this loop runs forwards of a model that was given
-        self._loop_done = False  # the last that happened was a loop over `batches`
-
-    def __enter__(self) -> "Join":
+    def __enter__(self: J) -> J:
         if self._enable:
             _nesting.enter(self)
             self._reset()
@@ -106,69 +94,6 @@ class Join(Meetings, TorchJoin):
                 self._leave_nothing()
                 raise
         return self
-
-    def batches(self, loader: Iterable[T]) -> Iterable[T]:
-        """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
-
-        A length that is certain (of a map-style dataset, of a list) is exchanged once, and a step then
-        costs one request to the store. Elsewhere the ranks meet at each batch.
-
-        Args:
-            loader: This rank's batches, which may be none.
-
-        Returns:
-            This rank's batches, to loop over once. It is no iterator: a progress bar that holds it does not keep
-            a loop open that has been left by `break`.
-        """
-        return _Batches(self._batches, loader)
-
-    def _batches(self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader) -> Iterator[T]:
-        if not self._enable:
-            self.step = 0
-            for batch in loader:
-                yield batch
-                self.step += 1
-            return
-        with self._telling():
-            if self._in_loop:
-                raise JoinError(
-                    "A loop over join.batches was begun inside another one, or while another one that was left by"
-                    " `break` is still held in a variable (a progress bar, for example): ranks that have joined cannot"
-                    " follow. Close it (`del` it), begin one after the other has ended, or loop over both at once:"
-                    " join.batches(zip(a, b))."
-                )
-            self._arrive()
-            reader = self._reader = reader_of(loader)
-            length = None if self.may_break else reader.certain_length()
-            if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
-                length = real  # the others could not hear in time of a loader that turns out empty
-            said = self._channel.gather((length, hyperparameters(self._objects)), self.in_plain_loop)
-            compare([theirs for _, theirs in said])
-            lengths = [theirs for theirs, _ in said]
-            self._channel.forget()  # what the last loop has left: all have read it
-            if self.may_break:
-                self._tap.install()
-        self._in_loop, self.step, self._forwarded = True, 0, False
-        self._loop = mine = object()
-        certain = None if None in lengths else [length for length in lengths if length is not None]
-        try:
-            while True:
-                with self._telling():
-                    goes_on = self._next_step(reader, certain)
-                if not goes_on:
-                    break
-                self._stepped = not self._has_model
-                yield reader.take()
-                self.step += 1
-        except GeneratorExit:
-            if self._loop is mine:
-                self._abandon()
-            raise
-        finally:
-            if self._loop is mine:
-                self._in_loop, self._loop_done = False, True
-                if not self._tail:
-                    self._tap.remove()
 
     def __exit__(
         self,
@@ -219,81 +144,3 @@ class Join(Meetings, TorchJoin):
         self._parts = make_parts(self, self._objects, self._options)
         self._first_custom = next((p for p in self._parts if isinstance(p, CustomPart)), None)
         self._has_model = any(isinstance(p, ModelPart) for p in self._parts)
-
-    # ------------------------------------------------------------ what the parts call
-
-    @property
-    def in_plain_loop(self) -> bool:
-        """Whether this rank may be in, or after, a loop that is not over `batches`."""
-        return not self._in_loop and not self._loop_done
-
-    def before_forward(self, samples: int, waits: bool = True) -> None:
-        """Meet the other ranks, if this forward stands outside of `batches`.
-
-        Args:
-            samples: This step's number of samples.
-            waits: Whether it is important, for what this forward does, who is active.
-        """
-        if not self._in_loop:
-            self._heartbeat(samples)
-            if self.weighting == "samples":
-                self._tap.install()
-        self._stepped = self._forwarded = True
-        # As long as the tap listens, nothing that others take part in can come before the answer is asked for.
-        late = self._tap.installed and (self._in_loop or self._tail)
-        self._arrive(waits or self._throws or not late)
-
-    def before_notice(self, part: CustomPart) -> None:
-        """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""
-        if not self._in_loop and not self._has_model and part is self._first_custom:
-            self._heartbeat(0)
-        self._arrive()
-
-    # ------------------------------------------------------------ loops
-
-    def _heartbeat(self, samples: int) -> None:
-        self._arrive()
-        self._loop_done = False
-        self._awaited = samples, False
-        self.step += 1
-
-    def _abandon(self) -> None:
-        self._loop, self._in_loop, self._left_loop, self._loop_done = None, False, True, False
-        if self._awaited is not None and not self._has_said:  # nobody counts on this step
-            self._awaited, self._stepped = None, True
-        if not (self._tail or self.may_break):  # else whatever comes next with others finishes the loop first
-            self._tap.remove()
-
-    def _return_to_loop(self) -> None:
-        """Finish a loop that this rank has left by `break`."""
-        if self._left_loop and not self.serving:
-            self._left_loop = False
-            if self.may_break and self._forwarded and not self._stepped:
-                raise JoinError(
-                    f"Rank {self.rank} left its loop at step {self.step} after it had taken a batch and before the"
-                    " model's forward, where the other ranks already count on it. Break at the end of a step."
-                )
-            with self._telling():
-                self._leave()
-            self._loop_done = True
-            if not self._tail:
-                self._tap.remove()
-
-
-class _Batches(Generic[T]):
-    def __init__(self, go_through: Callable[[Iterable[T]], Iterator[T]], loader: Iterable[T]) -> None:
-        self._go_through = go_through
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[T]:
-        return self._go_through(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-
-def _common_group(joinables: Sequence[Any]) -> Any:
-    groups = [j.join_process_group for j in joinables if isinstance(j, Joinable)]
-    if any(group != groups[0] for group in groups):
-        raise ValueError("Using join context manager with multiple process groups")
-    return groups[0] if groups else dist.group.WORLD

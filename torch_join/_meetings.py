@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch_join._errors import EarlyTerminationError, JoinValueError, UnsupportedError
+from torch_join._hyperparameters import Steps
 from torch_join._reader import Reader
 from torch_join._server import Server
 from torch_join._weighting import Weighting
@@ -22,6 +23,7 @@ class Meetings(Server):
     """
 
     def __init__(self, group: Any, objects: list[Any], weighting: Weighting, throws: bool, may_break: bool) -> None:
+        self._objects = objects
         super().__init__(group, objects, weighting)
         self._throws = throws
         self.may_break = self.may_break or may_break
@@ -30,6 +32,8 @@ class Meetings(Server):
         super()._reset()
         self._awaited: tuple[int, bool] | None = None  # what this rank says in a meeting that has been put off
         self._at_last = False
+        self._steps = Steps(self._objects)
+        self._posted: list[str] = []  # keys, for ranks that join
         self.step = 0
 
     @property
@@ -52,6 +56,10 @@ class Meetings(Server):
 
     def _next_step(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
+        self._steps.begin()
+        return self._find_out(reader, certain)
+
+    def _find_out(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         samples = reader.samples if self.weighting == "samples" else 0
         if self.may_break:
             self._arrive()
@@ -134,6 +142,8 @@ class Meetings(Server):
                     if joined
                     else "Detected at least one rank that exhausted inputs. Throwing across all ranks."
                 )
+            if self._active != self._before:
+                self._compare_steps()
             if joined:
                 self._serve()
                 return False
@@ -155,6 +165,21 @@ class Meetings(Server):
         joined = [rank for rank in group if rank in self._members and self._members.index(rank) in self.joined_ranks]
         if is_ddps and self._tail and joined and not any(model.in_backward for model in self._models()):
             raise ungiven(joined)
+
+    def _compare_steps(self) -> None:
+        """Compare, where some rank joins, whether the optimizers of those that came so far went together."""
+        # Between two departures nothing may be announced.
+        place = f"steps/{self._channel.records}/{len(self._active)}"
+        words = self._steps.words(self.may_break)
+        self._channel.post(f"{place}/{self.rank}", words)
+        self._posted.append(f"{place}/{self.rank}")
+        others = {rank: self._channel.read(f"{place}/{rank}") for rank in self._before if rank != self.rank}
+        self._steps.compare({self.rank: words, **others})
+
+    def _hand_over(self, words: list[Any]) -> None:
+        while self._posted:  # all have come to the end of the tail, and so have read it
+            self._channel.delete(self._posted.pop())
+        super()._hand_over(words)
 
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left, before it does anything else with others."""

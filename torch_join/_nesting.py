@@ -33,6 +33,19 @@ def enter(join: "Join") -> None:
     _entered.append(join)
 
 
+def check_entered(join: object) -> None:
+    """Raise if `join` is not entered.
+
+    Raises:
+        JoinError: It is not.
+    """
+    if not any(join is other for other in _entered):
+        raise JoinError(
+            "A loop over join.batches was begun outside of its `with`, where no rank serves another. Put it inside:"
+            " `with Join([...]) as join: for batch in join.batches(loader): ...`."
+        )
+
+
 def leave(join: "Join") -> None:
     """Note that `join` is left; does nothing if it was not entered."""
     _entered[:] = [other for other in _entered if other is not join]

@@ -1,13 +1,14 @@
 """Reading a loader so that its end is known in time."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._errors import JoinValueError
+from torch_join._refills import RefillGuard
 
 T = TypeVar("T")
 
@@ -30,13 +31,17 @@ class Reader(Generic[T]):
         self._iterator = iter(loader)
         self._ahead: deque[T] = deque()
         self._ended = False
+        self._guard = RefillGuard(loader)
 
     def has_next(self, ahead: int = 1) -> bool:
         """Whether there are `ahead` more batches."""
         while len(self._ahead) < ahead and not self._ended:
+            held = self._guard.look(self._ahead)
             self.pulling = True
             try:
-                self._ahead.append(next(self._iterator))
+                batch = next(self._iterator)
+                self._guard.check(self._ahead, held, batch)
+                self._ahead.append(batch)
             except StopIteration:
                 self._ended = True
             finally:
@@ -49,8 +54,10 @@ class Reader(Generic[T]):
         return self._ahead.popleft()
 
     def certain_length(self) -> int | None:
-        """Return the number of batches if there is reason to trust it."""
+        """Return the number of batches if there is reason to trust it, and none against reading ahead."""
         loader = self._loader
+        if _has_position(loader):
+            return None
         if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
             return None  # DataLoader's is a guess there
         if not isinstance(loader, Sized):
@@ -73,6 +80,32 @@ class Reader(Generic[T]):
     def samples(self) -> int:
         """Number of samples in the next batch, 0 without one."""
         return count_samples(self._ahead[0]) if self.has_next() else 0
+
+
+class Batches(Generic[T]):
+    """What `Join.batches` returns: to loop over, and no iterator."""
+
+    def __init__(self, go_through: Callable[[Iterable[T]], Iterator[T]], loader: Iterable[T]) -> None:
+        self._go_through = go_through
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[T]:
+        return self._go_through(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+
+def _has_position(loader: Any, depth: int = 3) -> bool:
+    """Whether `loader`, or something that it draws from (a sampler, or what a progress bar goes through), can be saved.
+
+    Reading ahead moves where it is: a checkpoint from within the loop would leave out what has not been used yet.
+    """
+    if depth == 0 or isinstance(loader, (nn.Module, type)):  # a transform's state is no position
+        return False
+    if callable(getattr(loader, "state_dict", None)):
+        return True
+    return any(_has_position(part, depth - 1) for part in getattr(loader, "__dict__", {}).values())
 
 
 def count_samples(batch: Any) -> int:

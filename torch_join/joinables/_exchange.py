@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_join import _transfer
 from torch_join._compat_metrics import State, own_states
+from torch_join._raw import raw_bytes
 
 if TYPE_CHECKING:
     from torch_join._join import Join
@@ -65,7 +66,7 @@ class Exchange:
         start = 0
         for tensor in (tensor for state in self._states.values() for tensor in state.tensors):
             if tensor.device.type == device:
-                raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                raw = raw_bytes(tensor)
                 packed[start : start + raw.numel()] = raw
                 start += raw.numel()
         rows = [torch.empty_like(packed) for _ in self._schemas]

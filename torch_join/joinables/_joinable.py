@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from torch_join._arguments import refuse_misspelt
 from torch_join._compat import ConfiguredJoinable
 from torch_join._errors import JoinValueError
 from torch_join._weighting import Weighting, resolve_weighting
@@ -48,6 +49,8 @@ class WrappingJoinable(ConfiguredJoinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that torch's `Join` runs; `divide_by_initial_world_size` and `weighting` are read."""
+        for name in kwargs:
+            refuse_misspelt(name)
         self._weighting = resolve_weighting(kwargs.get("weighting"), kwargs.get("divide_by_initial_world_size"))
         hook = _Hook(self)
         self._hook = weakref.ref(hook)

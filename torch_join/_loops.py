@@ -1,0 +1,199 @@
+"""The loops of a `Join`: how one is gone through, left and finished."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, overload
+
+from torch.utils.data import DataLoader
+
+from torch_join import _nesting
+from torch_join._errors import JoinError
+from torch_join._hyperparameters import compare, hyperparameters
+from torch_join._meetings import Meetings
+from torch_join._reader import Batches, Reader
+from torch_join._weighting import Weighting
+from torch_join.joinables import CustomPart
+
+T = TypeVar("T")
+
+
+class Loops(Meetings):
+    """Goes through loops over `batches` and, from forward to forward, through others.
+
+    Args:
+        group: The process group.
+        objects: Everything that was given to `Join`.
+        enable: `False` has ranks know nothing of each other.
+        weighting: How the gradients of the active ranks are combined.
+        throws: Whether to raise when the first rank runs out of inputs while others have some.
+        may_break: Whether a rank may leave a loop in any step.
+    """
+
+    def __init__(
+        self, group: Any, objects: list[Any], enable: bool, weighting: Weighting, throws: bool, may_break: bool
+    ) -> None:
+        super().__init__(group, objects, weighting, throws, may_break)
+        self._enable = enable
+        self._first_custom: CustomPart | None = None
+        self._has_model = False
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._in_loop = self._left_loop = False
+        self._loop: object = None  # the current one
+        self._reader: Reader[Any] | None = None  # of the last one
+        self._certain: list[int] | None = None  # all ranks' lengths in it
+        self._stepped = True  # the step's batch has been used
+        self._forwarded = False  # this loop runs forwards of a model that was given
+        self._loop_done = False  # the last that happened was a loop over `batches`
+
+    # A DataLoader's own iterator is one of `Any`.
+    @overload
+    def batches(self, loader: DataLoader[T]) -> Iterable[T]: ...
+    @overload
+    def batches(self, loader: Iterable[T]) -> Iterable[T]: ...
+    def batches(self, loader: Iterable[T]) -> Iterable[T]:
+        """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
+
+        A length that is certain (of a map-style dataset, of a list) is exchanged once, and a step then
+        costs one request to the store. Elsewhere the ranks meet at each batch.
+
+        Args:
+            loader: This rank's batches, which may be none.
+
+        Returns:
+            This rank's batches, to loop over once. It is no iterator: a progress bar that holds it does not keep
+            a loop open that has been left by `break`.
+        """
+        return Batches(self._batches, loader)
+
+    def _batches(self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader) -> Iterator[T]:
+        if not self._enable:
+            self.step = 0
+            for batch in loader:
+                yield batch
+                self.step += 1
+            return
+        with self._telling():
+            _nesting.check_entered(self)
+            if self._in_loop and self._reader is not None and not self._reader.has_next():
+                self._abandon()  # a loop by iter() and next(), which never asks for the end
+            if self._in_loop:
+                raise JoinError(
+                    "A loop over join.batches was begun inside another one, or while another one that was left by"
+                    " `break` is still held in a variable (a progress bar, for example): ranks that have joined cannot"
+                    " follow. Close it (`del` it), begin one after the other has ended, or loop over both at once:"
+                    " join.batches(zip(a, b))."
+                )
+            self._arrive()
+            reader = self._reader = reader_of(loader)
+            length = None if self.may_break else reader.certain_length()
+            if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
+                length = real  # the others could not hear in time of a loader that turns out empty
+            said = self._channel.gather((length, hyperparameters(self._objects)), self.in_plain_loop)
+            compare([theirs for _, theirs in said])
+            lengths = [theirs for theirs, _ in said]
+            self._channel.forget()  # what the last loop has left: all have read it
+            if self.may_break:
+                self._tap.install()
+        self._in_loop, self.step, self._forwarded = True, 0, False
+        self._steps.forget()
+        self._loop = mine = object()
+        certain = None if None in lengths else [length for length in lengths if length is not None]
+        self._certain = certain
+        try:
+            while True:
+                with self._telling():
+                    goes_on = self._next_step(reader, certain)
+                if not goes_on:
+                    break
+                self._stepped = not self._has_model
+                yield reader.take()
+                if self._loop is not mine:
+                    self._end_late(reader)
+                    return
+                self.step += 1
+        except GeneratorExit:
+            if self._loop is mine:
+                self._abandon()
+            raise
+        finally:
+            if self._loop is mine:
+                self._in_loop = False
+                self._finish_loop()
+
+    # ------------------------------------------------------------ what the parts call
+
+    @property
+    def in_plain_loop(self) -> bool:
+        """Whether this rank may be in, or after, a loop that is not over `batches`."""
+        return not self._in_loop and not self._loop_done
+
+    def before_forward(self, samples: int, waits: bool = True) -> None:
+        """Meet the other ranks, if this forward stands outside of `batches`.
+
+        Args:
+            samples: This step's number of samples.
+            waits: Whether it is important, for what this forward does, who is active.
+        """
+        if not self._in_loop:
+            self._heartbeat(samples)
+            if self.weighting == "samples":
+                self._tap.install()
+        self._stepped = self._forwarded = True
+        # As long as the tap listens, nothing that others take part in can come before the answer is asked for.
+        late = self._tap.installed and (self._in_loop or self._tail)
+        self._arrive(waits or self._throws or not late)
+
+    def before_notice(self, part: CustomPart) -> None:
+        """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""
+        if not self._in_loop and not self._has_model and part is self._first_custom:
+            self._heartbeat(0)
+        self._arrive()
+
+    # ------------------------------------------------------------ loops
+
+    def _heartbeat(self, samples: int) -> None:
+        self._arrive()
+        self._loop_done = False
+        self._steps.begin()
+        self._awaited = samples, False
+        self.step += 1
+
+    def _abandon(self) -> None:
+        self._loop, self._in_loop, self._left_loop, self._loop_done = None, False, True, False
+        if self._awaited is not None and not self._has_said:  # nobody counts on this step
+            self._awaited, self._stepped = None, True
+        if not (self._tail or self.may_break):  # else whatever comes next with others finishes the loop first
+            self._tap.remove()
+
+    def _return_to_loop(self) -> None:
+        """Finish a loop that this rank has left by `break`."""
+        if self._left_loop and not self.serving:
+            self._left_loop = False
+            if self.may_break and self._forwarded and not self._stepped:
+                raise JoinError(
+                    f"Rank {self.rank} left its loop at step {self.step} after it had taken a batch and before the"
+                    " model's forward, where the other ranks already count on it. Break at the end of a step."
+                )
+            with self._telling():
+                if self._certain is None or self._reader is None:
+                    self._leave()
+                else:  # those who left with their last batch have ended, as the others know
+                    self.step += 1
+                    self._steps.now = False
+                    if self._find_out(self._reader, self._certain):
+                        self._leave()
+            self._finish_loop()
+
+    def _finish_loop(self) -> None:
+        self._loop_done = True
+        self._steps.forget()
+        if not self._tail:
+            self._tap.remove()
+
+    def _end_late(self, reader: Reader[Any]) -> None:
+        if reader.has_next():
+            raise JoinError(
+                "A loop over join.batches went on after it had been left: its `with` has ended, or another loop has"
+                " begun. Begin a new loop."
+            )
