@@ -22,10 +22,6 @@ class ReadAheadFetcher(DataFetcher):
     that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
     before the sampler is told the epoch when training is resumed.
 
-    Args:
-        alone: Whether this is the only rank. Then nobody needs to know, and a loader that has a length
-            is read as Lightning does: when a step begins.
-
     Attributes:
         batches: The batches that have been read and not been used.
         exhausted: Whether the loader's end is known.
@@ -33,9 +29,8 @@ class ReadAheadFetcher(DataFetcher):
         stateful: Whether some of the dataloaders have a state.
     """
 
-    def __init__(self, alone: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._alone = alone
         self.batches: deque[Any] = deque()
         self.exhausted = False
         self.claimed: int | None = None
@@ -137,9 +132,6 @@ class ReadAheadFetcher(DataFetcher):
         """
         if self.exhausted:
             return None
-        if self._alone and self.length is not None:
-            self.exhausted = True
-            return max(self.length, self.fetched)
         while len(self.batches) < ahead:
             if self.length is not None and self.fetched >= self.length:
                 break
@@ -170,7 +162,10 @@ class ReadAheadFetcher(DataFetcher):
         batch, _, _ = super().__next__()
         while batch is None:
             # There is nothing to train on; a rank that made a step of it would be out of step.
-            rank_zero_warn("A train dataloader yielded None. Such batches are left out.")
+            rank_zero_warn(
+                "train_dataloader yielded None. If this was on purpose, ignore this warning..."
+                " Such a batch is left out."
+            )
             self.fetched -= 1
             self._skipped += 1
             if self.length is not None:

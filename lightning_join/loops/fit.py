@@ -63,7 +63,7 @@ class JoinFitLoop(ResumingFitLoop):
         loader.flattened = flattened
         self._combined_loader = loader
         self._last_train_dl_reload_epoch = trainer.current_epoch
-        self._data_fetcher = fetcher = ReadAheadFetcher(alone=trainer.world_size == 1)
+        self._data_fetcher = fetcher = ReadAheadFetcher()
         fetcher.setup(loader)
         self._lengths = ()
         self.measure()
