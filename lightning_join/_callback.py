@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -79,6 +79,7 @@ class _UpgradedStrategy(DDPJoinStrategy):
     """A plain `DDPStrategy` for as long as a `JoinCallback` makes it join."""
 
     undo: Callable[[], None]
+    _remedies: ClassVar[dict[str, str]] = {}  # the trainer's strategy is a plain `ddp`, and stays one
 
     def teardown(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """A data fetcher that reads ahead."""
 
 from collections import deque
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -8,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
 from lightning_join._compat import DataFetcher, sized_len
+from lightning_join._resumable import at_their_place, begin_anew, epochs_of
 
 # Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, `cycled` (which of several
 # loaders have come to their end), the numbers of batches `taken` and of those left out (`skipped`), and whether the
@@ -42,6 +44,7 @@ class ReadAheadFetcher(DataFetcher):
         self._current: Place | None = None
         self._newest: Place | None = None
         self._before: deque[Place] = deque()
+        self._resumed_in: list[Any] | None = None  # of an epoch that was resumed: the datasets' own epochs
 
     def __iter__(self) -> "ReadAheadFetcher":
         self.reset()
@@ -68,9 +71,13 @@ class ReadAheadFetcher(DataFetcher):
         """
         loader = self.combined_loader
         self.stateful = any(isinstance(part, _compat.Stateful) for part in loader.flattened)
+        if self._resumed_in is not None:
+            begin_anew(loader.flattened, self._resumed_in)
+        self._resumed_in = epochs_of(loader.flattened) if place is not None else None
         if place is not None:
             loader._load_state_dicts(place["states"])
-        self.iterator = iter(loader)
+        with at_their_place(loader.flattened) if place is not None else nullcontext():
+            self.iterator = iter(loader)
         if self.stateful:
             _compat.watch_ends(loader)
         self.length = length = sized_len(loader)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,6 +20,7 @@ from lightning_join._collectives import StepCollectives
 from lightning_join._joinables import all_joinables, run_post_hooks_alone
 from lightning_join._manual import ManualPart
 from lightning_join._packages import check_packages
+from lightning_join._resume import load_alone
 from lightning_join._samplers import mark_injected, without_padding
 from lightning_join._step_values import StepValues
 from lightning_join._supported import check_module, check_optimizers, check_strategy, check_timeout
@@ -75,6 +76,11 @@ class DDPJoinStrategy(StepCollectives):
 
     strategy_name = "ddp_join"
 
+    # What Lightning's advice on unused parameters names, and what is to be used here.
+    _remedies: ClassVar[dict[str, str]] = {
+        "strategy='ddp_find": "strategy='ddp_join_find",
+        "strategy=DDPStrategy(": "strategy=DDPJoinStrategy(",
+    }
     # Until a run of several processes begins there is nobody else.
     channel = Channel()
     step_values: StepValues | None = None
@@ -101,7 +107,7 @@ class DDPJoinStrategy(StepCollectives):
             check_strategy(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_A_RUN}
+        return {name: value for name, value in super().__getstate__().items() if name not in _OF_A_RUN}
 
     @property
     def joined(self) -> bool:
@@ -210,6 +216,12 @@ class DDPJoinStrategy(StepCollectives):
     def process_dataloader(self, dataloader: object) -> object:
         return without_padding(super().process_dataloader(dataloader))
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        if self.enable_join and self.world_size == 1 and (module := self.lightning_module) is not None:
+            load_alone(checkpoint, module.trainer.state.fn == TrainerFn.FITTING)
+        return checkpoint
+
     @contextmanager
     def together(self, last: bool = True) -> Iterator[None]:
         """Put around a run of a loop: failures reach the other ranks, and all ranks leave together.
@@ -226,6 +238,8 @@ class DDPJoinStrategy(StepCollectives):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        for plain, ours in self._remedies.items():
+            exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
         if not isinstance(exception, PeerFailedError):
             self.channel.fail(f"{type(exception).__name__}: {exception}")
 

@@ -263,7 +263,8 @@ class LockstepJoin:
     def check_reduced(self) -> None:
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
         if self._syncs:
-            _compat.check_reduced(self._model.ddp)
+            with self.server.own_collectives():
+                _compat.check_reduced(self._model.ddp)
 
     @property
     def _syncs(self) -> bool:

@@ -85,6 +85,7 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
 
         self._combined_loader, mine = _loaders.load(trainer, self._data_source, stage, limit)
         self._everyone = _loaders.exchange(channel_of(trainer), mine)
+        _loaders.warn(self._combined_loader.flattened, self._everyone)
         self._max_batches = list(mine.limits)
         self._seen_batches_per_dataloader = defaultdict(int)
 

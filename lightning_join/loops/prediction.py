@@ -65,4 +65,5 @@ class JoinPredictionLoop(KnownToProfilers, PredictionLoop):
             return
         self._combined_loader, mine = _loaders.load(trainer, self._data_source, RunningStage.PREDICTING, limit)
         self._everyone = _loaders.exchange(channel_of(trainer), mine)
+        _loaders.warn(self._combined_loader.flattened, self._everyone)
         self.max_batches = list(mine.limits)
