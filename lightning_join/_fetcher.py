@@ -1,7 +1,6 @@
 """A data fetcher that reads ahead."""
 
 from collections import deque
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -9,11 +8,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
 from lightning_join._compat import DataFetcher, sized_len
-from lightning_join._resumable import at_their_place, begin_anew, epochs_of
+from lightning_join._resumable import at_place, begin_anew, epochs_of
 
-# Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, `cycled` (which of several
-# loaders have come to their end), the numbers of batches `taken` and of those left out (`skipped`), and whether the
-# rest of the epoch is `left` unread.
+# Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, the `epochs` that datasets have
+# of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
+# left out (`skipped`), and whether the rest of the epoch is `left` unread.
 Place = dict[str, Any]
 
 
@@ -44,7 +43,7 @@ class ReadAheadFetcher(DataFetcher):
         self._current: Place | None = None
         self._newest: Place | None = None
         self._before: deque[Place] = deque()
-        self._resumed_in: list[Any] | None = None  # of an epoch that was resumed: the datasets' own epochs
+        self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
 
     def __iter__(self) -> "ReadAheadFetcher":
         self.reset()
@@ -71,13 +70,15 @@ class ReadAheadFetcher(DataFetcher):
         """
         loader = self.combined_loader
         self.stateful = any(isinstance(part, _compat.Stateful) for part in loader.flattened)
-        if self._resumed_in is not None:
-            begin_anew(loader.flattened, self._resumed_in)
-        self._resumed_in = epochs_of(loader.flattened) if place is not None else None
-        if place is not None:
-            loader._load_state_dicts(place["states"])
-        with at_their_place(loader.flattened) if place is not None else nullcontext():
+        if self._resumed is not None:
+            begin_anew(loader.flattened, self._resumed)
+        self._resumed = None
+        if place is None:
             self.iterator = iter(loader)
+        else:
+            self._resumed = place["epochs"]
+            with at_place(loader, place):
+                self.iterator = iter(loader)
         if self.stateful:
             _compat.watch_ends(loader)
         self.length = length = sized_len(loader)
@@ -112,9 +113,10 @@ class ReadAheadFetcher(DataFetcher):
 
         Their next iterator is then that of the epoch after it: a sampler's random generator goes on.
         """
-        self.start(place)
-        self.fill()
-        self.reset()
+        if not any(epoch is not None for epoch in place["epochs"]):  # else their next one is anyhow
+            self.start(place)
+            self.fill()
+            self.reset()
 
     def _snapshot(self) -> Place:
         loader = self.combined_loader
@@ -126,6 +128,7 @@ class ReadAheadFetcher(DataFetcher):
         # Copied, since a state may hold what the loader goes on changing.
         self._newest = {
             "states": deepcopy(states),
+            "epochs": epochs_of(loader.flattened),
             "cycled": _compat.get_cycled(loader),
             "skipped": self._skipped,
         }

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import FitLoop
 from lightning_join._fetcher import Place, ReadAheadFetcher
+from lightning_join._resumable import epochs_of
 from torch_join import UnsupportedError, name_ranks
 
 _KEY = "torch_join"
@@ -156,7 +157,8 @@ class ResumingFitLoop(FitLoop):
         if not any(isinstance(part, _compat.Stateful) for part in loader.flattened):
             return None
         taken = self.epoch_loop.batch_progress.current.ready
-        return {"states": states, "cycled": [], "skipped": 0, "taken": taken, "left": False}
+        epochs = epochs_of(loader.flattened)
+        return {"states": states, "epochs": epochs, "cycled": [], "skipped": 0, "taken": taken, "left": False}
 
     def _start_in_another_world(self, fetcher: ReadAheadFetcher, record: dict[str, Any], resumes: bool) -> int | None:
         _check_world(record["world_size"], self.trainer.world_size, is_over=not resumes or record["over"])
