@@ -42,6 +42,7 @@ class ReadAheadFetcher(DataFetcher):
         # now, those of the batches that were read ahead, that of a read which found the end.
         self._current: Place | None = None
         self._newest: Place | None = None
+        self._begun_at: Place | None = None  # until something has been read
         self._before: deque[Place] = deque()
         self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
 
@@ -56,7 +57,7 @@ class ReadAheadFetcher(DataFetcher):
         self.claimed = None
         self._taken = self._skipped = 0
         self._left = False
-        self._current = self._newest = None
+        self._current = self._newest = self._begun_at = None
         self._before.clear()
 
     def start(self, place: Place | None = None) -> int | None:
@@ -76,7 +77,7 @@ class ReadAheadFetcher(DataFetcher):
         if place is None:
             self.iterator = iter(loader)
         else:
-            self._resumed = place["epochs"]
+            self._resumed, self._begun_at = place["epochs"], place
             with at_place(loader, place):
                 self.iterator = iter(loader)
         if self.stateful:
@@ -119,6 +120,11 @@ class ReadAheadFetcher(DataFetcher):
             self.reset()
 
     def _snapshot(self) -> Place:
+        if self._begun_at is not None:
+            # A loader of LitData that is asked for its state now forgets which it was given.
+            known = {name: self._begun_at[name] for name in ("states", "epochs", "cycled")}
+            self._newest = {**known, "skipped": self._skipped}
+            return self._newest
         loader = self.combined_loader
         states = loader._state_dicts()
         if self._newest is not None:
@@ -169,6 +175,7 @@ class ReadAheadFetcher(DataFetcher):
     def _read(self) -> Any:
         if self.stateful:
             self._before.append(self._snapshot())
+            self._begun_at = None
         batch, _, _ = super().__next__()
         while batch is None:
             # There is nothing to train on; a rank that made a step of it would be out of step.

@@ -6,6 +6,7 @@ datasets 5.2.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 from lightning_join._compat import CombinedLoader, Stateful
@@ -15,7 +16,7 @@ from torch_join import UnsupportedError
 @contextmanager
 def at_place(loader: CombinedLoader, place: dict[str, Any]) -> Iterator[None]:
     """Put around what makes the iterator of `loader`, so that each part begins at its state, and none begins anew."""
-    loader._load_state_dicts(place["states"])
+    loader._load_state_dicts(deepcopy(place["states"]))  # they may go on changing it
     for part, epoch in zip(loader.flattened, place["epochs"], strict=True):
         if epoch is not None:
             # Lightning leaves `on_train_epoch_start`, where it is set as a rule, out of an epoch that is resumed.

@@ -37,16 +37,19 @@ class Nodes(Reader):
 
 
 class Rows(IterableDataset[Sample]):
-    """Streams of LitData: begin where they were told to until they are reset."""
+    """Streams of LitData: in an order of each epoch's own; begin where they were told to until they forget it."""
 
     def __init__(self, samples: Samples) -> None:
-        self.samples, self.first = samples, 0
+        self.samples, self.epoch = samples, 1
+        self.given: dict[str, int] | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __iter__(self) -> Iterator[Sample]:
-        return iter([self.samples[i] for i in range(self.first, len(self.samples))])  # type: ignore[misc]
+        place = self.given or {"epoch": self.epoch, "index": 0}
+        for index in range(place["index"], len(self)):
+            yield self.samples[(index + place["epoch"]) % len(self)]  # type: ignore[misc]
 
 
 class StreamingDataLoader(DataLoader[Any]):
@@ -56,25 +59,29 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Rows) -> None:
         self.current_epoch = self.yielded = 0
-        self.restore = False
+        self.restore, self.rows = False, dataset
         super().__init__(dataset, batch_size=None)
 
     def __iter__(self) -> Any:
         if not self.restore:
-            self.yielded = self.dataset.first = 0  # type: ignore[attr-defined]
+            self.yielded, self.rows.given = 0, None
             self.current_epoch += 1
+        self.rows.epoch = self.current_epoch
         for batch in super().__iter__():
             self.yielded += 1
             yield batch
         self.restore = False
 
-    def state_dict(self) -> dict[str, int]:
-        return {"current_epoch": self.current_epoch, "num_samples_yielded": self.yielded}
+    def state_dict(self) -> dict[str, Any]:
+        if self.rows.given is not None:
+            self.rows.given["epoch"] = self.rows.epoch  # before the first batch: one that is not the resumed one
+        place = {"epoch": self.rows.epoch, "index": self.yielded}
+        return {"dataset": place, "current_epoch": self.current_epoch, "num_samples_yielded": self.yielded}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.current_epoch = state["current_epoch"]
-        self.yielded = self.dataset.first = state["num_samples_yielded"]  # type: ignore[attr-defined]
-        self.restore = 0 < self.yielded < len(self.dataset)  # type: ignore[arg-type]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.current_epoch, self.yielded = state["current_epoch"], state["num_samples_yielded"]
+        self.rows.given = state["dataset"]
+        self.restore = 0 < self.yielded < len(self.rows)
 
 
 class Lit(Reader):
