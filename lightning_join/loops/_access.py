@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
 from torch_join import Channel, LockstepJoin, ModuleMetrics
 
 if TYPE_CHECKING:
@@ -32,6 +34,14 @@ def join_of(trainer: "Trainer") -> LockstepJoin:
     join = strategy_of(trainer).join
     assert join is not None
     return join
+
+
+def has_transfer_hooks(trainer: Any) -> bool:
+    """Whether code of the user's own takes part in the transfer of a batch to the device; the same on all ranks."""
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    converts = not type(trainer.precision_plugin).convert_input.__module__.startswith("lightning.")
+    return converts or any(is_overridden(hook, owner) for hook in hooks for owner in owners)
 
 
 class NoStopIteration:

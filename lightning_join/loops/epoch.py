@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -15,7 +15,14 @@ from lightning_join._compat import TrainingEpochLoop, call
 from lightning_join._fetcher import ReadAheadFetcher
 from lightning_join._logging import check_monitored
 from lightning_join._step_values import HookLogging, forget_step_values
-from lightning_join.loops._access import KnownToProfilers, NoStopIteration, join_of, metrics_of, strategy_of
+from lightning_join.loops._access import (
+    KnownToProfilers,
+    NoStopIteration,
+    has_transfer_hooks,
+    join_of,
+    metrics_of,
+    strategy_of,
+)
 
 
 class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
@@ -33,6 +40,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
     _had_batch = False
     _joined_before = False
     _lacks_values = False  # some rank goes through its first batch hooks without ever having logged
+    _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
     _made_step = True
     _validation_due = False
     _validates = False
@@ -65,6 +73,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         end = data_fetcher.fill()
         wishes = trainer.fit_loop.wishes
         mine = (float("inf") if length is None else length, self._had_batch, data_fetcher.claimed, end, wishes)
+        self._has_transfer_hooks = has_transfer_hooks(trainer)
         join = join_of(trainer)
         everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
         self._validation_due = self._joined_before = False
@@ -175,17 +184,17 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
 
     def _next_batch(self, data_fetcher: ReadAheadFetcher) -> Any:
         join = join_of(self.trainer)
-        server = join.server
         if join.joined:
             if not self._joined_before:
                 forget_step_values(self._results)
             self._joined_before = True
-            server.serve(join.active_ranks)
+            if self._has_transfer_hooks:
+                join.server.serve(join.active_ranks)
             return self._last_batch
         self._last_batch = self._last_output = None
         self._had_batch = True
-        # A step of its own: the hooks that transfer a batch run where there is one only, and may issue collectives.
-        with server.step(join.active_ranks):
+        # A step of its own: these hooks run where there is a batch only, and may issue collectives.
+        with join.server.step(join.active_ranks) if self._has_transfer_hooks else nullcontext():
             return self._to_device(data_fetcher.take())
 
     def _to_device(self, batch: Any) -> Any:
