@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -79,6 +79,7 @@ class _UpgradedStrategy(DDPJoinStrategy):
     """A plain `DDPStrategy` for as long as a `JoinCallback` makes it join."""
 
     undo: Callable[[], None]
+    _remedies: ClassVar[dict[str, str]] = {}  # the trainer's strategy is a plain `ddp`, and stays one
 
     def teardown(self) -> None:
         try:
@@ -121,17 +122,25 @@ def _upgrade(trainer: Any, strategy: Any, model: DDPJoinStrategy) -> None:
     on_exception = [(each, each.save_on_exception) for each in callbacks if isinstance(each, ModelCheckpoint)]
     added = {name: value for name, value in vars(model).items() if name not in vars(strategy)}
 
-    def undo() -> None:
-        strategy.end_joining()
-        give_back(trainer)
-        strategy.__class__ = DDPStrategy
-        for name in (*added, "server", "undo"):
-            vars(strategy).pop(name, None)
-        for callback, flag in on_exception:
-            callback.save_on_exception = flag
-        trainer.callbacks = callbacks + [each for each in trainer.callbacks if each not in callbacks]
-
-    vars(strategy).update(added, undo=undo)
+    vars(strategy).update(added, undo=partial(_undo, trainer, strategy, list(added), on_exception, callbacks))
     strategy.__class__ = _UpgradedStrategy
     check_strategy(strategy)
     strategy.begin_joining()
+
+
+# Not inside of `_upgrade`: the trainer may be pickled meanwhile.
+def _undo(
+    trainer: Any,
+    strategy: Any,
+    added: list[str],
+    on_exception: list[tuple[ModelCheckpoint, bool]],
+    callbacks: list[Callback],
+) -> None:
+    strategy.end_joining()
+    give_back(trainer)
+    strategy.__class__ = DDPStrategy
+    for name in (*added, "undo"):
+        vars(strategy).pop(name, None)
+    for callback, flag in on_exception:
+        callback.save_on_exception = flag
+    trainer.callbacks = callbacks + [each for each in trainer.callbacks if each not in callbacks]

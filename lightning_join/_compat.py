@@ -50,6 +50,7 @@ __all__ = [
     "AutomaticOptimization",
     "BatchNorm",
     "ClosureResult",
+    "CombinedLoader",
     "DataFetcher",
     "DistributedSamplerWrapper",
     "EvaluationLoop",

@@ -8,10 +8,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
 from lightning_join._compat import DataFetcher, sized_len
+from lightning_join._resumable import at_place, begin_anew, epochs_of
 
-# Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, `cycled` (which of several
-# loaders have come to their end), the numbers of batches `taken` and of those left out (`skipped`), and whether the
-# rest of the epoch is `left` unread.
+# Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, the `epochs` that datasets have
+# of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
+# left out (`skipped`), and whether the rest of the epoch is `left` unread.
 Place = dict[str, Any]
 
 
@@ -22,10 +23,6 @@ class ReadAheadFetcher(DataFetcher):
     that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
     before the sampler is told the epoch when training is resumed.
 
-    Args:
-        alone: Whether this is the only rank. Then nobody needs to know, and a loader that has a length
-            is read as Lightning does: when a step begins.
-
     Attributes:
         batches: The batches that have been read and not been used.
         exhausted: Whether the loader's end is known.
@@ -33,9 +30,8 @@ class ReadAheadFetcher(DataFetcher):
         stateful: Whether some of the dataloaders have a state.
     """
 
-    def __init__(self, alone: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._alone = alone
         self.batches: deque[Any] = deque()
         self.exhausted = False
         self.claimed: int | None = None
@@ -46,7 +42,9 @@ class ReadAheadFetcher(DataFetcher):
         # now, those of the batches that were read ahead, that of a read which found the end.
         self._current: Place | None = None
         self._newest: Place | None = None
+        self._begun_at: Place | None = None  # until something has been read
         self._before: deque[Place] = deque()
+        self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
 
     def __iter__(self) -> "ReadAheadFetcher":
         self.reset()
@@ -59,7 +57,7 @@ class ReadAheadFetcher(DataFetcher):
         self.claimed = None
         self._taken = self._skipped = 0
         self._left = False
-        self._current = self._newest = None
+        self._current = self._newest = self._begun_at = None
         self._before.clear()
 
     def start(self, place: Place | None = None) -> int | None:
@@ -73,9 +71,15 @@ class ReadAheadFetcher(DataFetcher):
         """
         loader = self.combined_loader
         self.stateful = any(isinstance(part, _compat.Stateful) for part in loader.flattened)
-        if place is not None:
-            loader._load_state_dicts(place["states"])
-        self.iterator = iter(loader)
+        if self._resumed is not None:
+            begin_anew(loader.flattened, self._resumed)
+        self._resumed = None
+        if place is None:
+            self.iterator = iter(loader)
+        else:
+            self._resumed, self._begun_at = place["epochs"], place
+            with at_place(loader, place):
+                self.iterator = iter(loader)
         if self.stateful:
             _compat.watch_ends(loader)
         self.length = length = sized_len(loader)
@@ -110,11 +114,17 @@ class ReadAheadFetcher(DataFetcher):
 
         Their next iterator is then that of the epoch after it: a sampler's random generator goes on.
         """
-        self.start(place)
-        self.fill()
-        self.reset()
+        if not any(epoch is not None for epoch in place["epochs"]):  # else their next one is anyhow
+            self.start(place)
+            self.fill()
+            self.reset()
 
     def _snapshot(self) -> Place:
+        if self._begun_at is not None:
+            # A loader of LitData that is asked for its state now forgets which it was given.
+            known = {name: self._begun_at[name] for name in ("states", "epochs", "cycled")}
+            self._newest = {**known, "skipped": self._skipped}
+            return self._newest
         loader = self.combined_loader
         states = loader._state_dicts()
         if self._newest is not None:
@@ -124,6 +134,7 @@ class ReadAheadFetcher(DataFetcher):
         # Copied, since a state may hold what the loader goes on changing.
         self._newest = {
             "states": deepcopy(states),
+            "epochs": epochs_of(loader.flattened),
             "cycled": _compat.get_cycled(loader),
             "skipped": self._skipped,
         }
@@ -137,9 +148,6 @@ class ReadAheadFetcher(DataFetcher):
         """
         if self.exhausted:
             return None
-        if self._alone and self.length is not None:
-            self.exhausted = True
-            return max(self.length, self.fetched)
         while len(self.batches) < ahead:
             if self.length is not None and self.fetched >= self.length:
                 break
@@ -167,10 +175,14 @@ class ReadAheadFetcher(DataFetcher):
     def _read(self) -> Any:
         if self.stateful:
             self._before.append(self._snapshot())
+            self._begun_at = None
         batch, _, _ = super().__next__()
         while batch is None:
             # There is nothing to train on; a rank that made a step of it would be out of step.
-            rank_zero_warn("A train dataloader yielded None. Such batches are left out.")
+            rank_zero_warn(
+                "train_dataloader yielded None. If this was on purpose, ignore this warning..."
+                " Such a batch is left out."
+            )
             self.fetched -= 1
             self._skipped += 1
             if self.length is not None:

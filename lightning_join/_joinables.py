@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from torch.distributed.algorithms.join import Joinable
+import lightning.pytorch as pl
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from torch_join import JoinValueError
 
@@ -32,3 +33,31 @@ def all_joinables(strategy: "DDPJoinStrategy") -> list[Joinable]:
                 " DDPJoinStrategy(joinables=...), or return it from configure_joinables(), but not both."
             )
     return joinables
+
+
+def run_post_hooks_alone(strategy: "DDPJoinStrategy") -> None:
+    """Run the joinables' post-hooks at each epoch's end where there is one process, whose loops are Lightning's own."""
+    assert strategy.lightning_module is not None
+    callbacks: list[pl.Callback] = strategy.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [each for each in callbacks if not isinstance(each, _PostHooks)]  # of a fit before
+    if joinables := all_joinables(strategy):
+        callbacks.insert(0, _PostHooks(joinables))
+
+
+class _PostHooks(pl.Callback):
+    """What an epoch of several processes does with joinables, where nobody can join.
+
+    Args:
+        joinables: The joinables.
+    """
+
+    def __init__(self, joinables: list[Joinable]) -> None:
+        self._joinables = joinables
+        self._hooks: list[JoinHook] = []
+
+    def on_train_epoch_start(self, *_: object) -> None:
+        self._hooks = [joinable.join_hook() for joinable in self._joinables]
+
+    def on_train_epoch_end(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.post_hook(is_last_joiner=True)

@@ -44,8 +44,6 @@ class JoinResultCollection(ResultCollection):
         self._reduce_together(until_all=True)
 
     def _reduce_together(self, until_all: bool) -> None:
-        if self.strategy.world_size == 1:
-            return
         while True:
             mine = self._next_unreduced()
             if mine is None and not until_all:

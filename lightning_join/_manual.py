@@ -98,6 +98,7 @@ class ManualPart(Part):
             loss = precision.post_backward(loss, module)
             strategy.post_backward(loss)
         self._shadow.settle()
+        strategy.join.check_reduced()
         if self.join.in_tail:
             self._mirror.after_backward(synced)
         else:

@@ -14,7 +14,7 @@ from lightning_join._callback import JoinCallback
 from lightning_join._epoch_record import EpochRecord, RankRecord
 from lightning_join._packages import check_trainer
 from lightning_join._strategy import DDPJoinStrategy
-from lightning_join._timeline import check_matplotlib, draw_timeline
+from lightning_join._timeline import check_plot, draw_timeline
 from torch_join import Channel, JoinTypeError, JoinValueError
 
 
@@ -41,7 +41,8 @@ class JoinMonitor(Callback):
 
     Raises:
         JoinValueError: `reshard_above` is not from 0 to 1, or `plot` is given and matplotlib is missing.
-        JoinTypeError: When a run begins: the strategy does not join, or the trainer is not Lightning's.
+        JoinTypeError: `plot` is no path. When a run begins: the strategy does not join, or the trainer is not
+            Lightning's.
 
     Attributes:
         epochs: What all ranks did in each epoch of the fit, the same on every rank.
@@ -56,7 +57,7 @@ class JoinMonitor(Callback):
         if not 0 <= reshard_above <= 1:
             raise JoinValueError(f"reshard_above is a share of steps, from 0 to 1, got {reshard_above!r}.")
         if plot is not None:
-            check_matplotlib()
+            check_plot(plot)
         self._plot = None if plot is None else Path(plot)
         self._reshard_above = reshard_above
         self._warned = False

@@ -13,9 +13,38 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import FitLoop
 from lightning_join._fetcher import Place, ReadAheadFetcher
+from lightning_join._resumable import epochs_of
 from torch_join import UnsupportedError, name_ranks
 
 _KEY = "torch_join"
+
+
+def load_alone(checkpoint: dict[str, Any], fitting: bool) -> None:
+    """Prepare a checkpoint for one process, whose loops are Lightning's own, to go on from if it is `fitting`.
+
+    Raises:
+        UnsupportedError: Several ranks have written it in an epoch.
+    """
+    state = checkpoint.get("loops", {}).get("fit_loop", {})
+    record = state.get("state_dict", {}).get(_KEY)
+    if not fitting or record is None or record["world_size"] == 1:
+        return
+    epochs = state["epoch_progress"]["current"]
+    _check_world(record["world_size"], 1, is_over=epochs["ready"] == epochs["processed"])
+    state["state_dict"].pop("combined_loader", None)
+
+
+def _check_world(ranks: int, world_size: int, is_over: bool) -> None:
+    if not is_over:
+        raise UnsupportedError(
+            f"The checkpoint was written in the middle of an epoch by {ranks} ranks, each with a state of its own"
+            f" dataloaders, and this job has {world_size}. Resume with {ranks} ranks, or from a checkpoint"
+            " of an epoch's end."
+        )
+    rank_zero_warn(
+        f"The checkpoint was written by {ranks} ranks and this job has {world_size}, so the states of its"
+        " dataloaders are left out: the next epoch begins with new ones."
+    )
 
 
 class ResumingFitLoop(FitLoop):
@@ -69,8 +98,6 @@ class ResumingFitLoop(FitLoop):
 
     def _gather(self, place: Place | None) -> dict[int, Place | None]:
         trainer = self.trainer
-        if trainer.world_size == 1:
-            return {0: place}
         # Not over the channel, which is closed after the fit; and each state goes to the rank that writes only.
         places: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
         dist.gather_object(place, places)
@@ -120,31 +147,21 @@ class ResumingFitLoop(FitLoop):
                 fetcher.end_at(place)
 
     def _as_lightning(self, states: list[dict[str, Any]]) -> Place | None:
-        if self.trainer.world_size > 1:
-            rank_zero_warn(
-                "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
-                " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
-                " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
-            )
+        rank_zero_warn(
+            "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
+            " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
+            " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
+        )
         loader = self._combined_loader
         assert loader is not None
         if not any(isinstance(part, _compat.Stateful) for part in loader.flattened):
             return None
         taken = self.epoch_loop.batch_progress.current.ready
-        return {"states": states, "cycled": [], "skipped": 0, "taken": taken, "left": False}
+        epochs = epochs_of(loader.flattened)
+        return {"states": states, "epochs": epochs, "cycled": [], "skipped": 0, "taken": taken, "left": False}
 
     def _start_in_another_world(self, fetcher: ReadAheadFetcher, record: dict[str, Any], resumes: bool) -> int | None:
-        ranks, trainer = record["world_size"], self.trainer
-        if resumes and not record["over"]:
-            raise UnsupportedError(
-                f"The checkpoint was written in the middle of an epoch by {ranks} ranks, each with a state of its own"
-                f" dataloaders, and this job has {trainer.world_size}. Resume with {ranks} ranks, or from a checkpoint"
-                " of an epoch's end."
-            )
-        rank_zero_warn(
-            f"The checkpoint was written by {ranks} ranks and this job has {trainer.world_size}, so the states of its"
-            " dataloaders are left out: the next epoch begins with new ones."
-        )
+        _check_world(record["world_size"], self.trainer.world_size, is_over=not resumes or record["over"])
         length = fetcher.start()
         if resumes:
             fetcher.length = fetcher.fetched  # nothing is left of the epoch

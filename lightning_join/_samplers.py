@@ -1,5 +1,6 @@
 """The samplers that Lightning injects, without their padding."""
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
@@ -44,20 +45,30 @@ def without_padding(dataloader: object) -> object:
 
     In place, since a loader of a class of the user's own may not stand being made a second time.
     """
-    if not isinstance(dataloader, DataLoader):
-        return dataloader
-    for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
-            if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
-                _take_place(sampler)
-            elif (unpadded := _UNPADDED.get(type(sampler))) is not None:
-                sampler.__class__ = unpadded
-                cast(UnpaddedDistributedSampler, sampler).unpad()
+    for sampler in _injected(dataloader):
+        if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
+            _take_place(sampler)
+        elif (unpadded := _UNPADDED.get(type(sampler))) is not None:
+            sampler.__class__ = unpadded
+            cast(UnpaddedDistributedSampler, sampler).unpad()
     return dataloader
+
+
+def sharded_samples(dataloader: object) -> int | None:
+    """Return of how many samples this rank gets its share from a sampler of Lightning's, if it does."""
+    return next((len(sampler.dataset) for sampler in _injected(dataloader)), None)  # type: ignore[arg-type]
+
+
+def _injected(dataloader: object) -> Iterator[DistributedSampler[Any]]:
+    """Go through the samplers of `dataloader` that Lightning has made."""
+    if isinstance(dataloader, DataLoader):
+        for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
+            if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
+                yield sampler
 
 
 def _take_place(sampler: UnrepeatedDistributedSamplerWrapper) -> None:
     place = cast(InjectedRank, sampler.rank).place
     if place is not None:
-        sampler.rank, sampler.num_replicas = place
+        sampler.rank, sampler.num_replicas = InjectedRank(place[0]), place[1]
         sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))

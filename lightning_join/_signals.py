@@ -20,7 +20,7 @@ class JoinSignalConnector(SignalConnector):
 
     @property
     def received_sigterm(self) -> bool:
-        return self.agreed or (self.signalled and self.trainer.world_size == 1)
+        return self.agreed
 
     @received_sigterm.setter
     def received_sigterm(self, value: bool) -> None:

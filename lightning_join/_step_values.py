@@ -159,8 +159,7 @@ class HookLogging:
         self, results: ResultCollection, strategy: "DDPJoinStrategy", active: tuple[int, ...], joined: bool
     ) -> None:
         self._results, self._active, self._joined = results, active, joined
-        assert strategy.server is not None
-        self._server = strategy.server
+        self._strategy = strategy
         self._later: list[tuple[tuple[str, str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
@@ -171,10 +170,12 @@ class HookLogging:
         del self._results.log
         if kind is not None:
             return
+        server = self._strategy.server
+        assert server is not None
         if self._joined:
-            self._server.serve(self._active)
+            server.serve(self._active)
             return
-        with self._server.step(self._active, listens=False):
+        with server.step(self._active, listens=False):
             for args, options in self._later:
                 self._log(*args, **options)
 

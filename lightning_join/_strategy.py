@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._collectives import StepCollectives
-from lightning_join._joinables import all_joinables
+from lightning_join._joinables import all_joinables, run_post_hooks_alone
 from lightning_join._manual import ManualPart
 from lightning_join._packages import check_packages
+from lightning_join._resume import load_alone
 from lightning_join._samplers import mark_injected, without_padding
 from lightning_join._step_values import StepValues
-from lightning_join._supported import check_module, check_optimizers, check_strategy
+from lightning_join._supported import check_module, check_optimizers, check_strategy, check_timeout
 from lightning_join._takeover import take_over
 from torch_join import (
     Channel,
@@ -39,6 +40,9 @@ from torch_join import (
 )
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+# What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
+_OF_A_RUN = ("channel", "server", "join", "step_values", "metrics", "manual")
 
 
 class DDPJoinStrategy(StepCollectives):
@@ -73,6 +77,17 @@ class DDPJoinStrategy(StepCollectives):
 
     strategy_name = "ddp_join"
 
+    # What Lightning's advice on unused parameters names, and what is to be used here.
+    _remedies: ClassVar[dict[str, str]] = {
+        "strategy='ddp_find": "strategy='ddp_join_find",
+        "strategy=DDPStrategy(": "strategy=DDPJoinStrategy(",
+    }
+    # Until a run of several processes begins there is nobody else.
+    channel = Channel()
+    step_values: StepValues | None = None
+    metrics: ModuleMetrics | None = None
+    manual: ManualPart | None = None
+
     def __init__(
         self,
         *args: Any,
@@ -84,17 +99,16 @@ class DDPJoinStrategy(StepCollectives):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        check_timeout(self._timeout)
         self.weighting = resolve_weighting(weighting, divide_by_initial_world_size)
         self.throw_on_early_termination = throw_on_early_termination
         self.enable_join = enable_join
         self.joinables = tuple(joinables)
         if enable_join:
             check_strategy(self)
-        self.channel = Channel()
-        self.join: LockstepJoin | None = None
-        self.step_values: StepValues | None = None
-        self.metrics: ModuleMetrics | None = None
-        self.manual: ManualPart | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in _OF_A_RUN}
 
     @property
     def joined(self) -> bool:
@@ -107,10 +121,17 @@ class DDPJoinStrategy(StepCollectives):
             self.begin_joining()
 
     def begin_joining(self) -> None:
-        """Take over the trainer's loops and open the channel, once the process group is there."""
-        assert self.lightning_module is not None
+        """Take over the trainer's loops and open the channel, once the process group is there.
+
+        With one process nothing is taken over: it runs as under plain `ddp`. So it does where no run sets up the
+        environment but the user, before there is a model.
+        """
+        if self.lightning_module is None:
+            return
         trainer = self.lightning_module.trainer
         check_packages(trainer)
+        if self.world_size == 1:
+            return
         check_module(self.lightning_module)
         take_over(trainer, self)
         self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
@@ -119,16 +140,16 @@ class DDPJoinStrategy(StepCollectives):
 
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self.enable_join and fitting and self.world_size > 1 and self._layer_sync is not None:
+        if self.server is not None and fitting and self._layer_sync is not None:
             raise UnsupportedError(
                 "sync_batchnorm=True cannot train on uneven inputs: SyncBatchNorm issues collectives in forward"
                 " and backward that a rank without a batch cannot take part in. Leave it False: the buffers of"
                 " plain BatchNorm are kept in step."
             )
         super().setup(trainer)
-        if self.enable_join and fitting:
-            check_optimizers(self.optimizers, self.world_size)
         if self.server is not None:
+            if fitting:
+                check_optimizers(self.optimizers)
             assert self.lightning_module is not None
             self.metrics = self.server.add(partial(ModuleMetrics, module=self.lightning_module))
 
@@ -148,6 +169,8 @@ class DDPJoinStrategy(StepCollectives):
                 joinables=all_joinables(self),
             )
             self.manual = self.server.add(partial(ManualPart, strategy=self, shadow=shadow))
+        elif self.enable_join:
+            run_post_hooks_alone(self)
         return ddp
 
     def wrap_again(self) -> None:
@@ -187,13 +210,18 @@ class DDPJoinStrategy(StepCollectives):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         kwargs = super().distributed_sampler_kwargs
-        if self.enable_join:
-            assert self.lightning_module is not None
-            mark_injected(kwargs, self.lightning_module.trainer.predicting)
+        if self.enable_join and (module := self.lightning_module) is not None:
+            mark_injected(kwargs, module.trainer.predicting)
         return kwargs
 
     def process_dataloader(self, dataloader: object) -> object:
         return without_padding(super().process_dataloader(dataloader))
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        if self.enable_join and self.world_size == 1 and (module := self.lightning_module) is not None:
+            load_alone(checkpoint, module.trainer.state.fn == TrainerFn.FITTING)
+        return checkpoint
 
     @contextmanager
     def together(self, last: bool = True) -> Iterator[None]:
@@ -211,6 +239,8 @@ class DDPJoinStrategy(StepCollectives):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        for plain, ours in self._remedies.items():
+            exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
         if not isinstance(exception, PeerFailedError):
             self.channel.fail(f"{type(exception).__name__}: {exception}")
 
@@ -225,7 +255,8 @@ class DDPJoinStrategy(StepCollectives):
         if self.server is not None:
             self.server.close()
         self.channel.leave()
-        self.join = self.server = self.step_values = self.metrics = self.manual = None
+        for name in _OF_A_RUN:
+            vars(self).pop(name, None)
 
     def __repr__(self) -> str:
         # Part of the error with which the other package's trainer refuses this object.
@@ -241,10 +272,11 @@ class DDPJoinStrategy(StepCollectives):
         ):
             description = f"DDP on uneven dataloaders, with `start_method` '{start_method}'"
             strategy_registry.register(name, cls, description=description, start_method=start_method)
-            strategy_registry.register(
-                f"{name}_find_unused_parameters_true",
-                cls,
-                description=f"{description} and `find_unused_parameters` as True",
-                start_method=start_method,
-                find_unused_parameters=True,
-            )
+            for finds in (False, True):
+                strategy_registry.register(
+                    f"{name}_find_unused_parameters_{str(finds).lower()}",
+                    cls,
+                    description=f"{description} and `find_unused_parameters` as {finds}",
+                    start_method=start_method,
+                    find_unused_parameters=finds,
+                )

@@ -1,16 +1,31 @@
 """What cannot be trained on uneven inputs yet, said before training starts."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 
-from torch_join import UnsupportedError
+from torch_join import JoinTypeError, UnsupportedError
 
 if TYPE_CHECKING:
     from lightning_join._strategy import DDPJoinStrategy
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise if the strategy's timeout is none, such as a number of seconds.
+
+    Raises:
+        JoinTypeError: Saying how to write it.
+    """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise JoinTypeError(
+            f"timeout is how long a rank waits for another, as a datetime.timedelta, got {timeout!r}. Write"
+            f" DDPJoinStrategy(timeout=timedelta(seconds={timeout if isinstance(timeout, (int, float)) else 1800}))."
+        )
 
 
 def check_strategy(strategy: "DDPJoinStrategy") -> None:
@@ -29,6 +44,8 @@ def check_strategy(strategy: "DDPJoinStrategy") -> None:
 def check_module(module: LightningModule) -> None:
     """Raise if the module trains, or evaluates, in a way that is unsupported."""
     for hook in ("training_step", "validation_step", "test_step"):
+        if not is_overridden(hook, module):  # it may be None, so that Lightning leaves the validation out
+            continue
         if is_param_in_hook_signature(getattr(module, hook), "dataloader_iter", explicit=True):
             raise UnsupportedError(
                 f"{type(module).__name__}.{hook} takes a `dataloader_iter` and reads its own batches, so nobody"
@@ -36,9 +53,9 @@ def check_module(module: LightningModule) -> None:
             )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], world_size: int) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Raise if an optimizer cannot be stepped by a rank without a batch."""
-    for optimizer in optimizers if world_size > 1 else ():
+    for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise UnsupportedError(
                 "LBFGS evaluates its closure as often as each rank's own loss asks for, so ranks fall out of step."

@@ -56,8 +56,7 @@ def take_over(trainer: "pl.Trainer", strategy: "DDPJoinStrategy") -> None:
     for results in _results(trainer):
         results.__class__ = JoinResultCollection
         cast(JoinResultCollection, results).strategy = strategy
-    if trainer.world_size > 1:
-        _skip_checkpoints_on_exception(trainer)
+    _skip_checkpoints_on_exception(trainer)
 
 
 def give_back(trainer: "pl.Trainer") -> None:

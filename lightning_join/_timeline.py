@@ -2,20 +2,27 @@
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 
 from lightning_join._epoch_record import EpochRecord
-from torch_join import JoinValueError
+from torch_join import JoinTypeError, JoinValueError
 
 _ACTIVE, _JOINED = "#4c72b0", "#dddddd"
 
 
-def check_matplotlib() -> None:
-    """Raise if there is no matplotlib.
+def check_plot(path: object) -> None:
+    """Raise if nothing can be drawn, or not there.
 
     Raises:
-        JoinValueError: Naming what to install.
+        JoinTypeError: `path` is no path.
+        JoinValueError: There is no matplotlib; naming what to install.
     """
+    if not isinstance(path, (str, PathLike)):
+        raise JoinTypeError(
+            f"plot is the path of the PNG file to write, got {path!r}. Write JoinMonitor(plot='timeline.png'), or leave"
+            " `plot` out."
+        )
     if find_spec("matplotlib") is None:
         raise JoinValueError(
             "JoinMonitor(plot=...) draws with matplotlib, which is not installed: `pip install 'torch-join[plot]'`,"

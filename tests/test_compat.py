@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
+from torchdata.nodes import Loader
 from torchmetrics import Metric
 
 from lightning_join import _compat
@@ -88,6 +89,22 @@ def test_what_the_callbacks_read_and_undo() -> None:
     assert "_call_teardown_hook" not in handler
 
 
+def test_what_lightning_keeps_out_of_pickles_and_profiles() -> None:
+    assert 'state["_lightning_optimizers"] = []' in inspect.getsource(Strategy.__getstate__)
+    for loop, name in (
+        (_compat.TrainingEpochLoop, "train_dataloader_next"),
+        (_compat.EvaluationLoop, "{self._stage.dataloader_prefix}_next"),
+        (_compat.PredictionLoop, "predict_next"),
+    ):
+        for hook in (loop._on_before_fetch, loop._on_after_fetch):
+            assert name in inspect.getsource(hook)
+
+
+def test_torchdatas_nodes_begin_anew_at_their_end() -> None:
+    source = inspect.getsource(Loader.__iter__)
+    assert "if self.restart_on_stop_iteration and not self._it.has_next():" in source
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
 def test_lightnings_states_of_dataloaders() -> None:
     assert "_combined_loader_states_to_load" in inspect.getsource(_compat.FitLoop.on_load_checkpoint)
@@ -134,7 +151,9 @@ def test_torchs_ddp() -> None:
     source = inspect.getsource(DistributedDataParallel)
     for name in ("_use_python_reducer", "_delay_all_reduce_params", "mixed_precision", "parameters_to_ignore"):
         assert f"self.{name}" in source
-    rebuild = source.index("self.reducer._rebuild_buckets()")
+    rebuild = source.index(
+        "torch.is_grad_enabled() and self.reducer._rebuild_buckets()"
+    )  # `check_reduced` does the same
     assert rebuild < source.index("self._has_rebuilt_buckets = True") < source.index("if self._check_sync_bufs_pre_fwd")
     assert "len(self.modules_buffers) > 0" in source
     assert "self.module(*inputs" in source, "DDP no longer calls `self.module`, which the shadow stands in for"

@@ -158,6 +158,8 @@ def test_many_ranks_are_summed_up() -> None:
 def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(JoinValueError, match="from 0 to 1, got 30"):
         JoinMonitor(reshard_above=30)
+    with pytest.raises(JoinTypeError, match=r"got True. Write JoinMonitor\(plot='timeline.png'\)"):
+        JoinMonitor(plot=True)  # type: ignore[arg-type]
     monkeypatch.setattr(_timeline, "find_spec", lambda name: None)
     with pytest.raises(JoinValueError, match=r"pip install 'torch-join\[plot\]'"):
         JoinMonitor("timeline.png")

@@ -179,8 +179,6 @@ CASES += [
     Run(Case((6, 4), epochs=2, optimizer="sgd"), gaps=True, early=True),
     Run(Case((2, 4), epochs=2), validates=True),
     Run(Case((4, 2), epochs=2, iterable=True), validates=True),
-    Run(Case((3,), epochs=2)),
-    Run(Case((3,), epochs=2, iterable=True), early=True),
 ]
 
 

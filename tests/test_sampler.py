@@ -1,5 +1,6 @@
 """Every sample exactly once, in DistributedSampler's order; the user's own sampler is left alone."""
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -130,3 +131,47 @@ def test_a_loader_of_a_class_of_the_users_own(workers: Workers) -> None:
 def test_the_users_own_distributed_sampler_is_left_alone(workers: Workers) -> None:
     results = workers.run(3, fit_seen, 3, 13, "own distributed", 2)
     assert sorted(index for result in results for index in result["train"][0]) == sorted([*range(13), 0, 1])
+
+
+class OwnShards(Seen):
+    """Each rank has a dataset of its own."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__(0, "in order", 1)
+        self.sizes = sizes
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.size = self.sizes[self.trainer.global_rank]
+        return self.loader()
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+
+def run_own_shards(rank: int, sizes: tuple[int, ...], injects: bool) -> tuple[list[str], list[str], list[int]]:
+    module, told = OwnShards(sizes), []
+    for run in ("fit", "predict"):
+        trainer = build_trainer(Case((1, 1), epochs=2), use_distributed_sampler=injects, num_sanity_val_steps=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            getattr(trainer, run)(module)
+        told.append([str(each.message) for each in caught if "have different lengths" in str(each.message)])
+    return told[0], told[1], module.seen["train"][0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "injects", "times"), [((6, 10), True, 1), ((6, 10), False, 0), ((8, 8), True, 0), ((0, 4), True, 1)]
+)
+def test_shards_that_lightning_deals_out_again_get_a_warning(
+    workers: Workers, sizes: tuple[int, ...], injects: bool, times: int
+) -> None:
+    results = workers.run(2, run_own_shards, sizes, injects)
+    fitting, predicting, _ = results[0]
+    assert (len(fitting), len(predicting)) == (2 * times, times)  # of the train and of the validation dataloader
+    for text in fitting + predicting:
+        assert f"datasets of dataloader 0 have different lengths ({min(sizes)} to {max(sizes)})" in text
+        assert "each rank runs 1 of 2 samples of its own. Pass Trainer(use_distributed_sampler=False)" in text
+    shares = [(size + 1 - rank) // 2 if injects else size for rank, size in enumerate(sizes)]
+    assert [len(seen) for *_, seen in results] == shares

@@ -196,3 +196,17 @@ class ConfiguredJoinable(Joinable):
 def zero_shard(zero: Any, rank: int) -> list[Tensor]:
     """Return the parameters that `rank` steps for a `ZeroRedundancyOptimizer`."""
     return [p for group in zero._partition_parameters()[rank] for p in group["params"]]
+
+
+def check_reduced(ddp: DistributedDataParallel) -> None:
+    """Raise what the next forward of `ddp` would raise if the backward that has just synced left parameters out.
+
+    The ranks that have used these parameters wait for their gradients now, so that a loop in which ranks meet before
+    the next forward would never come to it. All ranks call this: in DDP's first iteration it does what the next forward
+    would do first, which is to agree on the order of the buckets.
+
+    Raises:
+        RuntimeError: DDP's own, which names the parameters and the remedies.
+    """
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True

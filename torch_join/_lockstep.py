@@ -262,6 +262,13 @@ class LockstepJoin:
     def _listening_to(self, backward: Callable[[], None]) -> None:
         with self.server.backward() if self.in_tail and not self.joined else nullcontext():
             backward()
+        self.check_reduced()
+
+    def check_reduced(self) -> None:
+        """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
+        if self._syncs:
+            with self.server.own_collectives():
+                _compat.check_reduced(self._model.ddp)
 
     @property
     def _syncs(self) -> bool:

@@ -8,10 +8,12 @@ from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_join import _compat
 from lightning_join._compat import Stateful, parse_num_batches, sized_len
+from lightning_join._samplers import sharded_samples
 from torch_join import Channel, JoinValueError, name_ranks
 
 
@@ -28,13 +30,14 @@ class Loaders:
         error: Why they cannot be run, if they cannot.
         certain: Whether a dataloader surely has as many batches as it says.
         stateful: Whether some of them have a state.
-
+        sharded: The size of each one's dataset, where Lightning's sampler takes this rank's share of it.
     """
 
     limits: list[int | float]
     error: str | None = None
     certain: list[bool] = field(default_factory=list)
     stateful: bool = False
+    sharded: list[int | None] = field(default_factory=list)
 
 
 def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> Loaders:
@@ -47,7 +50,27 @@ def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> 
         except MisconfigurationException as error:
             return Loaders(limits, str(error))
     stateful = any(isinstance(loader, Stateful) for loader in loaders)
-    return Loaders(limits, certain=[_is_certain(loader) for loader in loaders], stateful=stateful)
+    certain, sharded = [_is_certain(loader) for loader in loaders], [sharded_samples(loader) for loader in loaders]
+    return Loaders(limits, certain=certain, stateful=stateful, sharded=sharded)
+
+
+def warn(loaders: Sequence[Any], everyone: Sequence[Loaders]) -> None:
+    """Warn of dataloaders that run, but hardly as they are meant to."""
+    for place, loader in enumerate(loaders):
+        samples = {each.sharded[place] for each in everyone}
+        if len(samples) > 1 and None not in samples:
+            rank_zero_warn(
+                f"The ranks' datasets of dataloader {place} have different lengths ({min(samples)} to {max(samples)}),"  # type: ignore[type-var]
+                " so each seems to be a shard of its own. Lightning's sampler deals every one of them out again, and"
+                f" each rank runs 1 of {len(everyone)} samples of its own. Pass Trainer(use_distributed_sampler=False)"
+                " to run all of them, or give all ranks the same dataset."
+            )
+        if sized_len(loader) is not None and has_iterable_dataset(loader):
+            rank_zero_warn(  # Lightning's words
+                "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when"
+                " num_workers > 1), `__len__` could be inaccurate if each worker is not configured independently to"
+                " avoid having duplicate data."
+            )
 
 
 def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> tuple[CombinedLoader, Loaders]:

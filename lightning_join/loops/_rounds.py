@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_join.loops import _loaders
-from torch_join import UnsupportedError
+from torch_join import StepServer, UnsupportedError
 
 if TYPE_CHECKING:
     from lightning_join._strategy import DDPJoinStrategy
@@ -36,8 +36,7 @@ class Rounds:
         most: int | float = float("inf"),
         resumed: bool = False,
     ) -> None:
-        assert strategy.server is not None
-        self._server, self._channel = strategy.server, strategy.channel
+        self._strategy = strategy
         self.index = 0
         self._steps = 0
         self._ended: frozenset[int] = frozenset()  # where numbers are uncertain
@@ -49,9 +48,18 @@ class Rounds:
         self._limits_itself = not _side_by_side(loader)
 
     @property
+    def _server(self) -> StepServer:
+        assert self._strategy.server is not None
+        return self._strategy.server
+
+    @property
+    def _rank(self) -> int:
+        return self._strategy.channel.rank
+
+    @property
     def over(self) -> bool:
         """Whether the limit is reached; Lightning sees to it only where it knows all lengths."""
-        return not self._limits_itself and self._steps >= self._limits[self._channel.rank][self.index]
+        return not self._limits_itself and self._steps >= self._limits[self._rank][self.index]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -69,10 +77,10 @@ class Rounds:
         Raises:
             UnsupportedError: This rank's dataloader has ended earlier than its length said.
         """
-        claimed, certain = self._of(self._channel.rank)
+        claimed, certain = self._of(self._rank)
         if certain and self._steps < claimed:
             raise UnsupportedError(
-                f"Dataloader {self.index} of rank {self._channel.rank} said it had {claimed} batches and yielded"
+                f"Dataloader {self.index} of rank {self._rank} said it had {claimed} batches and yielded"
                 f" {self._steps}, while the other ranks count on its length. Correct the length of its sampler."
             )
         while active := self._active_ranks(has_batch=False):
@@ -89,8 +97,8 @@ class Rounds:
         ranks = range(len(self._limits))
         if all(self._of(rank)[1] for rank in ranks):
             return tuple(rank for rank in ranks if self._of(rank)[0] > self._steps)
-        ends = not has_batch and self._channel.rank not in self._ended
-        self._ended |= frozenset(self._channel.beat(notice={} if ends else None).notices)
+        ends = not has_batch and self._rank not in self._ended
+        self._ended |= frozenset(self._strategy.channel.beat(notice={} if ends else None).notices)
         return tuple(rank for rank in ranks if rank not in self._ended)
 
     def _of(self, rank: int) -> tuple[int | float, bool]:

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -15,10 +15,17 @@ from lightning_join._compat import TrainingEpochLoop, call
 from lightning_join._fetcher import ReadAheadFetcher
 from lightning_join._logging import check_monitored
 from lightning_join._step_values import HookLogging, forget_step_values
-from lightning_join.loops._access import join_of, metrics_of, no_stop_iteration, strategy_of
+from lightning_join.loops._access import (
+    KnownToProfilers,
+    NoStopIteration,
+    has_transfer_hooks,
+    join_of,
+    metrics_of,
+    strategy_of,
+)
 
 
-class JoinEpochLoop(TrainingEpochLoop):
+class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
     """Lightning's training epoch loop where ranks may have different numbers of batches.
 
     At the end of each step all ranks meet once, in place of the broadcast with which Lightning begins
@@ -26,12 +33,14 @@ class JoinEpochLoop(TrainingEpochLoop):
     how many samples the next step has.
     """
 
+    reads = "[_TrainingEpochLoop].train_dataloader_next"
     # A joined rank goes through the hooks of its shadow steps with the last batch it had.
     _last_batch: Any = None
     _last_output: dict[str, Any] | None = None
     _had_batch = False
     _joined_before = False
     _lacks_values = False  # some rank goes through its first batch hooks without ever having logged
+    _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
     _made_step = True
     _validation_due = False
     _validates = False
@@ -64,6 +73,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         end = data_fetcher.fill()
         wishes = trainer.fit_loop.wishes
         mine = (float("inf") if length is None else length, self._had_batch, data_fetcher.claimed, end, wishes)
+        self._has_transfer_hooks = has_transfer_hooks(trainer)
         join = join_of(trainer)
         everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
         self._validation_due = self._joined_before = False
@@ -74,8 +84,6 @@ class JoinEpochLoop(TrainingEpochLoop):
                 _warn_short(rank, claimed, its_end)
         lack_batch = {rank for rank, (_, had_batch, *_) in enumerate(everyone) if not had_batch}
         self._lacks_values = bool(lack_batch.difference(join.active_ranks))
-        if join.active_ranks and self._lacks_values:
-            self._share_first_batch(data_fetcher)
 
     def advance(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         # Lightning's, but for: no broadcast, the batch or its stand-in, `is_last_batch`, skipping.
@@ -96,6 +104,8 @@ class JoinEpochLoop(TrainingEpochLoop):
         self._made_step = True
         batch_idx = self.batch_idx + 1
         batch = self._next_batch(data_fetcher)
+        if self._lacks_values:
+            batch = self._share_first_batch(batch)
         self.batch_progress.is_last_batch = join.is_last_step
         self.batch_progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
@@ -114,7 +124,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         self.batch_progress.is_last_batch = join.is_last_step
         self.batch_progress.increment_started()
 
-        with trainer.profiler.profile("run_training_batch"), no_stop_iteration(self.trainer):
+        with trainer.profiler.profile("run_training_batch"), NoStopIteration():
             kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
             if trainer.lightning_module.automatic_optimization:
                 output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
@@ -178,10 +188,14 @@ class JoinEpochLoop(TrainingEpochLoop):
             if not self._joined_before:
                 forget_step_values(self._results)
             self._joined_before = True
+            if self._has_transfer_hooks:
+                join.server.serve(join.active_ranks)
             return self._last_batch
         self._last_batch = self._last_output = None
         self._had_batch = True
-        return self._to_device(data_fetcher.take())
+        # A step of its own: these hooks run where there is a batch only, and may issue collectives.
+        with join.server.step(join.active_ranks) if self._has_transfer_hooks else nullcontext():
+            return self._to_device(data_fetcher.take())
 
     def _to_device(self, batch: Any) -> Any:
         trainer: Any = self.trainer
@@ -189,15 +203,19 @@ class JoinEpochLoop(TrainingEpochLoop):
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
-    def _share_first_batch(self, data_fetcher: ReadAheadFetcher) -> None:
-        """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet."""
+    def _share_first_batch(self, batch: Any) -> Any:
+        """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet.
+
+        As it is after its transfer, whose hooks run on the rank that read it alone.
+        """
         strategy = strategy_of(self.trainer)
         source = join_of(self.trainer).active_ranks[0]
-        mine = move_data_to_device(data_fetcher.batches[0], "cpu") if strategy.global_rank == source else None
-        batch = strategy.broadcast(mine, source)
+        mine = move_data_to_device(batch, "cpu") if strategy.global_rank == source else None
+        shared = strategy.broadcast(mine, source)
         if not self._had_batch:
-            self._last_batch = self._to_device(batch)
+            batch = self._last_batch = move_data_to_device(shared, strategy.root_device)
             self._had_batch = True
+        return batch
 
     def _leave_if_told(self, response: Any, data_fetcher: ReadAheadFetcher, batch: Any, batch_idx: int) -> None:
         """Let the ranks whose `on_train_batch_start` returned -1 join here; all ranks meet."""
@@ -219,7 +237,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         """Run hooks; those of a shadow step leave no trace in logged values and metrics."""
         join = join_of(self.trainer)
         stack = ExitStack()
-        stack.enter_context(no_stop_iteration(self.trainer))
+        stack.enter_context(NoStopIteration())
         if join.in_tail:
             metrics_of(self.trainer).renew()
             stack.enter_context(HookLogging(self._results, strategy_of(self.trainer), join.active_ranks, join.joined))

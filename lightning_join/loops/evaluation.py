@@ -15,15 +15,19 @@ from lightning_join._compat import EvaluationLoop, call, no_grad_context
 from lightning_join._logging import JoinResultCollection, check_monitored
 from lightning_join._step_values import forget_step_values
 from lightning_join.loops import _loaders
-from lightning_join.loops._access import channel_of, metrics_of, no_stop_iteration, strategy_of
+from lightning_join.loops._access import KnownToProfilers, NoStopIteration, channel_of, metrics_of, strategy_of
 from lightning_join.loops._rounds import Rounds
 
 
-class JoinEvaluationLoop(EvaluationLoop):
+class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
     """Lightning's evaluation loop where ranks may have different numbers of batches, or none."""
 
     _everyone: Sequence[_loaders.Loaders] = ()
     _rounds: Rounds
+
+    @property
+    def reads(self) -> str:  # type: ignore[override]
+        return f"[_EvaluationLoop].{self._stage.dataloader_prefix}_next"
 
     @property
     def skip(self) -> bool:
@@ -54,7 +58,7 @@ class JoinEvaluationLoop(EvaluationLoop):
                 batch, batch_idx, dataloader_idx = next(fetcher)
                 self._store_outputs(dataloader_idx)
                 self.batch_progress.is_last_batch = fetcher.done
-                with rounds.step(), no_stop_iteration(self.trainer):
+                with rounds.step(), NoStopIteration():
                     self._evaluation_step(batch, batch_idx, dataloader_idx, None)
             except StopIteration:
                 break
@@ -81,6 +85,7 @@ class JoinEvaluationLoop(EvaluationLoop):
 
         self._combined_loader, mine = _loaders.load(trainer, self._data_source, stage, limit)
         self._everyone = _loaders.exchange(channel_of(trainer), mine)
+        _loaders.warn(self._combined_loader.flattened, self._everyone)
         self._max_batches = list(mine.limits)
         self._seen_batches_per_dataloader = defaultdict(int)
 

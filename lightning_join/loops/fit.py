@@ -63,10 +63,10 @@ class JoinFitLoop(ResumingFitLoop):
         loader.flattened = flattened
         self._combined_loader = loader
         self._last_train_dl_reload_epoch = trainer.current_epoch
-        self._data_fetcher = fetcher = ReadAheadFetcher(alone=trainer.world_size == 1)
+        self._data_fetcher = fetcher = ReadAheadFetcher()
         fetcher.setup(loader)
         self._lengths = ()
-        self.measure()
+        _loaders.warn(flattened, self.measure())
         self._check_interval()
         iter(fetcher)
 
@@ -82,7 +82,7 @@ class JoinFitLoop(ResumingFitLoop):
                 category=PossibleUserWarning,
             )
 
-    def measure(self) -> None:
+    def measure(self) -> Sequence[_loaders.Loaders]:
         """Exchange how many batches each rank has, and take all numbers from the longest; all ranks meet."""
         loader = self._combined_loader
         assert loader is not None
@@ -92,6 +92,7 @@ class JoinFitLoop(ResumingFitLoop):
         loader.limits = mine.limits
         self._stateful = any(each.stateful for each in everyone)
         self.set_lengths([_loaders.total_length(loader, each.limits) for each in everyone])
+        return everyone
 
     def set_lengths(self, lengths: Sequence[int | float]) -> None:
         """Take the number of batches, and what follows from it, from the longest rank."""

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from typing import Any
 
 from lightning_join._compat import ManualOptimization
-from lightning_join.loops._access import join_of, no_stop_iteration, strategy_of
+from lightning_join.loops._access import NoStopIteration, join_of, strategy_of
 
 
 class JoinManualOptimization(ManualOptimization):
@@ -16,7 +16,7 @@ class JoinManualOptimization(ManualOptimization):
 
     def advance(self, kwargs: OrderedDict[str, Any]) -> None:
         # Inside of what suppresses it, else it would end one rank's step alone, and in silence.
-        with no_stop_iteration(self.trainer):
+        with NoStopIteration():
             if join_of(self.trainer).joined:
                 manual = strategy_of(self.trainer).manual
                 assert manual is not None

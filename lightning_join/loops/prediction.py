@@ -8,13 +8,14 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_join._compat import PredictionLoop, no_grad_context
 from lightning_join.loops import _loaders
-from lightning_join.loops._access import channel_of, no_stop_iteration, strategy_of
+from lightning_join.loops._access import KnownToProfilers, NoStopIteration, channel_of, strategy_of
 from lightning_join.loops._rounds import Rounds
 
 
-class JoinPredictionLoop(PredictionLoop):
+class JoinPredictionLoop(KnownToProfilers, PredictionLoop):
     """Lightning's prediction loop where ranks may have different numbers of batches, or none."""
 
+    reads = "[_PredictionLoop].predict_next"
     _everyone: Sequence[_loaders.Loaders] = ()
 
     @property
@@ -46,7 +47,7 @@ class JoinPredictionLoop(PredictionLoop):
                 while rounds.index < dataloader_idx:
                     rounds.finish()
                 self.batch_progress.is_last_batch = fetcher.done  # type: ignore[attr-defined]
-                with rounds.step(), no_stop_iteration(self.trainer):
+                with rounds.step(), NoStopIteration():
                     self._predict_step(batch, batch_idx, dataloader_idx, None)
             except StopIteration:
                 break
@@ -64,4 +65,5 @@ class JoinPredictionLoop(PredictionLoop):
             return
         self._combined_loader, mine = _loaders.load(trainer, self._data_source, RunningStage.PREDICTING, limit)
         self._everyone = _loaders.exchange(channel_of(trainer), mine)
+        _loaders.warn(self._combined_loader.flattened, self._everyone)
         self.max_batches = list(mine.limits)
