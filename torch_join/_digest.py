@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_join._state import Keep, Nested, Pickled, Slot
+from torch_join._tree import Keep, Nested, Pickled, Slot
 
-_COLUMNS = 4096
 _WORD = 8  # bytes
+# How many words are weighed at once: what a core's cache holds, and what keeps an accelerator busy.
+_TILE = {"cpu": 2**17}
+_LARGE_TILE = 2**22
+_ALIKE = 1.5e-5  # what stands for NaN where all NaN count as one
 
 
 def digest(trees: Sequence[Any], tensors: Sequence[Tensor]) -> int:
@@ -45,38 +48,62 @@ def _feed(hashed: Any, tree: Any, tensors: Sequence[str]) -> None:
         hashed.update(f"{tree.kind if isinstance(tree, Keep) else repr(tree)};".encode())
 
 
-def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a number for each tensor, by its bytes."""
+def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
+    """Return a number for each tensor, by its bytes and their places.
+
+    Args:
+        tensors: The tensors.
+        exact: Whether every bit counts; otherwise -0.0 is 0.0, and any NaN is any other.
+    """
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         by_device[tensor.device].append(index)
     sums = [0] * len(tensors)
     for device, indices in by_device.items():
-        weights = _weights(device)
+        largest = max(tensors[index].numel() * tensors[index].element_size() // _WORD + 1 for index in indices)
+        tile = min(_TILE.get(device.type, _LARGE_TILE), largest)
+        weights = _weights(0, tile, device)
+        scratch = torch.empty_like(weights)
         # One transfer for each device, not one for each tensor.
-        values = torch.stack([_weighted_sum(tensors[index], weights) for index in indices]).tolist()
+        values = torch.stack([_weighted_sum(tensors[index], weights, scratch, exact) for index in indices]).tolist()
         for index, value in zip(indices, values, strict=True):
             sums[index] = value
     return sums
 
 
-def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
-    """Sum the tensor's bytes as 64-bit words, each column of a long one with a weight of its own."""
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % _WORD:
-        data = data.clone()
-    whole = data.numel() // _WORD
-    words = data[: whole * _WORD].view(torch.int64)
-    tail = torch.zeros(_WORD, dtype=torch.uint8, device=data.device)
-    tail[: data.numel() - whole * _WORD] = data[whole * _WORD :]
-    rows = whole // _COLUMNS
-    columns = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
-    rest = torch.cat([words[rows * _COLUMNS :], tail.view(torch.int64)])
-    return (columns * weights[:_COLUMNS]).sum() + (rest * weights[_COLUMNS : _COLUMNS + rest.numel()]).sum()
+def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
+    """Sum the tensor's bytes as 64-bit words, each with a weight that belongs to its place."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    per_tile = weights.numel() * _WORD // flat.element_size()
+    sums = [_tile_sum(piece, weights, scratch, exact) for piece in torch.split(flat, per_tile) if piece.numel()]
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=flat.device)
+    together = torch.stack(sums)
+    return (_mixed(together) * _weights(weights.numel(), len(sums), flat.device)).sum()
 
 
-def _weights(device: torch.device) -> Tensor:
+def _tile_sum(piece: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
+    if not exact and piece.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        piece = torch.nan_to_num(piece, _ALIKE, torch.inf, -torch.inf).add_(0.0)
+    data = piece.view(torch.uint8)
+    if data.storage_offset() % _WORD or data.numel() % _WORD:
+        padded = torch.zeros(-(-data.numel() // _WORD) * _WORD, dtype=torch.uint8, device=data.device)
+        padded[: data.numel()] = data
+        data = padded
+    words = data.view(torch.int64)
+    mixed = _mixed(words, scratch[: words.numel()])
+    return mixed.mul_(weights[: words.numel()]).sum()
+
+
+def _mixed(words: Tensor, out: Tensor | None = None) -> Tensor:
+    # Without it two changes of the highest bit, as two signs are, cancel whatever the weights.
+    return torch.bitwise_right_shift(words, 32, out=out).bitwise_xor_(words)
+
+
+def _weights(first: int, count: int, device: torch.device) -> Tensor:
     """Return odd numbers without a pattern, so that neither order nor small opposite changes cancel."""
-    weights = torch.arange(1, 2 * _COLUMNS + 1, device=device) * 0x1E3779B97F4A7C15
+    weights = torch.arange(first + 1, first + count + 1, device=device) * 0x1E3779B97F4A7C15
     weights = (weights ^ (weights >> 30)) * 0x3F58476D1CE4E5B9
     return (weights ^ (weights >> 27)) | 1
