@@ -23,7 +23,7 @@ _INSTEAD = (
     "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
     " state, or give all processes equally many batches (even_batches=True) and leave the context out"
 )
-_OPTIONS = ("heartbeat", "timeout", "divide_by_initial_world_size")
+_OPTIONS = ("heartbeat", "timeout", "audit", "hand_over_ignored", "divide_by_initial_world_size")
 _REASONS = {
     DistributedType.FSDP: "each forward and backward of FSDP needs the shards of the ranks that have joined",
     DistributedType.DEEPSPEED: "DeepSpeed's engine runs collectives of its own in forward, backward and step",
@@ -60,7 +60,8 @@ def join_uneven_inputs(
         even_batches: Overrides the setting of prepared loaders within; `None` leaves it as it is.
         weighting: How the gradients of the active ranks are combined, see `torch_join.Join`.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs.
-        **kwargs: What else `torch_join.Join` takes: `heartbeat`, `timeout`, and options for hooks.
+        **kwargs: What else `torch_join.Join` takes: `heartbeat`, `timeout`, `audit`, `hand_over_ignored`, and options
+            for hooks.
 
     Yields:
         The `torch_join.Join`, whose `batches` takes loaders that Accelerate has not prepared.

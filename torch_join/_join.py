@@ -10,6 +10,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join import _nesting
+from torch_join._audit import Audit, Often
 from torch_join._errors import JoinError
 from torch_join._hyperparameters import compare, hyperparameters
 from torch_join._meetings import Meetings
@@ -18,6 +19,7 @@ from torch_join._rendezvous import open_channel
 from torch_join._tap import CollectiveTap
 from torch_join._weighting import resolve_weighting
 from torch_join.joinables import CustomPart, ModelPart, make_parts, unwrap
+from torch_join.joinables.state import stateful
 
 T = TypeVar("T")
 
@@ -48,6 +50,10 @@ class Join(Meetings, TorchJoin):
         heartbeat: Whether ranks meet in each step, also where lengths are certain; needed where ranks may
             `break` out of their loops at different steps.
         timeout: How long a rank waits for another, by default 30 minutes.
+        audit: When to compare the ranks' states by a digest and warn of what differs: `"tail"` in each loop in which
+            a rank runs out of inputs before another, `True` in all loops, `False` never.
+        hand_over_ignored: Whether parameters that DDP ignores are handed over, with their optimizer state: `None`
+            for those of which all ranks held the same bytes when the first one ran out of inputs.
         **kwargs: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
 
     Raises:
@@ -65,6 +71,8 @@ class Join(Meetings, TorchJoin):
         weighting: str | None = None,
         heartbeat: bool = False,
         timeout: timedelta = _DEFAULT_TIMEOUT,
+        audit: Often = "tail",
+        hand_over_ignored: bool | None = None,
         **kwargs: Any,
     ) -> None:
         if len(joinables) == 0:
@@ -74,6 +82,7 @@ class Join(Meetings, TorchJoin):
         Meetings.__init__(
             self, _common_group(joinables), list(joinables), weighting, throw_on_early_termination, heartbeat
         )
+        self._audit = Audit(stateful(joinables), audit, hand_over_ignored)
         self._enable = enable
         self._timeout = timeout
         self._options = kwargs
@@ -221,6 +230,10 @@ class Join(Meetings, TorchJoin):
         self._has_model = any(isinstance(p, ModelPart) for p in self._parts)
 
     # ------------------------------------------------------------ what the parts call
+
+    @property
+    def _at_top(self) -> bool:
+        return self._in_loop and not self.may_break
 
     @property
     def in_plain_loop(self) -> bool:

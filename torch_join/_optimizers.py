@@ -61,7 +61,7 @@ def _capture(optimizer: Any, capture: Capture, name: str) -> dict[str, Any]:
     return {
         "groups": groups,
         "parameters": {place: capture.tensor(p, f"{name}: {place}") for place, p in parameters.items()},
-        "frozen": [place for place, p in parameters.items() if not p.requires_grad],
+        "requires_grad": {place: p.requires_grad for place, p in parameters.items()},
         "state": {
             shared: capture.tree(_plain(optimizer.state[key]), f"{name}: state[{shared}]")
             for shared, key, _ in _states(optimizer, capture.local)
@@ -119,8 +119,8 @@ def _restore(
         if restore.tensor(slot, parameter) is not parameter:
             here, there = TensorSpec.of(parameter), restore.specs[slot.index]
             raise JoinValueError(f"{name}: {place} is {here} here and {there} on the source.")
-        if parameter.requires_grad == (place in captured["frozen"]):
-            actions.append(lambda p=parameter, f=place in captured["frozen"]: p.requires_grad_(not f))  # type: ignore[misc]
+        if parameter.requires_grad != (flag := captured["requires_grad"][place]):
+            actions.append(lambda p=parameter, flag=flag: p.requires_grad_(flag))  # type: ignore[misc]
     states = captured["state"]
     own = {shared: (key, device) for shared, key, device in _states(optimizer, restore.local)}
     for shared, (key, _) in own.items():

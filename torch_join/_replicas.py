@@ -62,6 +62,16 @@ def order_of(value: Any) -> int:
     return list(KINDS).index(kind_of(value))
 
 
+def named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return objects in the order in which they are handed over, named as errors do: "optimizer 1 (Adam)"."""
+    ordered = sorted(objects, key=order_of)
+    kinds = [kind_of(value).name for value in ordered]
+    return [
+        (f"{kind} {kinds[:index].count(kind)} ({type(value).__name__})", value)
+        for index, (kind, value) in enumerate(zip(kinds, ordered, strict=True))
+    ]
+
+
 def _inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
@@ -104,7 +114,7 @@ def _capture_model(model: nn.Module, capture: Capture, name: str) -> Captured:
                 key: capture.tree(module.get_extra_state(), f"{name}: {key}.get_extra_state()")
                 for key, module in _extra_states(model).items()
             },
-            "frozen": [key for key, p in parameters.items() if not p.requires_grad],
+            "requires_grad": {key: p.requires_grad for key, p in parameters.items()},
             "training": {key: module.training for key, module in model.named_modules()},
         },
         {"persistent": persistent},
@@ -121,8 +131,8 @@ def _restore_model(captured: Captured, model: nn.Module, restore: Restore, name:
         if restore.tensor(slot, parameters[key]) is not parameters[key]:
             here, there = TensorSpec.of(parameters[key]), restore.specs[slot.index]
             raise JoinValueError(f"{name}: {key} is {here} here and {there} on the source.")
-        if parameters[key].requires_grad == (key in state["frozen"]):
-            restore.later(lambda p=parameters[key], f=key in state["frozen"]: p.requires_grad_(not f))  # type: ignore[misc]
+        if parameters[key].requires_grad != (flag := state["requires_grad"][key]):
+            restore.later(lambda p=parameters[key], flag=flag: p.requires_grad_(flag))  # type: ignore[misc]
     restore.later(lambda: _set_training(model, state["training"]))
     device = next(iter(parameters.values())).device if parameters else None
     for key in buffers.keys() - state["buffers"].keys():

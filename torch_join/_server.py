@@ -11,6 +11,7 @@ import torch
 
 from torch_join import _compat
 from torch_join._agreement import Agreement, explain_counts, explain_places
+from torch_join._audit import Audit
 from torch_join._channel import Channel
 from torch_join._errors import JoinError, JoinValueError
 from torch_join._failures import telling_failures
@@ -20,7 +21,8 @@ from torch_join._standing import Standing
 from torch_join._subgroups import Subgroups
 from torch_join._tap import Call, CollectiveTap
 from torch_join._weighting import Weighting
-from torch_join.joinables import ModelPart, Part, holds_metrics
+from torch_join.joinables import ModelPart, Part
+from torch_join.joinables.state import stateful
 
 _END, _COLLECTIVE, _TAIL = "end", "collective", "tail"
 _MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
@@ -39,6 +41,7 @@ class Server(Standing):
         super().__init__(group, weighting)
         self._objects = objects
         self._parts: list[Part] = []
+        self._audit = Audit()
         self._open(Channel())
         self._tap = self._new_tap()
 
@@ -130,6 +133,7 @@ class Server(Standing):
     @torch.inference_mode(False)
     def _begin_tail(self) -> None:
         self._tail = True
+        self._audit.begin(self.joined_ranks, self._at_top)
         self._subgroups.find(self._before)
         self._agreement.begin()
         self.announce(-1, _TAIL, [part.synced - part.silent for part in self._models()])
@@ -149,6 +153,8 @@ class Server(Standing):
             self._channel.forget(delete=False)
             self._leave_tail()
             self._hand_over(words)
+        else:
+            self._audit.even(self._channel, self._has_synced)
         self._active = tuple(range(self._world_size))
 
     def _leave_tail(self) -> None:
@@ -162,20 +168,38 @@ class Server(Standing):
         """Meet the other ranks, if that has been put off until this rank does something in its step."""
 
     def _hand_over(self, words: list[Any]) -> None:
+        # What a joined rank says does not count: it has synced what it accumulated as a shadow.
+        has_synced = self._has_synced or self.rank != self._leader
         for part, its_words in zip(self._parts, words, strict=True):
             part.close(its_words, self._leader)
-        self.hand_over_states()
+        self._audit.end(self._channel, self.hand_over_states(), has_synced)
 
-    def hand_over_states(self) -> None:
-        """Give all ranks the leader's state of everything that has one; every rank calls this."""
-        # A metric's state is each rank's own share.
-        states = [thing for thing in self._objects if _is_stateful(thing) and not holds_metrics(thing)]
-        if states:
-            hand_over(states, self._leader, self._channel, self.group)
+    def hand_over_states(self) -> frozenset[int]:
+        """Give all ranks the leader's state of everything that has one; every rank calls this.
+
+        Returns:
+            The `id` of each parameter that has stayed as it was on each rank.
+        """
+        local = self._audit.local(self._channel)
+        if states := stateful(self._objects):
+            hand_over(states, self._leader, self._channel, self.group, local)
+        return local
+
+    @property
+    def _at_top(self) -> bool:
+        """Whether this rank is at the top of a step, before any code of the user's."""
+        return False
+
+    @property
+    def _has_synced(self) -> bool:
+        """Whether no gradients have been accumulated since they were averaged."""
+        return not any(part._accumulates for part in self._models())
 
     @torch.inference_mode(False)
     def _serve(self) -> None:
         """Do what the active ranks announce, with nothing, until they have joined too."""
+        if not self._tail:
+            self._audit.begin(self.joined_ranks, self._at_top)
         self._leave_tail()
         self._tap.remove()
         self._subgroups.find(self._before)
@@ -281,7 +305,3 @@ def _has_met(call: Call) -> bool:
         return False
     _compat.wait_for_device(call.device)
     return True
-
-
-def _is_stateful(thing: Any) -> bool:
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")

@@ -18,6 +18,9 @@ class Place:
     group: int
     position: int
 
+    def __str__(self) -> str:
+        return f"parameter {self.position} of group {self.group}"
+
 
 @dataclass(frozen=True)
 class Keep:
