@@ -31,9 +31,9 @@ def reachable(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _of_module(thing, name)
     elif is_optimizer(thing):
         for index, one in enumerate(with_wrapped(thing)):
-            own = f"{name}: optimizer in it {index} ({type(one).__name__})" if index else name
-            hidden = {"state", "param_groups"} if is_sharded(one) else {"param_groups"}
-            yield from _of_object(one, own, hidden)
+            if not is_sharded(one):
+                own = f"{name}: optimizer {index} in it ({type(one).__name__})" if index else name
+                yield from _of_object(one, own, {"param_groups"})
     elif hasattr(thing, "__dict__"):
         yield from _of_object(thing, name, set())
 
@@ -47,8 +47,9 @@ def _of_module(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_object(thing: Any, name: str, hidden: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    for key, value in vars(thing).items():
-        if key not in hidden:
+    is_torchs = type(thing).__module__.startswith("torch.")  # what it needs is in its state dict
+    for key, value in list(vars(thing).items()):
+        if key not in hidden and not (is_torchs and key.startswith("_")):
             yield from _values(value, f"{name}: .{key}", _DEPTH)
 
 
