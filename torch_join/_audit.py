@@ -159,8 +159,9 @@ class Audit:
     def _found(self, exact: bool) -> Items:
         tensors: list[Tensor] = []
         leaves: dict[str, Any] = {}
+        local = frozenset(map(id, ignored_parameters(self._objects).values()))
         for name, thing in named(self._objects):
-            for path, value in reachable(thing, name):
+            for path, value in reachable(thing, name, local):
                 leaves[path] = Slot(len(tensors)) if isinstance(value, Tensor) else value
                 tensors += [value] if isinstance(value, Tensor) else []
         return _described(leaves, tensors, exact)

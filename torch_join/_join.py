@@ -231,6 +231,10 @@ class Join(Meetings, TorchJoin):
 
     # ------------------------------------------------------------ what the parts call
 
+    def _end_even(self) -> None:
+        if self._in_loop or not self._loop_done:
+            self._audit.even(self._channel, self._has_synced)
+
     @property
     def _at_top(self) -> bool:
         return self._in_loop and not self.may_break

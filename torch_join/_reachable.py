@@ -25,17 +25,32 @@ _ITEMS = 256  # of one container
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-def reachable(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each, which is a tensor or a plain value."""
+def reachable(thing: Any, name: str, local: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each, which is a tensor or a plain value.
+
+    Args:
+        thing: What was given.
+        name: Its name.
+        local: The `id` of each parameter whose state is each rank's own.
+    """
     if isinstance(thing, nn.Module):
         yield from _of_module(thing, name)
     elif is_optimizer(thing):
         for index, one in enumerate(with_wrapped(thing)):
             if not is_sharded(one):
                 own = f"{name}: optimizer {index} in it ({type(one).__name__})" if index else name
-                yield from _of_object(one, own, {"param_groups"})
+                yield from _of_object(one, own, {"param_groups", "state"})
+                state = {place: entry for place, entry in enumerate(_entries(one, local)) if entry}
+                yield from _values(state, f"{own}: .state", _DEPTH)
     elif hasattr(thing, "__dict__"):
         yield from _of_object(thing, name, set())
+
+
+def _entries(optimizer: Any, local: frozenset[int]) -> Iterator[Any]:
+    state = getattr(optimizer, "state", {})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield state.get(parameter) if id(parameter) not in local else None
 
 
 def _of_module(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:

@@ -154,8 +154,11 @@ class Server(Standing):
             self._leave_tail()
             self._hand_over(words)
         else:
-            self._audit.even(self._channel, self._has_synced)
+            self._end_even()
         self._active = tuple(range(self._world_size))
+
+    def _end_even(self) -> None:
+        """All ranks have joined at once, or have done nothing since."""
 
     def _leave_tail(self) -> None:
         if self._tail:
