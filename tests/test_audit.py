@@ -97,6 +97,8 @@ def falling() -> Callable[[], float]:
 
 def old_handover(kind: str) -> None:
     """Forget what the handover has learnt."""
+    if kind == "master weights":
+        _optimizers._places = lambda _: iter(())
     if kind == "a wrapped optimizer":
         _optimizers.with_wrapped = lambda optimizer: [optimizer]
     elif kind == "flags":
@@ -104,12 +106,12 @@ def old_handover(kind: str) -> None:
 
 
 def drift(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
-    saved = _optimizers.with_wrapped, _replicas._set_training
+    saved = _optimizers.with_wrapped, _replicas._set_training, _optimizers._places
     old_handover(kind)
     try:
         return run(rank, kind, audit, epochs)
     finally:
-        _optimizers.with_wrapped, _replicas._set_training = saved
+        _optimizers.with_wrapped, _replicas._set_training, _optimizers._places = saved
 
 
 def run(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
@@ -120,6 +122,9 @@ def run(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
     torch.manual_seed(rank)
     optimizer: Any = Counting(ddp.parameters(), 0.1) if kind == "an attribute of an optimizer" else None
     optimizer = Wrapper(ddp.parameters()) if kind == "a wrapped optimizer" else optimizer or SGD(ddp.parameters(), 0.1)
+    masters = [p.detach().clone() for p in ddp.parameters()]
+    if kind == "master weights":
+        optimizer = SGD(masters, 0.1)
     things: list[Any] = [ddp, optimizer]
     holder = Holder(temperature=1.0)
     if kind == "an object":
@@ -138,7 +143,15 @@ def run(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
                     if kind == "a closure in the loop":
                         for p in ddp.parameters():
                             p.grad.mul_(factor())  # type: ignore[union-attr]
+                    if kind == "master weights":
+                        ddp.zero_grad()
+                        ddp(torch.randn(3, 2)).square().mean().backward()
+                        for master, p in zip(masters, ddp.parameters(), strict=True):
+                            master.grad = p.grad
                     optimizer.step()
+                    if kind == "master weights":
+                        for master, p in zip(masters, ddp.parameters(), strict=True):
+                            p.data.copy_(master)
                     holder.temperature *= 0.5
                     if kind == "a schedule's closure":
                         things[-1].step()
@@ -147,6 +160,7 @@ def run(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
 
 DRIFTS = {
     "a closure in the loop": "When rank 1 ran out of inputs, the ranks already differed in .*: first.weight, ",
+    "master weights": "When rank 1 ran out of inputs, the ranks already differed in .*: first.weight, ",
     "an attribute of an optimizer": r"differ in optimizer 0 \(Counting\): .count \(2 on rank 0, 4 on rank 1\)",
     "an attribute of a module": r"the ranks differ in model 0 .*: .calls \(2 on rank 0, 4 on rank 1\)",
     "an object": r"the ranks differ in other 0 \(Holder\): .temperature \(0.25 on rank 0, 0.0625 on rank 1\)",
@@ -158,7 +172,7 @@ DRIFTS = {
 
 @pytest.mark.parametrize("kind", DRIFTS)
 def test_what_makes_ranks_drift_is_named(workers: Workers, kind: str) -> None:
-    epochs = UNEVEN if kind == "a closure in the loop" else UNEVEN[:1]
+    epochs = UNEVEN if "first.weight" in DRIFTS[kind] else UNEVEN[:1]
     said, nothing = workers.run(2, drift, kind, "tail", epochs)
     assert nothing == []  # one rank speaks for all
     with pytest.warns(UserWarning, match=DRIFTS[kind]):

@@ -91,12 +91,12 @@ class Audit:
             local: What stays as it is on each rank.
             has_gradients: Whether the last backward has averaged the gradients.
         """
+        before, joined = self._before, self._joined
+        self._forget()
         if not self._often:
             return
         after = {"handed over": self._handed_over(local), "found": self._found(exact=True)}
         after["gradients"] = self._gradients() if has_gradients else {}
-        before, joined = self._before, self._joined
-        self._forget()
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after)
         said = [_DIFFERED.format(when=when, what=_list(found[0]))] if found[0] else []

@@ -13,22 +13,20 @@ from torch_join import _compat
 from torch_join._agreement import Agreement, explain_counts, explain_places
 from torch_join._audit import Audit
 from torch_join._channel import Channel
+from torch_join._ending import Ending
 from torch_join._errors import JoinError, JoinValueError
 from torch_join._failures import telling_failures
-from torch_join._handover import hand_over
 from torch_join._neutral import mirror
-from torch_join._standing import Standing
 from torch_join._subgroups import Subgroups
 from torch_join._tap import Call, CollectiveTap
 from torch_join._weighting import Weighting
-from torch_join.joinables import ModelPart, Part
-from torch_join.joinables.state import stateful
+from torch_join.joinables import Part
 
 _END, _COLLECTIVE, _TAIL = "end", "collective", "tail"
 _MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
 
 
-class Server(Standing):
+class Server(Ending):
     """The tail of a loop, on an active rank and on one that has joined.
 
     Args:
@@ -157,9 +155,6 @@ class Server(Standing):
             self._end_even()
         self._active = tuple(range(self._world_size))
 
-    def _end_even(self) -> None:
-        """All ranks have joined at once, or have done nothing since."""
-
     def _leave_tail(self) -> None:
         if self._tail:
             self._tail = False
@@ -169,34 +164,6 @@ class Server(Standing):
 
     def _arrive(self) -> None:
         """Meet the other ranks, if that has been put off until this rank does something in its step."""
-
-    def _hand_over(self, words: list[Any]) -> None:
-        # What a joined rank says does not count: it has synced what it accumulated as a shadow.
-        has_synced = self._has_synced or self.rank != self._leader
-        for part, its_words in zip(self._parts, words, strict=True):
-            part.close(its_words, self._leader)
-        self._audit.end(self._channel, self.hand_over_states(), has_synced)
-
-    def hand_over_states(self) -> frozenset[int]:
-        """Give all ranks the leader's state of everything that has one; every rank calls this.
-
-        Returns:
-            The `id` of each parameter that has stayed as it was on each rank.
-        """
-        local = self._audit.local(self._channel)
-        if states := stateful(self._objects):
-            hand_over(states, self._leader, self._channel, self.group, local)
-        return local
-
-    @property
-    def _at_top(self) -> bool:
-        """Whether this rank is at the top of a step, before any code of the user's."""
-        return False
-
-    @property
-    def _has_synced(self) -> bool:
-        """Whether no gradients have been accumulated since they were averaged."""
-        return not any(part._accumulates for part in self._models())
 
     @torch.inference_mode(False)
     def _serve(self) -> None:
@@ -278,9 +245,6 @@ class Server(Standing):
     def _compare_counts(self, theirs: list[int]) -> None:
         if (mine := [part.synced for part in self._models()]) != theirs:
             raise JoinError(explain_counts({self.rank: mine, self._leader: theirs}))
-
-    def _models(self) -> list[ModelPart]:
-        return [part for part in self._parts if isinstance(part, ModelPart)]
 
     def _status(self) -> Any:
         word = self._agreement.word if self._tail else None
