@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DistributedSampler
 
 from tests.workers import Workers
-from torch_join import Channel, Join, _optimizers, _replicas, open_channel
+from torch_join import Channel, Join, _digest, _optimizers, _replicas, open_channel
 from torch_join._audit import Audit
 from torch_join._digest import checksums
 
@@ -431,3 +431,12 @@ def test_a_digest_that_is_not_exact(dtype: torch.dtype) -> None:
     infinite = torch.full((9,), torch.inf, dtype=dtype)
     assert checksums([infinite], exact=False) != checksums([-infinite], exact=False)
     assert checksums([infinite], exact=False) != checksums([nans], exact=False)
+
+
+def test_a_digest_is_of_one_tensor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = torch.randn(70), torch.randn(300_001, dtype=torch.float64)
+    alone = checksums([small]) + checksums([large])
+    assert checksums([small, large]) == alone
+    assert checksums([large, small]) == alone[::-1]
+    monkeypatch.setattr(_digest, "_tiles", lambda _: 2)  # as on an accelerator
+    assert checksums([small, large]) == alone

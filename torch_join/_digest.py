@@ -11,9 +11,8 @@ from torch import Tensor
 from torch_join._tree import Keep, Nested, Pickled, Slot
 
 _WORD = 8  # bytes
-# How many words are weighed at once: what a core's cache holds, and what keeps an accelerator busy.
-_TILE = {"cpu": 2**17}
-_LARGE_TILE = 2**22
+_TILE = 2**17  # words that are weighed one by one, as a core's cache holds; tiles have weights of their own
+_TILES = 32  # at once, to keep an accelerator busy
 _ALIKE = 1.5e-5  # what stands for NaN where all NaN count as one
 
 
@@ -60,10 +59,9 @@ def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
         by_device[tensor.device].append(index)
     sums = [0] * len(tensors)
     for device, indices in by_device.items():
-        largest = max(tensors[index].numel() * tensors[index].element_size() // _WORD + 1 for index in indices)
-        tile = min(_TILE.get(device.type, _LARGE_TILE), largest)
-        weights = _weights(0, tile, device)
-        scratch = torch.empty_like(weights)
+        largest = max(tensors[index].numel() * tensors[index].element_size() for index in indices) // _WORD + 1
+        weights = _weights(0, min(_TILE, largest), device)
+        scratch = weights.new_empty(min(_tiles(device) * _TILE, largest))
         # One transfer for each device, not one for each tensor.
         values = torch.stack([_weighted_sum(tensors[index], weights, scratch, exact) for index in indices]).tolist()
         for index, value in zip(indices, values, strict=True):
@@ -76,15 +74,20 @@ def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor, exact: bool)
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
-    per_tile = weights.numel() * _WORD // flat.element_size()
-    sums = [_tile_sum(piece, weights, scratch, exact) for piece in torch.split(flat, per_tile) if piece.numel()]
-    if not sums:
-        return torch.zeros((), dtype=torch.int64, device=flat.device)
-    together = torch.stack(sums)
-    return (_mixed(together) * _weights(weights.numel(), len(sums), flat.device)).sum()
+    tile = _TILE * _WORD // flat.element_size()
+    sums = [flat.new_zeros(0, dtype=torch.int64)]
+    for piece in torch.split(flat, tile * _tiles(flat.device)):
+        whole = piece.numel() // tile * tile
+        sums += [_tile_sums(part, weights, scratch, exact) for part in (piece[:whole], piece[whole:]) if part.numel()]
+    together = torch.cat(sums)
+    return (_mixed(together) * _weights(_TILE, together.numel(), flat.device)).sum()
 
 
-def _tile_sum(piece: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
+def _tiles(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else _TILES
+
+
+def _tile_sums(piece: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
     if not exact and piece.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         piece = torch.nan_to_num(piece, _ALIKE, torch.inf, -torch.inf).add_(0.0)
     data = piece.view(torch.uint8)
@@ -93,8 +96,8 @@ def _tile_sum(piece: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> T
         padded[: data.numel()] = data
         data = padded
     words = data.view(torch.int64)
-    mixed = _mixed(words, scratch[: words.numel()])
-    return mixed.mul_(weights[: words.numel()]).sum()
+    tile = min(words.numel(), _TILE)
+    return _mixed(words, scratch[: words.numel()]).view(-1, tile).mul_(weights[:tile]).sum(1)
 
 
 def _mixed(words: Tensor, out: Tensor | None = None) -> Tensor:
