@@ -22,6 +22,7 @@ from torch_join._specs import flaw
 _PLAIN = (bool, int, float, complex, str, type(None))
 _DEPTH = 4
 _ITEMS = 256  # of one container
+_ELEMENTS = 2**24  # of one tensor: more is a dataset
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -72,7 +73,7 @@ def _values(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _PLAIN):
         yield name, value
     elif isinstance(value, Tensor):
-        if flaw(value) is None:
+        if flaw(value) is None and value.numel() <= _ELEMENTS:
             yield name, value
     elif depth and isinstance(value, (torch.device, torch.dtype)):
         yield name, str(value)
