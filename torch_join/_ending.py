@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch_join._audit import Audit
+from torch_join._audit import Audit, Often
 from torch_join._channel import Channel
 from torch_join._handover import hand_over
 from torch_join._standing import Standing
@@ -17,6 +17,9 @@ class Ending(Standing):
     _channel: Channel
     _objects: list[Any]
     _parts: list[Part]
+
+    def _begin_audit(self, often: Often, hands_over_ignored: bool | None) -> None:
+        self._audit = Audit(stateful(self._objects), often, hands_over_ignored)
 
     def _hand_over(self, words: list[Any]) -> None:
         # What a joined rank says does not count: it has synced what it accumulated as a shadow.

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join import _nesting
-from torch_join._audit import Audit, Often
+from torch_join._audit import Often
 from torch_join._errors import JoinError
 from torch_join._hyperparameters import compare, hyperparameters
 from torch_join._meetings import Meetings
@@ -19,7 +19,6 @@ from torch_join._rendezvous import open_channel
 from torch_join._tap import CollectiveTap
 from torch_join._weighting import resolve_weighting
 from torch_join.joinables import CustomPart, ModelPart, make_parts, unwrap
-from torch_join.joinables.state import stateful
 
 T = TypeVar("T")
 
@@ -44,16 +43,13 @@ class Join(Meetings, TorchJoin):
         joinables: DDP models, optimizers, LR schedulers, `GradScaler`s, torch `Joinable`s, and anything
             with `state_dict` and `load_state_dict`; the same on every rank, in the same order.
         enable: `False` makes the context do nothing: `batches` passes on its loader's, and every rank is active.
-        throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs
-            while others have some.
+        throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs before others.
         weighting: How the gradients of the active ranks are combined, see `resolve_weighting`.
         heartbeat: Whether ranks meet in each step, also where lengths are certain; needed where ranks may
             `break` out of their loops at different steps.
         timeout: How long a rank waits for another, by default 30 minutes.
-        audit: When to compare the ranks' states by a digest and warn of what differs: `"tail"` in each loop in which
-            a rank runs out of inputs before another, `True` in all loops, `False` never.
-        hand_over_ignored: Whether parameters that DDP ignores are handed over, with their optimizer state: `None`
-            for those of which all ranks held the same bytes when the first one ran out of inputs.
+        audit: In which loops to compare the ranks' states: `"tail"`, those that a rank ends early; `True`, all.
+        hand_over_ignored: Whether parameters that DDP ignores are; `None`: of which all ranks held the same bytes.
         **kwargs: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
 
     Raises:
@@ -82,7 +78,7 @@ class Join(Meetings, TorchJoin):
         Meetings.__init__(
             self, _common_group(joinables), list(joinables), weighting, throw_on_early_termination, heartbeat
         )
-        self._audit = Audit(stateful(joinables), audit, hand_over_ignored)
+        self._begin_audit(audit, hand_over_ignored)
         self._enable = enable
         self._timeout = timeout
         self._options = kwargs
@@ -219,8 +215,7 @@ class Join(Meetings, TorchJoin):
             part.exit()
         self._channel.leave()
         _nesting.leave(self)
-        # These refer to this object, and it to the group, whose threads must not outlive the interpreter.
-        self._parts, self._first_custom = [], None
+        self._parts, self._first_custom = [], None  # they refer to this, and it to the group, with its threads
         self._tap = CollectiveTap(lambda _: None, None)
 
     def _make_parts(self) -> None:
@@ -230,14 +225,6 @@ class Join(Meetings, TorchJoin):
         self._has_model = any(isinstance(p, ModelPart) for p in self._parts)
 
     # ------------------------------------------------------------ what the parts call
-
-    def _end_even(self) -> None:
-        if self._in_loop or not self._loop_done:
-            self._audit.even(self._channel, self._has_synced)
-
-    @property
-    def _at_top(self) -> bool:
-        return self._in_loop and not self.may_break
 
     @property
     def in_plain_loop(self) -> bool:
