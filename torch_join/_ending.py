@@ -46,8 +46,8 @@ class Ending(Standing):
 
     @property
     def _has_synced(self) -> bool:
-        """Whether no gradients have been accumulated since they were averaged."""
-        return not any(part._accumulates for part in self._models())
+        """Whether gradients have been averaged since the last tail, and none been accumulated since."""
+        return all(part.synced and not part._accumulates for part in self._models())
 
     def _end_even(self) -> None:
         """All ranks have joined at once, or have done nothing since."""
