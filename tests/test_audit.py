@@ -400,6 +400,17 @@ class Counter(Channel):
         return [value]
 
 
+class Broken(dict[str, int]):
+    def items(self) -> Any:
+        raise OSError("not now")
+
+
+def test_what_cannot_be_looked_at_is_passed_over() -> None:
+    audit = Audit([Holder(closed=Broken()), Net()], "tail", None)
+    audit.begin([1], settled=True)
+    audit.end(Channel(), frozenset(), has_gradients=True)
+
+
 def test_it_is_one_message_where_nothing_differs_and_none_where_it_is_off() -> None:
     model = Net()
     for often, messages in (("tail", 1), (True, 1), (False, 0)):

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._channel import Channel
 from torch_join._digest import checksums
-from torch_join._errors import JoinError, name_ranks
+from torch_join._errors import name_ranks
 from torch_join._reachable import reachable
 from torch_join._replicas import ignored_parameters, kind_of, named
 from torch_join._state import Capture
@@ -141,8 +141,8 @@ class Audit:
                 continue
             try:
                 state = kind.capture(thing, capture, name).state
-            except JoinError:
-                continue  # the handover says so
+            except Exception:
+                continue
             for one, tree in enumerate(state) if isinstance(state, list) else ((0, state),):
                 parts = tree if kind.name in _KINDS[:2] else {"state_dict()": tree}
                 for part, content in parts.items():
@@ -161,7 +161,11 @@ class Audit:
         leaves: dict[str, Any] = {}
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
         for name, thing in named(self._objects):
-            for path, value in reachable(thing, name, local):
+            try:
+                values = dict(reachable(thing, name, local))
+            except Exception:
+                continue
+            for path, value in values.items():
                 leaves[path] = Slot(len(tensors)) if isinstance(value, Tensor) else value
                 tensors += [value] if isinstance(value, Tensor) else []
         return _described(leaves, tensors, exact)
