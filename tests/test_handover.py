@@ -255,4 +255,9 @@ def test_the_private_names_of_torch_are_there() -> None:
     assert vars(scaler)["_scale"] is None
     scaler.scale(torch.ones(()))
     assert _compat_state.scale_device(scaler) == "cpu"
+    assert not _compat_state.has_own_state(optimizer)
+    hooks = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    assert all(isinstance(getattr(optimizer, f"_optimizer_{hook}_hooks"), dict) for hook in hooks)
+    optimizer.register_state_dict_post_hook(lambda _, state: state)
+    assert _compat_state.has_own_state(optimizer)
     assert not _compat_state.is_sharded(optimizer)

@@ -16,7 +16,16 @@ from torch_join._compat_state import is_sharded
 from torch_join._errors import JoinTypeError, JoinValueError
 
 _TORCHS = "divide_by_initial_world_size"
-_OWN = ("enable", "throw_on_early_termination", "weighting", "heartbeat", "timeout", _TORCHS)
+_OWN = (
+    "enable",
+    "throw_on_early_termination",
+    "weighting",
+    "heartbeat",
+    "timeout",
+    "audit",
+    "hand_over_ignored",
+    _TORCHS,
+)
 
 
 def listed(joinables: Any) -> list[Any]:

@@ -41,6 +41,17 @@ def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
+def has_own_state(optimizer: Any) -> bool:
+    """Whether `optimizer` has a state dict other than that of torch's optimizers."""
+    plain = torch.optim.Optimizer
+    hooks = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return (
+        any(getattr(type(optimizer), name) is not getattr(plain, name) for name in ("state_dict", "load_state_dict"))
+        or not {"state_dict", "load_state_dict"}.isdisjoint(vars(optimizer))
+        or any(getattr(optimizer, f"_optimizer_{hook}_hooks", None) for hook in hooks)
+    )
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of `group`'s collectives, or the default where its backend does not tell."""
     device = dist.get_backend_config(group).split(",")[0].split(":")[0]

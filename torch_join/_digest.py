@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_join._raw import raw_bytes
-from torch_join._state import Keep, Nested, Pickled, Slot
+from torch_join._raw import flat_elements
+from torch_join._tree import Keep, Nested, Pickled, Slot
 
-_COLUMNS = 4096
 _WORD = 8  # bytes
+_TILE = 2**17  # words that are weighed one by one, as a core's cache holds; tiles have weights of their own
+_TILES = 32  # at once, to keep an accelerator busy
+_ALIKE = 1.5e-5  # what stands for NaN where all NaN count as one
 
 
 def digest(trees: Sequence[Any], tensors: Sequence[Tensor]) -> int:
@@ -46,38 +48,66 @@ def _feed(hashed: Any, tree: Any, tensors: Sequence[str]) -> None:
         hashed.update(f"{tree.kind if isinstance(tree, Keep) else repr(tree)};".encode())
 
 
-def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a number for each tensor, by its bytes."""
+def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
+    """Return a number for each tensor, by its bytes and their places.
+
+    Args:
+        tensors: The tensors.
+        exact: Whether every bit counts; otherwise -0.0 is 0.0, and any NaN is any other.
+    """
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         by_device[tensor.device].append(index)
     sums = [0] * len(tensors)
     for device, indices in by_device.items():
-        weights = _weights(device)
+        largest = max(tensors[index].numel() * tensors[index].element_size() for index in indices) // _WORD + 1
+        weights = _weights(0, min(_TILE, largest), device)
+        scratch = weights.new_empty(min(_tiles(device) * _TILE, largest))
         # One transfer for each device, not one for each tensor.
-        values = torch.stack([_weighted_sum(tensors[index], weights) for index in indices]).tolist()
+        values = torch.stack([_weighted_sum(tensors[index], weights, scratch, exact) for index in indices]).tolist()
         for index, value in zip(indices, values, strict=True):
             sums[index] = value
     return sums
 
 
-def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
-    """Sum the tensor's bytes as 64-bit words, each column of a long one with a weight of its own."""
-    data = raw_bytes(tensor)
-    if data.storage_offset() % _WORD:
-        data = data.clone()
-    whole = data.numel() // _WORD
-    words = data[: whole * _WORD].view(torch.int64)
-    tail = torch.zeros(_WORD, dtype=torch.uint8, device=data.device)
-    tail[: data.numel() - whole * _WORD] = data[whole * _WORD :]
-    rows = whole // _COLUMNS
-    columns = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
-    rest = torch.cat([words[rows * _COLUMNS :], tail.view(torch.int64)])
-    return (columns * weights[:_COLUMNS]).sum() + (rest * weights[_COLUMNS : _COLUMNS + rest.numel()]).sum()
+def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
+    """Sum the tensor's bytes as 64-bit words, each with a weight that belongs to its place."""
+    flat = flat_elements(tensor)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    tile = _TILE * _WORD // flat.element_size()
+    sums = [flat.new_zeros(0, dtype=torch.int64)]
+    for piece in torch.split(flat, tile * _tiles(flat.device)):
+        whole = piece.numel() // tile * tile
+        sums += [_tile_sums(part, weights, scratch, exact) for part in (piece[:whole], piece[whole:]) if part.numel()]
+    together = torch.cat(sums)
+    return (_mixed(together) * _weights(_TILE, together.numel(), flat.device)).sum()
 
 
-def _weights(device: torch.device) -> Tensor:
+def _tiles(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else _TILES
+
+
+def _tile_sums(piece: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
+    if not exact and piece.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        piece = torch.nan_to_num(piece, _ALIKE, torch.inf, -torch.inf).add_(0.0)
+    data = piece.view(torch.uint8)
+    if data.storage_offset() % _WORD or data.numel() % _WORD:
+        padded = torch.zeros(-(-data.numel() // _WORD) * _WORD, dtype=torch.uint8, device=data.device)
+        padded[: data.numel()] = data
+        data = padded
+    words = data.view(torch.int64)
+    tile = min(words.numel(), _TILE)
+    return _mixed(words, scratch[: words.numel()]).view(-1, tile).mul_(weights[:tile]).sum(1)
+
+
+def _mixed(words: Tensor, out: Tensor | None = None) -> Tensor:
+    # Without it two changes of the highest bit, as two signs are, cancel whatever the weights.
+    return torch.bitwise_right_shift(words, 32, out=out).bitwise_xor_(words)
+
+
+def _weights(first: int, count: int, device: torch.device) -> Tensor:
     """Return odd numbers without a pattern, so that neither order nor small opposite changes cancel."""
-    weights = torch.arange(1, 2 * _COLUMNS + 1, device=device) * 0x1E3779B97F4A7C15
+    weights = torch.arange(first + 1, first + count + 1, device=device) * 0x1E3779B97F4A7C15
     weights = (weights ^ (weights >> 30)) * 0x3F58476D1CE4E5B9
     return (weights ^ (weights >> 27)) | 1

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch_join import _digest, _transfer
 from torch_join._channel import Channel
 from torch_join._errors import JoinError, JoinValueError
-from torch_join._replicas import Captured, kind_of, order_of
+from torch_join._replicas import ignored_parameters, kind_of, named
 from torch_join._specs import TensorSpec
 from torch_join._state import Capture, Restore
+from torch_join._tree import Captured
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,13 @@ class _Word:
     schema: _Schema | None = None
 
 
-def hand_over(objects: Sequence[Any], source: int, channel: Channel, group: dist.ProcessGroup | None = None) -> None:
+def hand_over(
+    objects: Sequence[Any],
+    source: int,
+    channel: Channel,
+    group: dist.ProcessGroup | None = None,
+    local: frozenset[int] | None = None,
+) -> None:
     """Replace the state of `objects` on every rank by that on one of them, bit for bit.
 
     Every rank of the group calls this at the same time. Models are handed over first, then
@@ -53,6 +60,8 @@ def hand_over(objects: Sequence[Any], source: int, channel: Channel, group: dist
         source: The rank of the group whose state counts.
         channel: The group's channel.
         group: The process group, by default the whole world.
+        local: The `id` of each parameter that, with its optimizer state, stays as it is on each rank: by default of
+            all that DDP ignores.
 
     Raises:
         JoinTypeError: An object is of no kind that can be handed over, or holds something that cannot.
@@ -70,14 +79,15 @@ def hand_over(objects: Sequence[Any], source: int, channel: Channel, group: dist
         raise JoinValueError(f"The source is a rank from 0 to {channel.world_size - 1}, not {source}.")
     # Optimizer state that is created here must not become inference tensors.
     with torch.inference_mode(False), torch.no_grad():
-        capture = Capture()
+        local = _ignored(objects) if local is None else local
+        capture = Capture(local=local)
         words = channel.gather(_word(objects, source, channel, capture))
         _raise_any([word.problem for word in words])
         _agree(words)
         schema = words[source].schema
         if schema is None or channel.world_size == 1:
             return
-        restore = Restore(schema.specs)
+        restore = Restore(schema.specs, local)
         problem = None if channel.rank == source else _prepare(objects, schema, restore)
         _raise_any(channel.gather(problem))
         tensors = [[tensor] for tensor in capture.tensors] if channel.rank == source else restore.targets
@@ -88,22 +98,19 @@ def hand_over(objects: Sequence[Any], source: int, channel: Channel, group: dist
 def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Capture) -> _Word:
     given = [type(value).__name__ for value in objects]
     try:
-        ordered = sorted(objects, key=order_of)
-        given = [type(value).__name__ for value in ordered]
+        ordered = named(objects)
+        given = [type(value).__name__ for _, value in ordered]
         if channel.rank != source:
             return _Word(source, given)
-        captured = [
-            kind_of(value).capture(value, capture, name) for value, name in zip(ordered, _names(ordered), strict=True)
-        ]
+        captured = [kind_of(value).capture(value, capture, name) for name, value in ordered]
         return _Word(source, given, schema=_Schema(captured, capture.specs))
     except Exception as error:
         return _Word(source, given, problem=_as_problem(error))
 
 
 def _prepare(objects: Sequence[Any], schema: _Schema, restore: Restore) -> JoinError | None:
-    ordered = sorted(objects, key=order_of)
     try:
-        for captured, value, name in zip(schema.captured, ordered, _names(ordered), strict=True):
+        for captured, (name, value) in zip(schema.captured, named(objects), strict=True):
             kind_of(value).restore(captured, value, restore, name)
     except Exception as error:
         return _as_problem(error)
@@ -126,23 +133,14 @@ def checksum(objects: Sequence[Any]) -> int:
         JoinTypeError: An object is of no kind that can be handed over, or holds something that cannot.
 
     """
-    ordered = sorted(objects, key=order_of)
-    capture = Capture(canonical=True)
+    capture = Capture(canonical=True, local=_ignored(objects))
     with torch.inference_mode(False), torch.no_grad():
-        states = [
-            kind_of(value).capture(value, capture, name).state
-            for value, name in zip(ordered, _names(ordered), strict=True)
-        ]
+        states = [kind_of(value).capture(value, capture, name).state for name, value in named(objects)]
         return _digest.digest(states, capture.tensors)
 
 
-def _names(ordered: Sequence[Any]) -> list[str]:
-    """Name objects as errors do: "optimizer 1 (Adam)"."""
-    kinds = [kind_of(value).name for value in ordered]
-    return [
-        f"{kind} {kinds[:index].count(kind)} ({type(value).__name__})"
-        for index, (kind, value) in enumerate(zip(kinds, ordered, strict=True))
-    ]
+def _ignored(objects: Sequence[Any]) -> frozenset[int]:
+    return frozenset(map(id, ignored_parameters(objects).values()))
 
 
 def _as_problem(error: Exception) -> JoinError:

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 
 from torch_join import _nesting
 from torch_join._arguments import check_given, check_options, check_timeout, common_group, listed
+from torch_join._audit import Often
 from torch_join._hyperparameters import compare, hyperparameters
 from torch_join._loops import Loops
 from torch_join._rendezvous import open_channel
@@ -40,12 +41,13 @@ class Join(Loops, TorchJoin):
         joinables: DDP models, optimizers, LR schedulers, `GradScaler`s, torch `Joinable`s, and anything
             with `state_dict` and `load_state_dict`; the same on every rank, in the same order.
         enable: `False` makes the context do nothing: `batches` passes on its loader's, and every rank is active.
-        throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs
-            while others have some.
+        throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs before others.
         weighting: How the gradients of the active ranks are combined, see `resolve_weighting`.
         heartbeat: Whether ranks meet in each step, also where lengths are certain; needed where ranks may
             `break` out of their loops at different steps.
         timeout: How long a rank waits for another, by default 30 minutes.
+        audit: In which loops to compare the ranks' states: `"tail"`, those that a rank ends early; `True`, all.
+        hand_over_ignored: Whether parameters that DDP ignores are; `None`: of which all ranks held the same bytes.
         **kwargs: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
 
     Raises:
@@ -64,6 +66,8 @@ class Join(Loops, TorchJoin):
         weighting: Weighting | None = None,
         heartbeat: bool = False,
         timeout: timedelta = _DEFAULT_TIMEOUT,
+        audit: Often = "tail",
+        hand_over_ignored: bool | None = None,
         **kwargs: Any,
     ) -> None:
         joinables = [unwrap(thing) for thing in listed(joinables)]
@@ -74,6 +78,7 @@ class Join(Loops, TorchJoin):
         Loops.__init__(
             self, common_group(joinables), joinables, enable, weighting, throw_on_early_termination, heartbeat
         )
+        self._begin_audit(audit, hand_over_ignored)
         self._timeout = timeout
         self._options = kwargs
         if enable:
@@ -135,8 +140,7 @@ class Join(Loops, TorchJoin):
             part.exit()
         self._channel.leave()
         _nesting.leave(self)
-        # These refer to this object, and it to the group, whose threads must not outlive the interpreter.
-        self._parts, self._first_custom = [], None
+        self._parts, self._first_custom = [], None  # they refer to this, and it to the group, with its threads
         self._tap = CollectiveTap(lambda _: None, None)
 
     def _make_parts(self) -> None:

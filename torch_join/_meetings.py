@@ -22,6 +22,9 @@ class Meetings(Server):
             does something in its step that others take part in, so that it may break before that.
     """
 
+    _in_loop: bool  # over `batches`
+    _loop_done: bool  # the last that happened was such a loop
+
     def __init__(self, group: Any, objects: list[Any], weighting: Weighting, throws: bool, may_break: bool) -> None:
         self._objects = objects
         super().__init__(group, objects, weighting)
@@ -115,6 +118,14 @@ class Meetings(Server):
                 self._go_on()
                 for model in () if self._tail else self._models():
                     model.silent = 0
+
+    @property
+    def _at_top(self) -> bool:
+        return self._in_loop and not self.may_break
+
+    def _end_even(self) -> None:
+        if self._in_loop or not self._loop_done:
+            self._audit.even(self._channel, self._has_synced)
 
     def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
         """Say whether this rank has an input, and whether that is its last; the active ranks meet."""

@@ -4,8 +4,13 @@ import torch
 from torch import Tensor
 
 
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements of `tensor` in order, as bytes: its own memory where they lie in it so, else a copy."""
+def flat_elements(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` in order, in one dimension: a view of it where they lie in memory so."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A tensor of one element counts as contiguous whatever its stride, but its bytes cannot be viewed then.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` in order, as bytes: its own memory where they lie in it so, else a copy."""
+    return flat_elements(tensor).view(torch.uint8)

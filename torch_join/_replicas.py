@@ -1,45 +1,31 @@
 """What is handed over of each kind of object: how it is captured on the source and restored elsewhere.
 
-model        parameters, buffers (also those outside the state dict), extra state
-optimizer    hyperparameters of every group, state of every parameter; of a sharded one
-             (ZeroRedundancyOptimizer) the hyperparameters only, because each rank owns a shard
+model        parameters, buffers (also those outside the state dict), extra state, what is frozen or in training
+optimizer    see `_optimizers`
 LR scheduler, GradScaler, anything else    what its `state_dict` returns
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torch_join import _compat_state
 from torch_join._errors import JoinTypeError, JoinValueError
+from torch_join._optimizers import capture_optimizer, is_optimizer, restore_optimizer
 from torch_join._specs import TensorSpec
 from torch_join._state import MISSING, Capture, Restore, has_state
+from torch_join._tree import Captured
 
 _ACCEPTED = (
     "a model (torch.nn.Module, DistributedDataParallel), an optimizer, an LR scheduler, a GradScaler, or"
     " anything with state_dict and load_state_dict"
 )
-
-
-@dataclass(frozen=True)
-class Captured:
-    """The state of one object.
-
-    Attributes:
-        state: Its tree.
-        hints: What helps to restore it but is not a part of it.
-
-    """
-
-    state: Any
-    hints: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,16 +62,40 @@ def order_of(value: Any) -> int:
     return list(KINDS).index(kind_of(value))
 
 
+def named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return objects in the order in which they are handed over, named as errors do: "optimizer 1 (Adam)"."""
+    ordered = sorted(objects, key=order_of)
+    kinds = [kind_of(value).name for value in ordered]
+    return [
+        (f"{kind} {kinds[:index].count(kind)} ({type(value).__name__})", value)
+        for index, (kind, value) in enumerate(zip(kinds, ordered, strict=True))
+    ]
+
+
 def _inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
+def ignored_parameters(objects: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the parameters that the DDP models among `objects` leave to each rank, by name."""
+    models = [model for model in objects if isinstance(model, DistributedDataParallel)]
+    return {
+        f"model {index} ({type(model.module).__name__}): {name}": p
+        for index, model in enumerate(models)
+        for name, p in model.module.named_parameters(remove_duplicate=False)
+        if name in model.parameters_to_ignore
+    }
+
+
+def _named_tensors(model: nn.Module, local: frozenset[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    ignored: Any = ()
+    keeps_buffers = False
+    if isinstance(model, DistributedDataParallel):
+        ignored, keeps_buffers = model.parameters_to_ignore, not model.broadcast_buffers
     # Under all its names: what is one tensor on the source may be two elsewhere.
     parameters: Any = _inner(model).named_parameters(remove_duplicate=False)
-    buffers = _inner(model).named_buffers(remove_duplicate=False)
-    return {n: p for n, p in parameters if n not in ignored}, {n: b for n, b in buffers if n not in ignored}
+    buffers = () if keeps_buffers else _inner(model).named_buffers(remove_duplicate=False)
+    return {n: p for n, p in parameters if id(p) not in local}, {n: b for n, b in buffers if n not in ignored}
 
 
 def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -94,7 +104,7 @@ def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _capture_model(model: nn.Module, capture: Capture, name: str) -> Captured:
-    parameters, buffers = _named_tensors(model)
+    parameters, buffers = _named_tensors(model, capture.local)
     persistent = [key for key in buffers if _compat_state.is_persistent(*_owner(model, key))]
     return Captured(
         {
@@ -104,13 +114,15 @@ def _capture_model(model: nn.Module, capture: Capture, name: str) -> Captured:
                 key: capture.tree(module.get_extra_state(), f"{name}: {key}.get_extra_state()")
                 for key, module in _extra_states(model).items()
             },
+            "requires_grad": {key: p.requires_grad for key, p in parameters.items()},
+            "training": {key: module.training for key, module in model.named_modules()},
         },
         {"persistent": persistent},
     )
 
 
 def _restore_model(captured: Captured, model: nn.Module, restore: Restore, name: str) -> None:
-    parameters, buffers = _named_tensors(model)
+    parameters, buffers = _named_tensors(model, restore.local)
     state = captured.state
     if state["parameters"].keys() != parameters.keys():
         names = sorted(state["parameters"].keys() ^ parameters.keys())
@@ -119,6 +131,9 @@ def _restore_model(captured: Captured, model: nn.Module, restore: Restore, name:
         if restore.tensor(slot, parameters[key]) is not parameters[key]:
             here, there = TensorSpec.of(parameters[key]), restore.specs[slot.index]
             raise JoinValueError(f"{name}: {key} is {here} here and {there} on the source.")
+        if parameters[key].requires_grad != (flag := state["requires_grad"][key]):
+            restore.later(lambda p=parameters[key], flag=flag: p.requires_grad_(flag))  # type: ignore[misc]
+    restore.later(lambda: _set_training(model, state["training"]))
     device = next(iter(parameters.values())).device if parameters else None
     for key in buffers.keys() - state["buffers"].keys():
         module, own = _owner(model, key)
@@ -146,70 +161,9 @@ def _set_buffer(model: nn.Module, key: str, buffer: Tensor, persistent: bool) ->
         module.register_buffer(own, buffer, persistent)
 
 
-def _group_lists(optimizer: Optimizer) -> list[list[dict[str, Any]]]:
-    # A sharded optimizer takes its hyperparameters from its own groups, and the other way round, at each step.
-    inner = [optimizer.optim.param_groups] if _compat_state.is_sharded(optimizer) else []  # type: ignore[attr-defined]
-    return [optimizer.param_groups, *inner]
-
-
-def _states(optimizer: Optimizer) -> Iterator[tuple[Any, Any, torch.device | None]]:
-    """Yield a name that all ranks share, the key in `state`, and the device for every entry there may be."""
-    if _compat_state.is_sharded(optimizer):
-        return
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            yield (index, position), parameter, parameter.device
-    for key in list(optimizer.state):
-        if not isinstance(key, Tensor):
-            yield key, key, None
-
-
-def _capture_optimizer(optimizer: Optimizer, capture: Capture, name: str) -> Captured:
-    hyperparameters = [
-        [
-            capture.tree({k: v for k, v in group.items() if k != "params"}, f"{name}: param_groups[{index}]")
-            for index, group in enumerate(groups)
-        ]
-        for groups in _group_lists(optimizer)
-    ]
-    state = {
-        shared: capture.tree(dict(optimizer.state[key]), f"{name}: state[{shared}]")
-        for shared, key, _ in _states(optimizer)
-        if key in optimizer.state
-    }
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    hints = {"stepped": _compat_state.was_stepped(optimizer), "sizes": sizes}
-    return Captured({"groups": hyperparameters, "state": state}, hints)
-
-
-def _restore_optimizer(captured: Captured, optimizer: Optimizer, restore: Restore, name: str) -> None:
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != captured.hints["sizes"]:
-        raise JoinValueError(
-            f"{name} has groups of {sizes} parameters here and of {captured.hints['sizes']} on the source."
-        )
-    for trees, groups in zip(captured.state["groups"], _group_lists(optimizer), strict=True):
-        for index, (tree, group) in enumerate(zip(trees, groups, strict=True)):
-            values = restore.value(tree, group, f"{name}: param_groups[{index}]")
-            restore.later(lambda g=group, v=values: _replace(g, {"params": g["params"], **v}))  # type: ignore[misc]
-    states = captured.state["state"]
-    own = {shared: (key, device) for shared, key, device in _states(optimizer)}
-    for shared, (key, _) in own.items():
-        if shared not in states and key in optimizer.state:
-            restore.later(lambda key=key: optimizer.state.pop(key))  # type: ignore[misc]
-    for shared, tree in states.items():
-        key, device = own.get(shared, (shared, None))
-        entry = optimizer.state.get(key, {})
-        values = restore.value(tree, entry, f"{name}: state[{shared}]", device)
-        restore.later(lambda key=key, e=entry, v=values: optimizer.state.__setitem__(key, _replace(e, v)))  # type: ignore[misc]
-    if captured.hints["stepped"]:
-        restore.later(lambda: _compat_state.mark_stepped(optimizer))
-
-
-def _replace(entries: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
-    entries.clear()
-    entries.update(values)
-    return entries
+def _set_training(model: nn.Module, training: dict[str, bool]) -> None:
+    for key, module in model.named_modules():
+        module.training = training.get(key, module.training)
 
 
 def _capture_state(value: Any, capture: Capture, name: str) -> Captured:
@@ -239,7 +193,7 @@ def _restore_scaler(captured: Captured, scaler: GradScaler, restore: Restore, na
 # In the order in which they are handed over.
 KINDS: dict[Kind, Callable[[Any], bool]] = {
     Kind("model", _capture_model, _restore_model): lambda value: isinstance(value, nn.Module),
-    Kind("optimizer", _capture_optimizer, _restore_optimizer): lambda value: isinstance(value, Optimizer),
+    Kind("optimizer", capture_optimizer, restore_optimizer): is_optimizer,
     Kind("LR scheduler", _capture_state, _restore_state): lambda value: isinstance(value, LRScheduler),
     Kind("GradScaler", _capture_scaler, _restore_scaler): lambda value: isinstance(value, GradScaler),
     Kind("other", _capture_state, _restore_state): has_state,

@@ -11,22 +11,22 @@ import torch
 
 from torch_join import _compat
 from torch_join._agreement import Agreement, explain_counts, explain_places
+from torch_join._audit import Audit
 from torch_join._channel import Channel
+from torch_join._ending import Ending
 from torch_join._errors import JoinError, JoinValueError
 from torch_join._failures import telling_failures
-from torch_join._handover import hand_over
 from torch_join._neutral import mirror
-from torch_join._standing import Standing
 from torch_join._subgroups import Subgroups
 from torch_join._tap import Call, CollectiveTap
 from torch_join._weighting import Weighting
-from torch_join.joinables import ModelPart, Part, holds_metrics, innermost_optimizer
+from torch_join.joinables import Part, innermost_optimizer
 
 _END, _COLLECTIVE, _TAIL = "end", "collective", "tail"
 _MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
 
 
-class Server(Standing):
+class Server(Ending):
     """The tail of a loop, on an active rank and on one that has joined.
 
     Args:
@@ -39,6 +39,7 @@ class Server(Standing):
         super().__init__(group, weighting)
         self._objects = objects
         self._parts: list[Part] = []
+        self._audit = Audit()
         self._open(Channel())
         self._tap = self._new_tap()
 
@@ -135,6 +136,7 @@ class Server(Standing):
     @torch.inference_mode(False)
     def _begin_tail(self) -> None:
         self._tail = True
+        self._audit.begin(self.joined_ranks, self._at_top)
         self._subgroups.find(self._before)
         self._agreement.begin()
         self.announce(-1, _TAIL, [part.synced - part.silent for part in self._models()])
@@ -154,6 +156,8 @@ class Server(Standing):
             self._channel.forget(delete=False)
             self._leave_tail()
             self._hand_over(words)
+        else:
+            self._end_even()
         self._active = tuple(range(self._world_size))
 
     def _leave_tail(self) -> None:
@@ -166,21 +170,11 @@ class Server(Standing):
     def _arrive(self) -> None:
         """Meet the other ranks, if that has been put off until this rank does something in its step."""
 
-    def _hand_over(self, words: list[Any]) -> None:
-        for part, its_words in zip(self._parts, words, strict=True):
-            part.close(its_words, self._leader)
-        self.hand_over_states()
-
-    def hand_over_states(self) -> None:
-        """Give all ranks the leader's state of everything that has one; every rank calls this."""
-        # A metric's state is each rank's own share.
-        states = [thing for thing in self._objects if _is_stateful(thing) and not holds_metrics(thing)]
-        if states:
-            hand_over(states, self._leader, self._channel, self.group)
-
     @torch.inference_mode(False)
     def _serve(self) -> None:
         """Do what the active ranks announce, with nothing, until they have joined too."""
+        if not self._tail:
+            self._audit.begin(self.joined_ranks, self._at_top)
         self._leave_tail()
         self._tap.remove()
         self._subgroups.find(self._before)
@@ -260,9 +254,6 @@ class Server(Standing):
         if (mine := [part.synced for part in self._models()]) != theirs:
             raise JoinError(explain_counts({self.rank: mine, self._leader: theirs}))
 
-    def _models(self) -> list[ModelPart]:
-        return [part for part in self._parts if isinstance(part, ModelPart)]
-
     def _status(self) -> Any:
         word = self._agreement.word if self._tail else None
         return {"models": [[part.forwards, part.synced] for part in self._models()], "word": word}
@@ -289,7 +280,3 @@ def _has_met(call: Call) -> bool:
         return False
     _compat.wait_for_device(call.device)
     return True
-
-
-def _is_stateful(thing: Any) -> bool:
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")

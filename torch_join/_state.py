@@ -10,7 +10,6 @@ import pickle
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torch_join._errors import JoinTypeError, JoinValueError
 from torch_join._specs import TensorSpec, flaw
+from torch_join._tree import Keep, Nested, Pickled, Place, Slot
 
 MISSING: Any = object()
 # What a state may refer to without it being a part of the state: every rank keeps its own.
@@ -27,35 +27,6 @@ _REFERENCES: tuple[type, ...] = (
     *(Optimizer, nn.Module, weakref.ReferenceType),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
 )
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Stands for a tensor."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Stands for an object that every rank has one of its own of."""
-
-    kind: str
-
-
-@dataclass(frozen=True)
-class Nested:
-    """The state of an object with `state_dict` and `load_state_dict` inside the state of another."""
-
-    tree: Any
-
-
-@dataclass(frozen=True)
-class Pickled:
-    """Any other value, pickled; the tensors in it are numbered, and in these slots."""
-
-    data: bytes
-    slots: tuple[int, ...]
 
 
 def has_state(value: Any) -> bool:
@@ -70,15 +41,19 @@ class Capture:
 
     Args:
         canonical: Whether equal values must have equal trees: for comparing, such a tree cannot be restored.
+        local: The `id` of each parameter that every rank keeps its own of, and of its state.
 
     Attributes:
         specs: What the tensors are, by slot.
         tensors: The tensors themselves, by slot.
+        places: Where the parameters are that may be keys of dictionaries, by `id`.
 
     """
 
-    def __init__(self, canonical: bool = False) -> None:
+    def __init__(self, canonical: bool = False, local: frozenset[int] = frozenset()) -> None:
         self._canonical = canonical
+        self.local = local
+        self.places: dict[int, Place] = {}
         self.specs: list[TensorSpec] = []
         self.tensors: list[Tensor] = []
         self._slots: dict[int, Slot] = {}
@@ -111,7 +86,11 @@ class Capture:
         if isinstance(value, Tensor) and value.layout == torch.strided:
             return self.tensor(value, path)
         if type(value) is dict:
-            return {key: self.tree(item, f"{path}[{key!r}]") for key, item in value.items()}
+            return {
+                (own := self._key(key, path)): self.tree(item, f"{path}[{own!r}]")
+                for key, item in value.items()
+                if id(key) not in self.local
+            }
         if type(value) in (list, tuple):
             return type(value)(self.tree(item, f"{path}[{index}]") for index, item in enumerate(value))
         if isinstance(value, _REFERENCES):
@@ -123,6 +102,13 @@ class Capture:
         if self._canonical and isinstance(value, (set, frozenset)):
             return sorted(map(repr, value))
         return self._pickle(value, path)
+
+    def _key(self, key: Any, path: str) -> Any:
+        if isinstance(key, Tensor):
+            if id(key) not in self.places:
+                raise JoinTypeError(f"{path} has a tensor as a key, which is another one on each rank.")
+            return self.places[id(key)]
+        return key
 
     def _pickle(self, value: Any, path: str) -> Pickled:
         buffer = io.BytesIO()
@@ -140,14 +126,21 @@ class Capture:
 class Restore:
     """Turns trees back into values whose tensors are still to be filled.
 
+    Args:
+        specs: What the tensors are, by slot.
+        local: As for `Capture`.
+
     Attributes:
         specs: What the tensors are, by slot.
         targets: The tensors that are to receive the contents of each slot.
+        places: The parameters that may be keys of dictionaries, by place.
 
     """
 
-    def __init__(self, specs: list[TensorSpec]) -> None:
+    def __init__(self, specs: list[TensorSpec], local: frozenset[int] = frozenset()) -> None:
         self.specs = specs
+        self.local = local
+        self.places: dict[Place, Tensor] = {}
         self.targets: list[list[Tensor]] = [[] for _ in specs]
         self._owners: dict[int, int] = {}
         self._later: list[Callable[[], Any]] = []
@@ -192,8 +185,11 @@ class Restore:
             return self.tensor(tree, own if reuse else MISSING, device)
         if isinstance(tree, dict):
             items = own if isinstance(own, dict) else {}
-            return {
-                key: self.value(item, items.get(key, MISSING), f"{path}[{key!r}]", device, reuse)
+            kept = {key: item for key, item in items.items() if id(key) in self.local}
+            return kept | {
+                (own_key := self._key(key)): self.value(
+                    item, items.get(own_key, MISSING), f"{path}[{key!r}]", device, reuse
+                )
                 for key, item in tree.items()
             }
         if isinstance(tree, (list, tuple)):
@@ -210,6 +206,9 @@ class Restore:
             self.later(lambda: own.load_state_dict(state))
             return own
         return _Unpickler(tree, self, device).load() if isinstance(tree, Pickled) else tree
+
+    def _key(self, key: Any) -> Any:
+        return self.places[key] if isinstance(key, Place) else key
 
     def _kept(self, own: Any, kind: str, path: str) -> Any:
         if own is MISSING:

@@ -1,5 +1,6 @@
 """Anything with a state: it does nothing in a step, and is handed over at the end."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,3 +43,8 @@ class JoinableState(WrappingJoinable):
                 f"JoinableState takes something with state_dict and load_state_dict, not {type(thing).__name__}."
             )
         super().__init__(thing, process_group, torch.device("cpu"))
+
+
+def stateful(objects: Sequence[Any]) -> list[Any]:
+    """Return what is handed over of `objects`; a metric's state is each rank's own share."""
+    return [thing for thing in objects if has_state(thing) and not holds_metrics(thing)]

@@ -1,0 +1,56 @@
+"""How a loop ends: all ranks get the state of the last one, and are compared."""
+
+from typing import Any
+
+from torch_join._audit import Audit, Often
+from torch_join._channel import Channel
+from torch_join._handover import hand_over
+from torch_join._standing import Standing
+from torch_join.joinables import ModelPart, Part
+from torch_join.joinables.state import stateful
+
+
+class Ending(Standing):
+    """The handover at the end of a tail."""
+
+    _audit: Audit
+    _channel: Channel
+    _objects: list[Any]
+    _parts: list[Part]
+
+    def _begin_audit(self, often: Often, hands_over_ignored: bool | None) -> None:
+        self._audit = Audit(stateful(self._objects), often, hands_over_ignored)
+
+    def _hand_over(self, words: list[Any]) -> None:
+        # What a joined rank says does not count: it has synced what it accumulated as a shadow.
+        has_synced = self._has_synced or self.rank != self._leader
+        for part, its_words in zip(self._parts, words, strict=True):
+            part.close(its_words, self._leader)
+        self._audit.end(self._channel, self.hand_over_states(), has_synced)
+
+    def hand_over_states(self) -> frozenset[int]:
+        """Give all ranks the leader's state of everything that has one; every rank calls this.
+
+        Returns:
+            The `id` of each parameter that has stayed as it was on each rank.
+        """
+        local = self._audit.local(self._channel)
+        if states := stateful(self._objects):
+            hand_over(states, self._leader, self._channel, self.group, local)
+        return local
+
+    @property
+    def _at_top(self) -> bool:
+        """Whether this rank is at the top of a step, before any code of the user's."""
+        return False
+
+    @property
+    def _has_synced(self) -> bool:
+        """Whether gradients have been averaged since the last tail, and none been accumulated since."""
+        return all(part.synced and not part._accumulates for part in self._models())
+
+    def _end_even(self) -> None:
+        """All ranks have joined at once, or have done nothing since."""
+
+    def _models(self) -> list[ModelPart]:
+        return [part for part in self._parts if isinstance(part, ModelPart)]
