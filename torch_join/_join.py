@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join import _nesting
 from torch_join._errors import JoinError
-from torch_join._hyperparameters import compare, hyperparameters
+from torch_join._hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._meetings import Meetings
 from torch_join._reader import Reader
 from torch_join._rendezvous import open_channel
@@ -21,6 +21,7 @@ from torch_join.joinables import CustomPart, ModelPart, make_parts, unwrap
 
 T = TypeVar("T")
 
+_BEGIN = tuple[int | None, Hyperparameters]  # of a loop
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -142,7 +143,7 @@ class Join(Meetings, TorchJoin):
             length = None if self.may_break else reader.certain_length()
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
-            said = self._channel.gather((length, hyperparameters(self._objects)), self.in_plain_loop)
+            said = self._channel.gather((length, hyperparameters(self._objects)), self.in_plain_loop, _BEGIN)
             compare([theirs for _, theirs in said])
             lengths = [theirs for theirs, _ in said]
             self._channel.forget()  # what the last loop has left: all have read it
@@ -191,7 +192,7 @@ class Join(Meetings, TorchJoin):
                     self._last_joiner = verdict
                 for part in self._parts:
                     part.after_all(self._last_joiner)
-                compare(self._channel.gather(hyperparameters(self._objects)))
+                compare(self._channel.gather(hyperparameters(self._objects), of=Hyperparameters))
                 # Whoever hosts the channel's store must not be gone while others still read from it.
                 if self._world_size > 1:
                     dist.barrier(self.group)

@@ -8,7 +8,7 @@ penalty's `autograd.grad` too, and misses L2 terms on the parameters.
 
 import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ _CLEARED, _KEPT, _CHANGED = "cleared", "kept", "changed"
 
 class ModelPart(Part):
     """A `DistributedDataParallel` model in a plain loop."""
+
+    kinds: ClassVar[dict[str, Any]] = {"forward": tuple[bool, bool, int], "backward": list[str], "gradients": list[str]}
 
     meets = True  # its forward is where ranks in a plain loop meet
 
