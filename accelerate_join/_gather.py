@@ -7,7 +7,7 @@ ranks that have joined take part with none, so that what comes back holds the ac
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 import accelerate
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAIN = 0
 _CALL, _SAVE = "call", "save_state"
+_CALLED = ("log", "load_state", "save_state")
 
 
 class Operations(Part):
@@ -37,6 +38,13 @@ class Operations(Part):
     """
 
     join: "AcceleratorJoin"
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "gather": tuple[list[tuple[torch.Size, torch.dtype, str]], bool],
+        "gather_object": bool,
+        _CALL: tuple[str, tuple[Any, ...], dict[str, Any]],
+        _SAVE: tuple[tuple[Any, ...], dict[str, Any], bool, Any, Any],
+    }
 
     def __init__(self, join: "AcceleratorJoin", index: int, accelerator: accelerate.Accelerator) -> None:
         super().__init__(join, index)
@@ -98,14 +106,14 @@ class Operations(Part):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Have each rank load a checkpoint; who has joined does so too."""
-        self.announce(_CALL, ("load_state", args, kwargs))
+        self.announce_open(_CALL, ("load_state", args, kwargs))
         with self.join.own_collectives():
             self._call("load_state", args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log on the main process, with the values of the lowest active rank if it has joined."""
         if self.main_has_joined:
-            self.announce(_CALL, ("log", args, kwargs))
+            self.announce_open(_CALL, ("log", args, kwargs))
         self._call("log", args, kwargs)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +126,7 @@ class Operations(Part):
         everywhere = self._accelerator.project_configuration.save_on_each_node or self.main_has_joined
         scaler = self._accelerator.scaler
         small = self.join.progress.state_dict(), None if scaler is None else scaler.state_dict()
-        self.announce(_SAVE, (args, kwargs, everywhere, *small))
+        self.announce_open(_SAVE, (args, kwargs, everywhere, *small))
         with self.join.own_collectives():
             return self._save(args, kwargs, everywhere)
 
@@ -185,6 +193,8 @@ class Operations(Part):
         return everyone
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in _CALLED:
+            raise JoinError(f"A rank that has joined was told to call {name[:60]!r}, which no rank announces.")
         return getattr(self._type, name)(self._accelerator, *args, **kwargs)
 
     def _save(

@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from torch_join import closed
+
 # With more ranks, values are logged and written as minimum, mean and maximum.
 MOST_RANKS = 16
 
 
+@closed("rank's epoch")
 @dataclass(frozen=True)
 class RankRecord:
     """One rank's epoch.

@@ -18,7 +18,7 @@ def take_unfrozen_parameters(strategy: "DDPJoinStrategy") -> None:
         UnsupportedError: On all ranks, if they have not unfrozen the same.
     """
     assert strategy.join is not None
-    everyone = strategy.channel.gather(strategy.join.unfrozen())
+    everyone = strategy.channel.gather(strategy.join.unfrozen(), of=list[str])
     if any(names != everyone[0] for names in everyone):
         counts = [len(names) for names in everyone]
         raise UnsupportedError(

@@ -19,7 +19,7 @@ def all_joinables(strategy: "DDPJoinStrategy") -> list[Joinable]:
     """
     configure = getattr(strategy.lightning_module, "configure_joinables", None)
     joinables = [*strategy.joinables, *((configure() or ()) if configure is not None else ())]
-    everyone = strategy.channel.gather([type(joinable).__name__ for joinable in joinables])
+    everyone = strategy.channel.gather([type(joinable).__name__ for joinable in joinables], of=list[str])
     if any(names != everyone[0] for names in everyone):
         given = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone))
         raise JoinValueError(

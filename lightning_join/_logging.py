@@ -49,7 +49,7 @@ class JoinResultCollection(ResultCollection):
             if mine is None and not until_all:
                 return
             # A rank that reads early meets the others where they settle.
-            everyone = self.strategy.channel.gather(mine)
+            everyone = self.strategy.channel.gather(mine, of=Logged | None)
             agreed = next((description for description in everyone if description is not None), None)
             if agreed is None:
                 return
@@ -78,7 +78,9 @@ def check_monitored(trainer: "pl.Trainer", channel: Channel) -> None:
     """
     monitored = {getattr(callback, "monitor", None) for callback in trainer.callbacks}  # type: ignore[attr-defined]
     if monitored != {None} and monitored:
-        everyone = channel.gather(sorted(str(name) for name in monitored if name in trainer.callback_metrics))
+        everyone = channel.gather(
+            sorted(str(name) for name in monitored if name in trainer.callback_metrics), of=list[str]
+        )
         for name in sorted({name for names in everyone for name in names}):
             lacking = [rank for rank, names in enumerate(everyone) if name not in names]
             if lacking:

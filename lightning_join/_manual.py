@@ -6,14 +6,14 @@ to gradients and parameters by hand before either, and at the end of `training_s
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_join import ModelShadow, Part, StepMirror, StepServer, UnsupportedError
+from torch_join import Changes, ModelShadow, Part, StepMirror, StepServer, UnsupportedError
 
 if TYPE_CHECKING:
     from lightning_join._strategy import DDPJoinStrategy
@@ -30,6 +30,13 @@ class ManualPart(Part):
     """
 
     join: StepServer  # type: ignore[assignment]
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "changes": Changes,
+        "backward": bool,
+        "step": tuple[int, list[dict[str, Any]], dict[str, Any]],
+        "end": tuple[list[Any], list[list[dict[str, Any]]]],
+    }
 
     def __init__(self, join: Any, index: int, strategy: "DDPJoinStrategy", shadow: ModelShadow) -> None:
         super().__init__(join, index)
@@ -63,7 +70,7 @@ class ManualPart(Part):
             yield
             if self.join.in_tail:
                 self._send_changes()
-                self.announce("end", (self._scheduler_states(), [_options(o) for o in self._strategy.optimizers]))
+                self.announce_open("end", (self._scheduler_states(), [_options(o) for o in self._strategy.optimizers]))
         finally:
             guard.remove()
 
@@ -125,7 +132,7 @@ class ManualPart(Part):
             if self.join.in_tail:
                 self._mirror.check_averaged([p for group in optimizer.param_groups for p in group["params"]])
                 self._send_changes()
-                self.announce("step", (self._index_of(optimizer), _options(optimizer), options))
+                self.announce_open("step", (self._index_of(optimizer), _options(optimizer), options))
             # From here on joined ranks do the same.
             rest.enter_context(self.join.alike())
             return result

@@ -115,7 +115,7 @@ class JoinMonitor(Callback):
             active = self._joined_time - self._start if self._batches else 0.0
         mine = RankRecord(self._batches, self._shadow_steps, self._joined_at, active, seconds)
         channel = cast(Channel, getattr(trainer.strategy, "channel", None) or Channel())
-        record = EpochRecord(trainer.current_epoch, tuple(channel.gather(mine)))
+        record = EpochRecord(trainer.current_epoch, tuple(channel.gather(mine, of=RankRecord)))
         self.epochs.append(record)
         rank_zero_info(f"JoinMonitor: {record}")
         if trainer.is_global_zero:

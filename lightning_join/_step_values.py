@@ -8,14 +8,14 @@ has joined, and the values that callbacks monitor are the same on all ranks.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_join._compat import Metadata, ResultCollection, ResultMetric, Sync, default_dtype, mark_updated
-from torch_join import UnsupportedError
+from torch_join import UnsupportedError, closed
 from torch_join.joinables import Part
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def syncs_in_forward(metric: Any) -> bool:
     return bool(getattr(metric, "dist_sync_on_step", False))
 
 
+@closed("logged")
 @dataclass(frozen=True)
 class Logged:
     """A logged value without the value, as one rank describes it to another.
@@ -106,6 +107,8 @@ class StepValues(Part):
         strategy: The strategy that reduces.
     """
 
+    kinds: ClassVar[dict[str, Any]] = {"log": Logged, "metric": tuple[Logged, Any]}
+
     def __init__(self, join: Any, index: int, strategy: "DDPJoinStrategy") -> None:
         super().__init__(join, index)
         self._strategy = strategy
@@ -122,7 +125,7 @@ class StepValues(Part):
         """Hand the step value of a metric of torchmetrics, which its forward has synced, to joined ranks."""
         if self.join.in_tail:
             value = move_data_to_device(item._forward_cache, torch.device("cpu"))
-            self.announce("metric", (Logged.of(key, item, None), value))
+            self.announce_open("metric", (Logged.of(key, item, None), value))
 
     def answer(self, kind: str, payload: Any) -> None:
         trainer: Any = cast(Any, self._strategy.lightning_module).trainer

@@ -1,6 +1,7 @@
 """Training on uneven inputs that just works, and trains exactly: the core, on torch alone."""
 
 from torch_join._channel import Channel
+from torch_join._codec import closed
 from torch_join._errors import (
     EarlyTerminationError,
     JoinError,
@@ -14,7 +15,7 @@ from torch_join._errors import (
 from torch_join._failures import telling_failures
 from torch_join._join import Join
 from torch_join._lockstep import LockstepJoin
-from torch_join._mirror import StepMirror
+from torch_join._mirror import Changes, StepMirror
 from torch_join._rendezvous import open_channel
 from torch_join._sampler import UnpaddedDistributedSampler
 from torch_join._shadow import ModelShadow
@@ -25,6 +26,7 @@ from torch_join.joinables import JoinableMetric, JoinableModel, JoinableOptimize
 __version__ = "0.1.0"
 
 __all__ = [
+    "Changes",
     "Channel",
     "EarlyTerminationError",
     "Join",
@@ -46,6 +48,7 @@ __all__ = [
     "UnpaddedDistributedSampler",
     "UnsupportedError",
     "Weighting",
+    "closed",
     "name_ranks",
     "open_channel",
     "resolve_weighting",

@@ -4,10 +4,13 @@ from collections import deque
 from typing import Any
 from zlib import crc32
 
+from torch_join import _codec
 from torch_join._channel import Channel
 from torch_join._errors import JoinError
+from torch_join._objects import Apart
 
 _ONE = 1 << 48  # above the sum of as many checksums as there may be ranks
+_COMPARED = ("forward", "collective", "log")  # of these the payload too
 _EVERY = 8  # steps; but each of the first ones, where a mistake of the program shows
 
 
@@ -18,6 +21,9 @@ class Agreement:
     paired with something else by the backend, which hangs, or goes wrong in silence. So in each of a tail's
     first steps, and in every eighth after these, the other active ranks add their checksums to a number in
     the store, and the lowest one looks at the last.
+
+    A rank that leaves compares what it has announced up to its last step with the lowest rank's word, before it
+    follows the log: it would look for its next record in the wrong place.
 
     Args:
         channel: The channel between the ranks.
@@ -33,12 +39,14 @@ class Agreement:
         self._last = ""
         self._active: tuple[int, ...] = ()
         self._due: deque[tuple[str, int]] = deque()  # what is to be compared, as the lowest active rank
+        self._tail = f"said/{self._channel.records}"
 
     def note(self, index: int, kind: str, payload: Any) -> None:
         """Add an announcement."""
         # Other payloads hold what only the first rank needs to know, or may know.
-        self._last = f"{kind} {payload}" if kind in ("forward", "collective", "log") else kind
-        self._sum = crc32(f"{index} {self._last}".encode(), self._sum)
+        compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
+        self._sum = crc32(_codec.encode((index, kind, compared)), self._sum)
+        self._last = kind if compared is None else f"{kind} {compared}"
         self._count += 1
 
     def compare(self, rank: int, active: tuple[int, ...]) -> None:
@@ -50,9 +58,7 @@ class Agreement:
         if len(active) < 2:
             return
         if active != self._active:
-            # The same on all active ranks, as they have announced as much; if not, nobody adds to it. Between two
-            # departures nothing may be announced.
-            self._name = f"said/{self._channel.records}/{active[0]}/{len(active)}"
+            self._name = f"{self._tail}/{len(active)}"
             self._active, self._steps = active, 0
             self._due.clear()
         step, self._steps = self._steps, self._steps + 1
@@ -70,13 +76,31 @@ class Agreement:
                 break
             self._due.popleft()
             self._channel.delete(key)
-            if sums != others * own:
+            if count > others or sums != others * own:
                 raise self._disagreement()
         self._due.append((f"{self._name}/{step}", self._sum))
 
+    def part(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        """Compare what has been announced up to the last step of those who leave; every active rank calls this.
+
+        Args:
+            rank: This rank.
+            before: The active ranks in that step.
+            after: Those in the next one; if there are none, all compare.
+
+        Raises:
+            JoinError: This rank and the lowest active one have announced different things.
+        """
+        lowest = min(after or before)
+        key = f"{self._tail}/last/{len(after)}"
+        if rank == lowest:
+            self._channel.post(key, self.word, until_met=True)
+        elif rank not in after and self._channel.read(key, of=tuple[int, int, str])[:2] != self.word[:2]:
+            raise self._disagreement()
+
     def _disagreement(self) -> JoinError:
         answers = self._channel.roll_call()
-        words = {rank: status["word"] for rank, (_, status) in answers.items() if status and status["word"]}
+        words = {rank: status.word for rank, (_, status) in answers.items() if status and status.word}
         return JoinError(
             "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"
             f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step."

@@ -77,7 +77,7 @@ class Audit:
         ignored = list(ignored_parameters(self._objects).values())
         if not ignored or self._hands_over_ignored:
             return frozenset()
-        everyone = [None] if self._hands_over_ignored is False else channel.gather(self._ignored)
+        everyone = [None] if self._hands_over_ignored is False else channel.gather(self._ignored, of=list[int] | None)
         if None in everyone:  # not asked, or not in a tail
             return frozenset(map(id, ignored))
         alike = [len(set(sums)) == 1 for sums in zip(*everyone, strict=True)]
@@ -242,7 +242,7 @@ def _short(value: Any) -> str:
 def _differences(channel: Channel, before: dict[str, Items], after: dict[str, Items]) -> list[dict[str, list[Any]]]:
     """Return what differs by rank: before, of what was handed over, of what was found, of the gradients."""
     digests = {**{f"before, {k}": _hash(v) for k, v in before.items()}, **{k: _hash(v) for k, v in after.items()}}
-    everyone = channel.gather(digests)
+    everyone = channel.gather(digests, of=dict[str, str])
     # Where one rank cannot tell, nobody asks.
     known = [key for key in digests if all(said.get(key) for said in everyone)]
     differing = [key for key in known if len({said[key] for said in everyone}) > 1]
@@ -251,9 +251,9 @@ def _differences(channel: Channel, before: dict[str, Items], after: dict[str, It
     for key in wanted:
         items = before[key.removeprefix("before, ")] if key.startswith("before, ") else after[key]
         was = before["found"] if key == "found" else {}
-        result[key] = _unlike(channel.gather(items))
+        result[key] = _unlike(channel.gather(items, of=Items))
         if key == "found":
-            odd = _unlike(channel.gather(was))
+            odd = _unlike(channel.gather(was, of=Items))
             result[key] = {name: said for name, said in result[key].items() if name in was and name not in odd}
     at_join = {**result.get("before, parameters", {}), **result.get("before, settled", {})}
     return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients"))]

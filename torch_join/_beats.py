@@ -9,11 +9,11 @@ The ranks add to two numbers in turns, since one of them may come to the next be
 Each remembers what a number had come to, so that none is ever reset.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch_join import _codec
 from torch_join._channel import Beat
 from torch_join._errors import JoinValueError
 
@@ -23,6 +23,10 @@ _COUNT = 32
 MAX_RANKS = (1 << _ATTENTION) - 1
 _MAX_COUNT = 1 << 30  # of all ranks together
 _FULL = 1 << 29  # a number to which counts of this sum have been added is replaced by a new one
+
+
+class WrongNumber(ValueError):  # noqa: N818  whoever knows the store turns it into an error
+    """What the store holds has not come from the ranks."""
 
 
 @dataclass
@@ -81,8 +85,10 @@ class Beats:
         attention = (notice is not None) + (self._waits and participants < self._world_size)
         number = self._numbers[index % 2]
         if notice is not None:
-            self._store.append(f"notices/{index}", json.dumps([self._rank, notice]) + "\n")
+            self._store.append(f"notices/{index}", _codec.encode((self._rank, notice)).decode() + "\n")
         self._value = self._store.add(f"sum/{number.key}", 1 + (attention << _ATTENTION) + (count << _COUNT))
+        if not 0 < number.arrivals(self._value) <= participants or self._value < number.base:
+            raise WrongNumber(f"{number.arrivals(self._value)} of {participants} ranks have come")
         if number.arrivals(self._value) == participants:
             keys = [f"notices/{index}"] if number.attention(self._value) else []
             if participants == self._world_size or number.attention(self._value) > attention:
@@ -103,13 +109,13 @@ class Beats:
             if number.arrivals(value) < self._came:
                 value = self._store.add(key, 1 << _ATTENTION)
         if number.arrivals(value) < self._came:
-            value = int(self._wait(f"go/{index}"))
-        total = value - number.base >> _COUNT
+            value = _go(self._wait(f"go/{index}"))
+        if number.arrivals(value) != self._came or not 0 <= (total := value - number.base >> _COUNT) <= _MAX_COUNT:
+            raise WrongNumber(f"{number.arrivals(value)} of {self._came} ranks have come")
         notices = {}
         # There may be none: in place of a notice a rank may have waited, here or, too late, in this number's last beat.
         if number.attention(value) and self._store.check([f"notices/{index}"]):
-            lines = self._store.get(f"notices/{index}").decode().splitlines()
-            notices = dict(sorted(json.loads(line) for line in lines))
+            notices = _notices(self._store.get(f"notices/{index}"), self._world_size)
         number.base, number.counts = value, number.counts + total
         if number.counts >= _FULL:
             self._owned.append((index, self._came, [key]))
@@ -119,12 +125,17 @@ class Beats:
     @property
     def position(self) -> Any:
         """See `Channel.position`."""
-        return self.number, self._numbers
+        return self.number, [(number.key, number.base, number.counts) for number in self._numbers]
 
     def skip_to(self, position: Any) -> None:
         """Take up the beats again; see `Channel.skip_to`."""
-        self.number, self._numbers = position
+        self.number, numbers = position
+        self._numbers = [_Number(*number) for number in numbers]
         self._came = 0  # nobody knows what who came to the last one has read
+
+    def use(self, store: Any) -> None:
+        """Go on over another connection."""
+        self._store = store
 
     def somebody_came(self) -> bool:
         """Whether a rank has come to the next beat."""
@@ -146,3 +157,20 @@ class Beats:
             self._owned.remove(owned)
             for key in owned[2]:
                 self._delete(key)
+
+
+def _go(data: bytes) -> int:
+    try:
+        return int(_codec.decode(data, int))
+    except _codec.Malformed as problem:
+        raise WrongNumber(str(problem)) from None
+
+
+def _notices(data: bytes, world_size: int) -> dict[int, dict[str, Any]]:
+    try:
+        found = [_codec.decode(line, tuple[int, dict[str, Any]]) for line in data.splitlines()]
+    except _codec.Malformed as problem:
+        raise WrongNumber(str(problem)) from None
+    if not all(0 <= rank < world_size for rank, _ in found):
+        raise WrongNumber(f"notices of ranks {[rank for rank, _ in found]}")
+    return dict(sorted(found, key=lambda notice: notice[0]))

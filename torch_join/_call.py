@@ -1,15 +1,19 @@
 """A collective as a description that another rank can act upon, and what cannot be described."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_join import _compat_c10d
+from torch_join._codec import closed
 
 OBJECT_OPERATIONS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+OPERATIONS = frozenset({*_compat_c10d.OPERATORS.values(), *OBJECT_OPERATIONS})
 _FROM_ROOT = ("broadcast", "scatter", "broadcast_object_list", "scatter_object_list")
 
 
@@ -86,6 +90,11 @@ REFUSALS = (
 )
 
 
+_MOST_ELEMENTS = 1 << 40  # of one tensor: more than any device holds
+_MOST_OBJECTS = 1 << 20
+
+
+@closed("stand-in")
 class TensorSpec(NamedTuple):
     """What a stand-in for a tensor must look like (`sparse_dim` is `None` for a dense one)."""
 
@@ -93,10 +102,18 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     sparse_dim: int | None = None
 
+    def validate(self) -> None:
+        """Raise a `ValueError` if there can be no such tensor."""
+        if min(self.shape, default=0) < 0 or math.prod(self.shape) > _MOST_ELEMENTS or len(self.shape) > 64:
+            raise ValueError(f"no tensor has the shape {self.shape[:10]}")
+        if self.sparse_dim is not None and not 0 <= self.sparse_dim <= len(self.shape):
+            raise ValueError(f"{self.sparse_dim} sparse dimensions of {len(self.shape)}")
 
+
+@closed("call")
 @dataclass(frozen=True)
 class Call:
-    """A collective that an active rank issues, and all that a joined rank needs to take part; picklable.
+    """A collective that an active rank issues, and all that a joined rank needs to take part.
 
     Attributes:
         operation: Its name in `torch.distributed` (an object collective is one operation).
@@ -123,6 +140,16 @@ class Call:
     timeout: float | None = None
     wait_all_ranks: bool = False
 
+    def validate(self) -> None:
+        """Raise a `ValueError` if there can be no such collective."""
+        if self.operation not in OPERATIONS:
+            raise ValueError(f"no collective is called {self.operation[:60]!r}")
+        if self.reduce_op is not None and self.reduce_op not in dist.ReduceOp.RedOpType.__members__:
+            raise ValueError(f"no reduction is called {self.reduce_op[:60]!r}")
+        if not 0 <= self.objects <= _MOST_OBJECTS or not 0 <= (self.timeout or 0) < 1e9:
+            raise ValueError(f"{self.objects} objects, {self.timeout} seconds")
+        torch.device(self.device)
+
 
 def describe(operation: str, group: str, root: int | None, args: dict[str, Any]) -> Call:
     """Describe a collective by its operator's arguments; an object collective by its first operator's."""
@@ -140,9 +167,7 @@ def describe(operation: str, group: str, root: int | None, args: dict[str, Any])
     if operation == "scatter":
         inputs = []  # only the source has some
     reduce_op = _compat_c10d.unbox_reduce_op(args["reduce_op"]) if "reduce_op" in args else None
-    # One object for equal ones, so that pickle writes it once.
-    specs: dict[TensorSpec, TensorSpec] = {}
-    return Call(operation, group, device, _specs(inputs, specs), _specs(outputs, specs), reduce_op, root)
+    return Call(operation, group, device, _specs(inputs), _specs(outputs), reduce_op, root)
 
 
 def starts_objects(name: str, operation: str, args: dict[str, Any]) -> bool:
@@ -226,6 +251,5 @@ def _flat(values: Any) -> Iterator[Tensor]:
             yield from _flat(value)
 
 
-def _specs(tensors: Sequence[Tensor], known: dict[TensorSpec, TensorSpec]) -> tuple[TensorSpec, ...]:
-    specs = (TensorSpec(t.dtype, tuple(t.shape), t.sparse_dim() if t.is_sparse else None) for t in tensors)
-    return tuple(known.setdefault(spec, spec) for spec in specs)
+def _specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(t.dtype, tuple(t.shape), t.sparse_dim() if t.is_sparse else None) for t in tensors)

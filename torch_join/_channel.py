@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from torch_join._codec import closed
 from torch_join._errors import JoinError, JoinTimeoutError, PeerFailedError
 
 T = TypeVar("T")
@@ -23,6 +24,19 @@ class Beat:
     notices: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
+@closed("status")
+class Status(NamedTuple):
+    """What a rank says of itself when a failure is looked into.
+
+    Attributes:
+        models: Its forwards and synced backwards, by model.
+        word: What it has announced in the tail, as all active ranks must: a checksum, how much, the last.
+    """
+
+    models: list[list[int]]
+    word: tuple[int, int, str] | None = None
+
+
 class Channel:
     """The messages of one rank; a world of one needs no store."""
 
@@ -30,7 +44,7 @@ class Channel:
         self.rank = rank
         self.world_size = world_size
         # What this rank adds to its answer to a roll call, and what the answers (by rank) tell of a failure.
-        self.status: Callable[[], Any] = lambda: None
+        self.status: Callable[[], Status | None] = lambda: None
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
 
     def beat(self, count: int = 0, notice: dict[str, Any] | None = None) -> Beat:
@@ -69,15 +83,17 @@ class Channel:
         """
         return self._said
 
-    def gather(self, value: T, unless_beat: bool = False) -> list[T]:
-        """Meet all ranks and return every rank's value, by rank (values are pickled).
+    def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
+        """Meet all ranks and return every rank's value, by rank.
 
         Args:
-            value: What this rank has to say.
+            value: What this rank has to say: numbers, strings, lists, tuples, dictionaries and the like.
             unless_beat: Whether to raise as soon as another rank comes to the next beat instead.
+            of: The type that all values must be of.
 
         Raises:
-            JoinError: See `unless_beat`.
+            JoinError: See `unless_beat`. Or what was read is no message of a rank, or not of that type.
+            JoinTypeError: `value` is of no kind that goes over the store.
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
 
@@ -88,7 +104,7 @@ class Channel:
         """Add a record to the log that some ranks keep and others follow; waits for nobody.
 
         Args:
-            record: Anything that can be pickled.
+            record: What `gather` takes.
             leads: Whether this rank writes it. The ranks that keep the log all call this in the same
                 order, and one of them writes.
         """
@@ -98,11 +114,12 @@ class Channel:
         """How many records of the log this rank has written, or would have, or followed."""
         return 0
 
-    def follow(self, meanwhile: Callable[[], None] | None = None) -> Any:
+    def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
         """Wait for the log's next record.
 
         Args:
             meanwhile: Called again and again while there is none; the wait is then not as quick.
+            of: The type that it must be of.
 
         Raises:
             PeerFailedError: Another rank has failed.
@@ -110,14 +127,20 @@ class Channel:
         """
         raise JoinTimeoutError("A world of one has nobody to follow.")
 
-    def post(self, key: str, value: Any) -> None:
-        """Give a value (it is pickled) a name of its own; waits for nobody."""
+    def post(self, key: str, value: Any, until_met: bool = False) -> None:
+        """Give a value (what `gather` takes) a name of its own; waits for nobody.
+
+        Args:
+            key: The name.
+            value: The value.
+            until_met: Whether it can go when all ranks have met in a `gather`.
+        """
 
     def posted(self, key: str) -> bool:
         """Whether there is a value of this name."""
         return False
 
-    def read(self, key: str, meanwhile: Callable[[], None] | None = None) -> Any:
+    def read(self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
         """Wait for the value of this name, as `follow` does for a record."""
         return self.follow(meanwhile)
 

@@ -25,7 +25,7 @@ class Ending(Standing):
         # What a joined rank says does not count: it has synced what it accumulated as a shadow.
         has_synced = self._has_synced or self.rank != self._leader
         for part, its_words in zip(self._parts, words, strict=True):
-            part.close(its_words, self._leader)
+            part.receive_last(its_words, self._leader)
         self._audit.end(self._channel, self.hand_over_states(), has_synced)
 
     def hand_over_states(self) -> frozenset[int]:

@@ -4,7 +4,7 @@ In a plain loop a rank without inputs does not step its replicated optimizers, b
 announce what the user does to the gradients. When the last rank is done, its models, optimizers, LR
 schedulers, GradScalers and whatever else has a state replace everybody's.
 
-First a schema goes through the channel: the state as a tree in which slots stand for tensors. From it
+First a schema is broadcast: the state as a tree in which slots stand for tensors. From it
 the other ranks create what they lack and drop what the source lacks; parameters, buffers and the
 optimizers' tensors keep their identity. Then the tensors' contents follow, CUDA tensors on the given
 group, CPU tensors on a gloo group. Gradients are not handed over: `.grad` stays as it is on each rank.
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_join import _digest, _transfer
+from torch_join import _digest, _objects, _transfer
 from torch_join._channel import Channel
-from torch_join._errors import JoinError, JoinValueError
+from torch_join._codec import closed
+from torch_join._errors import JoinError, JoinTypeError, JoinValueError
 from torch_join._replicas import ignored_parameters, kind_of, named
 from torch_join._specs import TensorSpec
 from torch_join._state import Capture, Restore
@@ -32,14 +33,28 @@ class _Schema:
     specs: list[TensorSpec]
 
 
+@closed("problem")
+@dataclass(frozen=True)
+class _Problem:
+    """An error, as other ranks hear of it."""
+
+    is_of_type: bool
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Problem":
+        text = str(error) if isinstance(error, JoinError) else f"{type(error).__name__}: {error}"
+        return cls(isinstance(error, JoinTypeError), text)
+
+
+@closed("handover")
 @dataclass(frozen=True)
 class _Word:
     """What a rank tells the others before anything is moved."""
 
     source: int
     given: list[str]
-    problem: JoinError | None = None
-    schema: _Schema | None = None
+    problem: _Problem | None = None
 
 
 def hand_over(
@@ -81,39 +96,41 @@ def hand_over(
     with torch.inference_mode(False), torch.no_grad():
         local = _ignored(objects) if local is None else local
         capture = Capture(local=local)
-        words = channel.gather(_word(objects, source, channel, capture))
+        word, packed = _word(objects, source, channel, capture)
+        words = channel.gather(word, of=_Word)
         _raise_any([word.problem for word in words])
         _agree(words)
-        schema = words[source].schema
-        if schema is None or channel.world_size == 1:
+        if channel.world_size == 1:
             return
+        schema: _Schema = _objects.broadcast(packed, source, group)
         restore = Restore(schema.specs, local)
         problem = None if channel.rank == source else _prepare(objects, schema, restore)
-        _raise_any(channel.gather(problem))
+        _raise_any(channel.gather(problem, of=_Problem | None))
         tensors = [[tensor] for tensor in capture.tensors] if channel.rank == source else restore.targets
         _transfer.broadcast(schema.specs, tensors, source, group)
         restore.finish()
 
 
-def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Capture) -> _Word:
+def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Capture) -> tuple[_Word, bytes | None]:
+    """Return what this rank tells, and on the source the schema, packed: what comes after it cannot fail there."""
     given = [type(value).__name__ for value in objects]
     try:
         ordered = named(objects)
         given = [type(value).__name__ for _, value in ordered]
         if channel.rank != source:
-            return _Word(source, given)
+            return _Word(source, given), None
         captured = [kind_of(value).capture(value, capture, name) for name, value in ordered]
-        return _Word(source, given, schema=_Schema(captured, capture.specs))
+        return _Word(source, given), _objects.pack(_Schema(captured, capture.specs), "The state")
     except Exception as error:
-        return _Word(source, given, problem=_as_problem(error))
+        return _Word(source, given, problem=_Problem.of(error)), None
 
 
-def _prepare(objects: Sequence[Any], schema: _Schema, restore: Restore) -> JoinError | None:
+def _prepare(objects: Sequence[Any], schema: _Schema, restore: Restore) -> _Problem | None:
     try:
         for captured, (name, value) in zip(schema.captured, named(objects), strict=True):
             kind_of(value).restore(captured, value, restore, name)
     except Exception as error:
-        return _as_problem(error)
+        return _Problem.of(error)
     return None
 
 
@@ -143,16 +160,14 @@ def _ignored(objects: Sequence[Any]) -> frozenset[int]:
     return frozenset(map(id, ignored_parameters(objects).values()))
 
 
-def _as_problem(error: Exception) -> JoinError:
-    return error if isinstance(error, JoinError) else JoinValueError(f"{type(error).__name__}: {error}")
-
-
-def _raise_any(problems: Sequence[JoinError | None]) -> None:
+def _raise_any(problems: Sequence[_Problem | None]) -> None:
     found = [problem for problem in problems if problem is not None]
     if not found:
         return
-    said = _by_rank([None if problem is None else str(problem) for problem in problems])
-    raise type(found[0])(" ".join(f"{ranks}: {text}" for text, ranks in said.items()))
+    said = _by_rank([None if problem is None else problem.text for problem in problems])
+    raise (JoinTypeError if found[0].is_of_type else JoinValueError)(
+        " ".join(f"{ranks}: {text}" for text, ranks in said.items())
+    )
 
 
 def _agree(words: Sequence[_Word]) -> None:

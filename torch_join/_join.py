@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch_join import _nesting
 from torch_join._arguments import check_given, check_options, check_timeout, common_group, listed
 from torch_join._audit import Often
-from torch_join._hyperparameters import compare, hyperparameters
+from torch_join._hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._loops import Loops
 from torch_join._rendezvous import open_channel
 from torch_join._tap import CollectiveTap
@@ -121,7 +121,7 @@ class Join(Loops, TorchJoin):
                     self._last_joiner = verdict
                 for part in self._parts:
                     part.after_all(self._last_joiner)
-                compare(self._channel.gather(hyperparameters(self._objects)))
+                compare(self._channel.gather(hyperparameters(self._objects), of=Hyperparameters))
                 # Whoever hosts the channel's store must not be gone while others still read from it.
                 if self._world_size > 1:
                     dist.barrier(self.group)

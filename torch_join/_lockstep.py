@@ -113,7 +113,7 @@ class LockstepJoin:
         for part in self._customs:
             part.renew()
         self._attendance = Attendance(self.channel.world_size, first_step)
-        everyone = self.channel.gather((end, samples, value))
+        everyone = self.channel.gather((end, samples, value), of=tuple[int | None, int, Any])
         self._attendance.announce({rank: end for rank, (end, _, _) in enumerate(everyone) if end is not None})
         self._samples, self._total_samples = samples, sum(samples for _, samples, _ in everyone)
         self._check_termination()

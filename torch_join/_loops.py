@@ -7,13 +7,15 @@ from torch.utils.data import DataLoader
 
 from torch_join import _nesting
 from torch_join._errors import JoinError
-from torch_join._hyperparameters import compare, hyperparameters
+from torch_join._hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._meetings import Meetings
 from torch_join._reader import Batches, Reader
 from torch_join._weighting import Weighting
 from torch_join.joinables import CustomPart
 
 T = TypeVar("T")
+
+_BEGIN = tuple[int | None, Hyperparameters]  # of a loop
 
 
 class Loops(Meetings):
@@ -89,7 +91,7 @@ class Loops(Meetings):
             length = None if self.may_break else reader.certain_length()
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
-            said = self._channel.gather((length, hyperparameters(self._objects)), self.in_plain_loop)
+            said = self._channel.gather((length, hyperparameters(self._objects)), self.in_plain_loop, _BEGIN)
             compare([theirs for _, theirs in said])
             lengths = [theirs for theirs, _ in said]
             self._channel.forget()  # what the last loop has left: all have read it

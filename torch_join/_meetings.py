@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch_join._errors import EarlyTerminationError, JoinValueError, UnsupportedError
-from torch_join._hyperparameters import Steps
+from torch_join._hyperparameters import Steps, Words
 from torch_join._reader import Reader
 from torch_join._server import Server
 from torch_join._weighting import Weighting
@@ -184,7 +184,7 @@ class Meetings(Server):
         words = self._steps.words(self.may_break)
         self._channel.post(f"{place}/{self.rank}", words)
         self._posted.append(f"{place}/{self.rank}")
-        others = {rank: self._channel.read(f"{place}/{rank}") for rank in self._before if rank != self.rank}
+        others = {rank: self._channel.read(f"{place}/{rank}", of=Words) for rank in self._before if rank != self.rank}
         self._steps.compare({self.rank: words, **others})
 
     def _hand_over(self, words: list[Any]) -> None:

@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join import _compat
+from torch_join._codec import closed
 from torch_join._digest import checksums
 from torch_join._errors import JoinError, UnsupportedError
 
 _Known = tuple["weakref.ref[Tensor]", int] | None
 
 
+@closed("changes")
 @dataclass(frozen=True)
 class Changes:
     """The places, in the order of the model's parameters, of what a step changed by hand."""

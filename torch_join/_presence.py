@@ -5,78 +5,116 @@ looks for the cause of a failure. The thread answers for it, so silence means th
 ended or is stopped. It looks four times a second, over a connection of its own, and deletes then what
 all have read: no step of the training waits for that.
 
+A rank that fails calls the roll too. So each hears of it, and what it says, within a quarter of a second, in a
+collective or not, and still knows it when the store has gone down with its host.
+
 The contract relied on: a store's methods give up the interpreter's lock, and one connection carries
 the requests of several threads in turn.
 """
 
-import json
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from torch_join import _codec
+from torch_join._channel import Status
 from torch_join._errors import JoinError, JoinTimeoutError, PeerFailedError, name_ranks
 
 _LOOKS_EVERY = 0.25  # seconds
 _ANSWERS_WITHIN = 3.0
 _POLL = 0.05
+_ANSWER = tuple[int, bool, Status | None]
+
+
+class Rank(Protocol):
+    """What the thread asks of its rank."""
+
+    def place(self) -> tuple[bool, Status | None]:
+        """Return what the rank answers: whether it waits on the channel, and its status."""
+        ...
+
+    def listen(self, store: Any) -> None:
+        """Look whether a rank has failed."""
+        ...
+
+    def look(self, store: Any) -> None:
+        """Wake up this rank if it has waited long, or in vain."""
+        ...
 
 
 class Presence:
     """This rank's part in roll calls, until `leave` is called (or this object, or the interpreter, ends).
 
     Args:
-        connect: Returns a connection that nobody waits on; called in both threads.
-        rank: This rank.
+        store: A connection that nobody waits on; used in both threads.
+        number: This rank.
         world_size: The number of ranks.
-        say: Returns what this rank answers, as a JSON value; called in another thread.
+        rank: Returns what the thread asks, as long as it is there; called in another thread.
         read: Keys to delete.
     """
 
     def __init__(
-        self,
-        connect: Callable[[], dist.Store],
-        rank: int,
-        world_size: int,
-        say: Callable[[], Any],
-        read: deque[str],
+        self, store: dist.Store, number: int, world_size: int, rank: Callable[[], Rank | None], read: deque[str]
     ) -> None:
-        self._connect: Callable[[], Any] = connect
+        self._store: Any = store
         self._keys = [f"here/{rank}" for rank in range(world_size)]
         stop = threading.Event()
-        thread = threading.Thread(target=_answer, args=(connect, self._keys[rank], stop, say, read), daemon=True)
+        thread = threading.Thread(target=_answer, args=(store, self._keys[number], stop, rank, read), daemon=True)
         # Before the interpreter ends, too: a thread that waits in C++ then would abort the process.
         self.leave = weakref.finalize(self, _end, stop, thread)
         thread.start()
 
-    def call(self, enough: Callable[[], bool]) -> dict[int, Any]:
-        """Return what the ranks answer that do so within three seconds.
+    def call(self, enough: Callable[[dict[int, Any]], bool], within: float = _ANSWERS_WITHIN) -> dict[int, Any]:
+        """Return what the ranks answer that do so in time.
 
         Args:
-            enough: Whether the caller knows all that it wants without waiting for more answers.
+            enough: Whether these answers are all that the caller wants to wait for.
+            within: How many seconds to wait.
 
         Returns:
             The answers by rank.
+
+        Raises:
+            Malformed: An answer is not one.
         """
         answers: dict[int, Any] = {}
         try:
-            store = self._connect()
-            number = store.add("roll", 1)
-            deadline = time.monotonic() + _ANSWERS_WITHIN
-            while len(answers) < len(self._keys) and time.monotonic() < deadline and not enough():
+            number = call(self._store)
+            deadline = time.monotonic() + within
+            while len(answers) < len(self._keys) and time.monotonic() < deadline and not enough(answers):
                 time.sleep(_POLL)
                 for rank, key in enumerate(self._keys):
-                    if rank not in answers and store.check([key]):
-                        answered, answer = json.loads(store.get(key))
+                    if rank not in answers and self._store.check([key]):
+                        answered, *answer = _codec.decode(self._store.get(key), _ANSWER)
                         if answered >= number:
                             answers[rank] = answer
         except RuntimeError:  # the store went down with its host
             pass
         return answers
+
+    @property
+    def connection(self) -> Any:
+        """A connection to the store that works, or `None`."""
+        try:
+            self._store.check(["roll"])
+        except RuntimeError:
+            return None
+        return self._store
+
+
+def call(store: Any) -> int:
+    """Call the roll, and return its number.
+
+    Raises:
+        Malformed: The number of the last one is none.
+    """
+    _last_call(store)  # a server hangs up on whoever adds to what is no number
+    return int(store.add("roll", 1))
 
 
 def timed_out(
@@ -110,16 +148,31 @@ def delete_all(store: Any, keys: deque[str]) -> None:
         store.delete_key(keys.popleft())
 
 
-def _answer(
-    connect: Callable[[], Any], key: str, stop: threading.Event, say: Callable[[], Any], read: deque[str]
-) -> None:
+def _last_call(store: Any) -> int:
+    if not store.check(["roll"]):
+        return 0
+    text: bytes = store.get("roll")
+    if len(text) > 18 or not text.isdigit():
+        raise _codec.Malformed(f"{text[:60]!r} in place of a number")
+    return int(text)
+
+
+def _answer(store: Any, key: str, stop: threading.Event, rank: Callable[[], Rank | None], read: deque[str]) -> None:
     answered = 0
     while not stop.wait(_LOOKS_EVERY):
         try:
-            store = connect()
-            if store.check(["roll"]) and (number := store.add("roll", 0)) > answered:
-                store.set(key, json.dumps([number, say()]))
+            if (me := rank()) is None:
+                return
+            try:
+                number = _last_call(store)
+            except _codec.Malformed:  # whoever calls says so
+                number = answered
+            if number > answered:
+                me.listen(store)
+                store.set(key, _codec.encode((number, *me.place())))
                 answered = number
+            me.look(store)
+            del me  # its rank may let go of it meanwhile
             delete_all(store, read)
         except RuntimeError:  # the store went down with its host: nobody is left to answer
             return

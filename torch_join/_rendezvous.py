@@ -1,7 +1,6 @@
 """Opening a channel over the job's own store, or one of ours."""
 
 import socket
-import threading
 from datetime import timedelta
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -10,28 +9,18 @@ import torch.distributed as dist
 
 from torch_join import _compat
 from torch_join._channel import Channel
+from torch_join._codec import foreign
 from torch_join._errors import JoinTimeoutError
+from torch_join._quiesce import quiesce_at_exit
 from torch_join._store_channel import StoreChannel
 
 _CONNECTING = timedelta(seconds=30)
 
 
-class _Connections:
-    """Two connections per group, as long as it lives; the second is made when it is first needed."""
-
-    def __init__(self, first: Any) -> None:
-        self.first = first
-        self._second: Any = None
-        self._lock = threading.Lock()
-
-    def second(self) -> Any:
-        with self._lock:
-            self._second = self._second or self.first.clone()
-            return self._second
-
-
-# To the job's store, or to one of ours, which the group's first rank serves with the first of them.
-_connections: WeakKeyDictionary[dist.ProcessGroup, _Connections] = WeakKeyDictionary()
+# Two per group, to the job's store, or to one of ours, which the group's first rank serves with the first of them. Both
+# are made here, before anything is trained: torch's server looks up the name of whoever connects, and serves nobody
+# meanwhile, which has been seen to take ten seconds.
+_connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> Channel:
@@ -51,6 +40,8 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
         JoinTimeoutError: The group's first rank did not open its store in time.
 
     """
+    if dist.is_initialized():
+        quiesce_at_exit()
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return Channel()
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)
@@ -58,13 +49,14 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
     job: Any = _compat.group_store(group)
     # Each rank counts its own calls in the job's store, so that all mean the same channel.
     name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
+    is_tcp = isinstance(_compat.innermost_store(job), dist.TCPStore)
     if group not in _connections:
-        is_tcp = isinstance(_compat.innermost_store(job), dist.TCPStore)
         first: Any = job.clone() if is_tcp else _own_store(dist.PrefixStore("torch_join", job), rank, timeout)
-        _connections[group] = _Connections(first)
-    both = _connections[group]
-    second = lambda: dist.PrefixStore(name, both.second())  # noqa: E731
-    return StoreChannel(dist.PrefixStore(name, both.first), rank, world_size, timeout, group, second)
+        _connections[group] = first, first.clone()
+    first, second = (dist.PrefixStore(name, connection) for connection in _connections[group])
+    return StoreChannel(
+        first, rank, world_size, timeout, group, second, hosts=(dist.get_rank() if is_tcp else rank) == 0
+    )
 
 
 def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
@@ -77,7 +69,7 @@ def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
         job.wait(["address"], timeout)
     except RuntimeError as error:
         raise JoinTimeoutError(f"Rank {rank} waited for the store of the group's first rank: {error}") from error
-    host, port = job.get("address").decode().split()
+    host, port = _address(job.get("address"))
     # On one machine the name need not resolve, so do not rely on it.
     host = "127.0.0.1" if host == here else host
     try:
@@ -86,3 +78,13 @@ def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
         return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
         raise JoinTimeoutError(f"Rank {rank} cannot reach the store of the group's first rank: {error}") from error
+
+
+def _address(data: bytes) -> tuple[str, str]:
+    try:
+        host, port = data.decode().split()
+        if 0 < int(port) < 1 << 16:
+            return host, port
+    except ValueError:
+        pass
+    raise foreign("'address'", f"{data[:60]!r} in place of a host and a port")

@@ -1,6 +1,5 @@
 """What active ranks announce in the tail of a loop, and how a joined rank serves them."""
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,21 +8,18 @@ from typing import Any
 
 import torch
 
-from torch_join import _compat
 from torch_join._agreement import Agreement, explain_counts, explain_places
 from torch_join._audit import Audit
-from torch_join._channel import Channel
+from torch_join._channel import Channel, Status
 from torch_join._ending import Ending
 from torch_join._errors import JoinError, JoinValueError
 from torch_join._failures import telling_failures
 from torch_join._neutral import mirror
+from torch_join._records import COLLECTIVE, END, RECORD, TAIL, Said, check_record, has_met, is_record
 from torch_join._subgroups import Subgroups
 from torch_join._tap import Call, CollectiveTap
 from torch_join._weighting import Weighting
 from torch_join.joinables import Part, innermost_optimizer
-
-_END, _COLLECTIVE, _TAIL = "end", "collective", "tail"
-_MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
 
 
 class Server(Ending):
@@ -46,8 +42,8 @@ class Server(Ending):
     def _reset(self) -> None:
         super()._reset()
         self._before = self._active  # at the step before
-        self._said: list[tuple[int, str, Any]] = []  # announced, and not yet written
-        self._heard: deque[tuple[int, str, Any]] = deque()  # read, and not yet answered
+        self._said: list[Said] = []  # announced, and not yet written
+        self._heard: deque[Said] = deque()  # read, and not yet answered
         self._last_joiner = True
 
     def _open(self, channel: Channel) -> None:
@@ -97,10 +93,11 @@ class Server(Ending):
             self._channel.announce((self._said, self._active), leads=self.rank == self._leader)
             self._said = []
 
-    def _follow(self) -> tuple[int, str, Any]:
+    def _follow(self) -> Said:
         """Wait for the next announcement."""
         if not self._heard:
-            said, active = self._subgroups.follow()
+            said, active = self._subgroups.follow(RECORD)
+            check_record(said, active, len(self._parts), self._active)
             self._heard.extend(said)
             if active:
                 self._set_active(active)
@@ -126,9 +123,16 @@ class Server(Ending):
     def _set_active(self, active: tuple[int, ...]) -> None:
         if active != self._active:
             self._tell()  # as long as it is the same rank that writes
+            if self.rank in self._active and self._announces and set(active) < set(self._active):
+                self._agreement.part(self.rank, self._active, active)
         self._before, self._active = self._active, active
         if active:
             self._leader = active[0]
+
+    @property
+    def _announces(self) -> bool:
+        """Whether this rank has announced something that others have followed."""
+        return self._tail
 
     # ------------------------------------------------------------ the tail
 
@@ -139,7 +143,7 @@ class Server(Ending):
         self._audit.begin(self.joined_ranks, self._at_top)
         self._subgroups.find(self._before)
         self._agreement.begin()
-        self.announce(-1, _TAIL, [part.synced - part.silent for part in self._models()])
+        self.announce(-1, TAIL, [part.synced - part.silent for part in self._models()])
         for part in self._parts:
             part.enter_tail()
         self._tap.install()
@@ -151,7 +155,7 @@ class Server(Ending):
         if self._tail:
             words = [part.last_words() for part in self._parts]
             self._subgroups.mark(self._before)
-            end = -1, _END, (words, self._channel.position, self._leader)
+            end = -1, END, (words, self._channel.position, self._leader)
             self._channel.announce(([end], ()), leads=self.rank == self._leader)
             self._channel.forget(delete=False)
             self._leave_tail()
@@ -183,7 +187,7 @@ class Server(Ending):
         try:
             while True:
                 index, kind, payload = self._follow()
-                if kind == _END:
+                if kind == END and is_record(kind, payload, END):
                     if self.rank != self.joined_ranks[0]:
                         self._channel.forget(delete=False)  # the lowest does, once all have read this one
                     self._set_active(())
@@ -199,14 +203,13 @@ class Server(Ending):
         self._active = tuple(range(self._world_size))
 
     def _answer(self, index: int, kind: str, payload: Any) -> None:
-        if kind == _COLLECTIVE:
+        if index >= 0:
+            self._parts[index].receive(kind, payload)
+        elif is_record(kind, payload, COLLECTIVE):
             mirror(payload)
-        elif kind == _TAIL:
+        elif is_record(kind, payload, TAIL):
             self._compare_counts(payload)
-        else:
-            self._parts[index].answer(kind, payload)
-        has_met = self._parts[index].has_met(kind) if index >= 0 else kind == _COLLECTIVE and _has_met(payload)
-        if has_met:
+        if self._parts[index].has_met(kind) if index >= 0 else kind == COLLECTIVE and has_met(payload):
             self._forget()
 
     def _forget(self) -> None:
@@ -218,17 +221,17 @@ class Server(Ending):
         if self._subgroups.holds(call):
             self._subgroups.announce(call, self._active)
         else:
-            self.announce(-1, _COLLECTIVE, call)
+            self.announce(-1, COLLECTIVE, call)
 
     def _expect_collective(self, call: Call) -> None:
         if self._subgroups.holds(call):
-            kind, payload = _COLLECTIVE, self._subgroups.expect(call.group, self._active)
+            kind, payload = COLLECTIVE, self._subgroups.expect(call.group, self._active)
             if payload is None:
                 return
         else:
             _, kind, payload = self._follow()
-        if kind != _COLLECTIVE or payload.operation != call.operation:
-            found = payload.operation if kind == _COLLECTIVE else kind
+        if kind != COLLECTIVE or payload.operation != call.operation:
+            found = payload.operation if kind == COLLECTIVE else kind
             raise JoinError(
                 f"A main hook on rank {self.rank} issued {call.operation}, where the active ranks announced {found}."
                 " A main hook must issue the collectives of its joinable's step, in the same order."
@@ -245,7 +248,7 @@ class Server(Ending):
 
     def _compare_lists(self) -> None:
         mine = [type(thing).__name__ for thing in self._objects]
-        everyone = self._channel.gather(mine)
+        everyone = self._channel.gather(mine, of=list[str])
         if any(names != everyone[0] for names in everyone):
             given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(everyone))
             raise JoinValueError(f"All ranks must give Join the same joinables in the same order, but gave {given}.")
@@ -254,29 +257,21 @@ class Server(Ending):
         if (mine := [part.synced for part in self._models()]) != theirs:
             raise JoinError(explain_counts({self.rank: mine, self._leader: theirs}))
 
-    def _status(self) -> Any:
+    def _status(self) -> Status:
         word = self._agreement.word if self._tail else None
-        return {"models": [[part.forwards, part.synced] for part in self._models()], "word": word}
+        return Status([[part.forwards, part.synced] for part in self._models()], word)
 
     def _telling(self) -> AbstractContextManager[None]:
         return telling_failures(self._channel)
 
     def _explain(self, statuses: dict[int, Any]) -> JoinError | None:
         """Say what a broken collective comes from, as far as the ranks' own words tell."""
-        models = {rank: status["models"] for rank, status in statuses.items() if status}
+        models = {rank: status.models for rank, status in statuses.items() if status}
         for mine in models.values():
             for theirs in models.values():
                 # Not a matter of who is ahead: with no more forwards, more was synced.
                 if any(a[0] <= b[0] and a[1] > b[1] for a, b in zip(mine, theirs, strict=False)):
                     synced = {rank: [synced for _, synced in counts] for rank, counts in models.items()}
                     return JoinError(explain_counts(synced))
-        words = {rank: status["word"] for rank, status in statuses.items() if status and status["word"]}
+        words = {rank: status.word for rank, status in statuses.items() if status and status.word}
         return JoinError(text) if (text := explain_places(words)) else None
-
-
-def _has_met(call: Call) -> bool:
-    """Wait for a collective, if nobody can leave it before all have come; of nothing, backends exchange nothing."""
-    if call.operation not in _MEETINGS or any(math.prod(spec.shape) == 0 for spec in call.inputs):
-        return False
-    _compat.wait_for_device(call.device)
-    return True

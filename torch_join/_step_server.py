@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_join._channel import Channel
+from torch_join._channel import Channel, Status
 from torch_join._compat_c10d import in_backward
 from torch_join._server import Server
 from torch_join._tap import CollectiveTap
@@ -40,6 +40,10 @@ class StepServer(Server):
         self.channel = channel
         self._alike = 0
         self._open(channel)
+
+    @property
+    def _announces(self) -> bool:
+        return len(self._active) < self._world_size
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
@@ -137,10 +141,10 @@ class StepServer(Server):
         if self.rank in self.joined_ranks:
             self._forget()
 
-    def _status(self) -> Any:
+    def _status(self) -> Status:
         # Also in the backward that follows a step, where a collective that one rank alone has issued goes wrong.
         in_tail = self.rank in self._active and len(self._active) < self._world_size
-        return {"models": [], "word": self._agreement.word if in_tail else None}
+        return Status([], self._agreement.word if in_tail else None)
 
     def _begin(self, active: tuple[int, ...]) -> None:
         before = self._active

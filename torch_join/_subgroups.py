@@ -17,6 +17,8 @@ from torch_join._channel import Channel
 from torch_join._errors import UnsupportedError
 from torch_join._neutral import begin
 
+_RECORD = tuple[int, Call]  # after how many of the common log it comes, and what
+
 
 class Subgroups:
     """The groups that are a part of a larger one, on one rank of that.
@@ -76,15 +78,19 @@ class Subgroups:
             if self._speaks(name, active) and _in_part(ranks, active):
                 self._channel.post(f"sub/{name}/at/{self._channel.records}", self._counts[name])
 
-    def follow(self) -> Any:
-        """Wait for the next record of the common log; meanwhile, take part in what comes in these groups."""
+    def follow(self, of: Any) -> Any:
+        """Wait for the next record of the common log; meanwhile, take part in what comes in these groups.
+
+        Args:
+            of: The type of a record, which ends with the active ranks.
+        """
         number = self._channel.records
-        record = self._channel.follow((lambda: self._take_part(number)) if self._groups else None)
+        record = self._channel.follow((lambda: self._take_part(number)) if self._groups else None, of)
         before_, self._active = self._active, record[-1]  # who has joined since has left a note, too
         for name, ranks in self._groups.items():
             if _in_part(ranks, before_) or _in_part(ranks, self._active):
                 mark = f"sub/{name}/at/{number}"
-                before = self._channel.read(mark, lambda: self._take_part(number))
+                before = self._channel.read(mark, lambda: self._take_part(number), int)
                 self._forgotten.append(mark)
                 while self._counts[name] < before:
                     self._take_part(number)
@@ -97,7 +103,7 @@ class Subgroups:
         if not any(rank in active for rank in self._groups[group]):
             return None
         if group not in self._next:
-            self._next[group] = self._channel.read(self._key(group))
+            self._next[group] = self._channel.read(self._key(group), of=_RECORD)
         return self._take(group)
 
     def forget(self) -> None:
@@ -111,7 +117,7 @@ class Subgroups:
         for name in self._groups:
             while name in self._next or self._channel.posted(self._key(name)):
                 if name not in self._next:
-                    self._next[name] = self._channel.read(self._key(name))
+                    self._next[name] = self._channel.read(self._key(name), of=_RECORD)
                 if self._next[name][0] > number:
                     break
                 work = begin(self._take(name))

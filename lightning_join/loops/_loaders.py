@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader
 from lightning_join import _compat
 from lightning_join._compat import Stateful, parse_num_batches, sized_len
 from lightning_join._samplers import sharded_samples
-from torch_join import Channel, JoinValueError, name_ranks
+from torch_join import Channel, JoinValueError, closed, name_ranks
 
 
 class DataloaderError(JoinValueError, MisconfigurationException):
     """The dataloaders of some rank cannot be run; also the error that Lightning raises for them."""
 
 
+@closed("loaders")
 @dataclass(frozen=True)
 class Loaders:
     """One rank's dataloaders.
@@ -104,7 +105,7 @@ def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
 
     """
-    everyone = channel.gather(mine)
+    everyone = channel.gather(mine, of=Loaders)
     errors = {rank: loaders.error for rank, loaders in enumerate(everyone) if loaders.error}
     if errors:
         rank, error = next(iter(errors.items()))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_join import _transfer
+from torch_join._codec import closed
 from torch_join._compat_metrics import State, own_states
 from torch_join._raw import raw_bytes
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch_join._join import Join
 
 
+@closed("state")
 class _Spec(NamedTuple):
     """A tensor as it travels: contiguous bytes."""
 
@@ -43,7 +45,9 @@ class Exchange:
         self._states = own_states(metric) if contributes else {}
         schema = {name: (state.listed, [_Spec.of(t) for t in state.tensors]) for name, state in self._states.items()}
         plain = join.in_plain_loop and not join.serving
-        self._schemas: list[_Schema | None] = join._channel.gather(schema if contributes else None, plain)
+        self._schemas: list[_Schema | None] = join._channel.gather(
+            schema if contributes else None, plain, _Schema | None
+        )
         self._rows = {device: self._all_gather(device) for device in self._devices()}
 
     def results(self) -> list[dict[str, State]]:

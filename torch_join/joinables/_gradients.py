@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_join._codec import closed
 from torch_join._errors import JoinError
 
 CLEARED, KEPT, CHANGED, UNKNOWN = "cleared", "kept", "changed", "unknown"
 NONE, ZERO, FULL = "none", "zero", "full"
 
 
+@closed("gradient")
 class State(NamedTuple):
     """What has become of one gradient.
 

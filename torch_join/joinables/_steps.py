@@ -141,8 +141,8 @@ class Steps(Standing):
                     if self._word(_LEAVING) <= 0:
                         self._undone.clear()
                         break
-                    part, kind, payload, done = self._channel.follow()
-                    self.parts[part].answer(kind, payload)
+                    part, kind, payload, done = self._channel.follow(of=tuple[int, str, Any, bool])
+                    self.parts[part].receive(kind, payload)
                     if self.parts[part].has_met(kind):
                         self._channel.forget(delete=self.rank == self.joined_ranks[0])
                     if done:
@@ -159,11 +159,11 @@ class Steps(Standing):
             with telling_failures(self._channel):
                 self._leave_tail()
                 words = [part.last_words() for part in self.parts] if is_last_joiner else None
-                said = self._channel.gather(words)
+                said = self._channel.gather(words, of=list[Any] | None)
                 self._leader = next(rank for rank, theirs in enumerate(said) if theirs is not None)
                 if None in said:
                     for part, its_words in zip(self.parts, said[self._leader] or [], strict=True):
-                        part.close(its_words, self._leader)
+                        part.receive_last(its_words, self._leader)
                     states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated()]
                     hand_over(states, self._leader, self._channel, self.group)
         finally:

@@ -1,6 +1,6 @@
 """A `Joinable` of the user's own, written against torch's documentation."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.algorithms.join import Joinable
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 class CustomPart(Part):
     """Its `notify_join_context` becomes the announcement that its collectives come next."""
+
+    kinds: ClassVar[dict[str, Any]] = {"hook": None}
 
     def __init__(self, join: "Join", index: int, joinable: Joinable, options: dict[str, Any]) -> None:
         super().__init__(join, index)

@@ -6,7 +6,7 @@ one before it, and the loss on the last. So all of them have a backward on every
 of the forward's order, whether the loss uses them or not, and also where there is no loss.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from torch_join.joinables._part import Part
 
 class GatherPart(Part):
     """The gathers of one step, on an active rank and on one that has joined."""
+
+    kinds: ClassVar[dict[str, Any]] = {"gather": tuple[tuple[int, ...], torch.dtype, str]}
 
     def __init__(self, join: Any, index: int) -> None:
         super().__init__(join, index)

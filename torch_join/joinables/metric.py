@@ -8,7 +8,7 @@ sharded by nature and never handed over.
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,8 @@ class MetricPart(Part):
         as ever. After a plain `for` loop `compute()` belongs outside of the `with`: inside, it raises if other
         ranks are still in theirs. Inside one it needs a model, or a `dist_sync_on_step`, that meets.
     """
+
+    kinds: ClassVar[dict[str, Any]] = {_SYNC: tuple[int, bool], _RESET: int}
 
     def __init__(self, join: "Join", index: int, thing: nn.Module) -> None:
         super().__init__(join, index)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,13 @@ _PATIENCE_SECONDS = 5.0
 
 class ModelPart(Part):
     """A `DistributedDataParallel` model in a plain loop."""
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "forward": tuple[bool, bool, int],
+        "backward": list[State],
+        "gradients": list[State],
+    }
+    words: ClassVar[Any] = tuple[list[State], bool, list[int] | None]
 
     meets = True  # its forward is where ranks in a plain loop meet
 
@@ -220,7 +227,7 @@ class ModelPart(Part):
             if time.monotonic() > end:
                 return UNKNOWN
             time.sleep(0.001)
-        return common_verdict(map(channel.read, keys))
+        return common_verdict(channel.read(key, of=str) for key in keys)
 
     def _testimony_of(self, rank: int, record: int) -> str:
         return f"gradients/{self.index}/{record}/{rank}"
@@ -280,7 +287,7 @@ class ModelPart(Part):
         changed = {index for index, state in enumerate(states) if state.verdict == CHANGED}
         if any(state.norm is not None for state in states):
             mine = self._gradients.differing(states, self._accumulates)
-            changed.update(*self.join._channel.gather(mine))
+            changed.update(*self.join._channel.gather(mine, of=list[int]))
         if self.join.rank != source:
             self._gradients.follow(states, self._accumulates, None)
         for index in sorted(changed):

@@ -6,7 +6,7 @@ both.
 """
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ class ShardedOptimizerPart(Part):
     Raises:
         UnsupportedError: It has `overlap_with_ddp=True`.
     """
+
+    kinds: ClassVar[dict[str, Any]] = {"step": tuple[list[dict[str, Any]], dict[int, list[bool]]]}
 
     def __init__(self, join: "Join", index: int, zero: Any) -> None:
         super().__init__(join, index)
@@ -68,7 +70,7 @@ class ShardedOptimizerPart(Part):
     def _send(self) -> None:
         shards = {rank: self._shard(rank) for rank in self.join.joined_ranks}
         present = {rank: [p.grad is not None for p in shard] for rank, shard in shards.items()}
-        self.announce("step", ([_hyperparameters(group) for group in self.zero.param_groups], present))
+        self.announce_open("step", ([_hyperparameters(group) for group in self.zero.param_groups], present))
         self._stepping.enter_context(self.join.own_collectives())  # until the step is over
         for shard in shards.values():
             self._exchange([p.grad for p in shard if p.grad is not None])
