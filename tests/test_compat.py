@@ -15,13 +15,16 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from torchdata.nodes import Loader
 from torchmetrics import Metric
 
 from lightning_join import _compat
 from torch_join import _compat as torch_compat
+from torch_join import _compat_c10d
 
 TRAINER = pl.Trainer(
     accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, barebones=False
@@ -159,6 +162,37 @@ def test_torchs_ddp() -> None:
     assert "self.module(*inputs" in source, "DDP no longer calls `self.module`, which the shadow stands in for"
     assert callable(torch.distributed._broadcast_coalesced)
     assert isinstance(torch.distributed.distributed_c10d._world.pg_map, dict)
+
+
+def test_torchs_reducer() -> None:
+    for name in ("_check_reducer_finalized", "_get_local_used_map", "_rebuild_buckets"):
+        assert callable(getattr(torch.distributed.Reducer, name))
+    source = inspect.getsource(DistributedDataParallel)
+    assert "self._comm_hooks.append((hook, state))" in source
+    assert "self.find_unused_parameters and not self.static_graph" in source
+    assert PostLocalSGDState.__name__ == "PostLocalSGDState"
+    x = torch.ones(1, requires_grad=True)
+    assert torch_compat.first_differentiable({"a": torch.ones(1), "b": [x]}) is x
+    assert torch_compat.first_differentiable({"a": torch.ones(1)}) is None
+
+
+def test_torchs_post_accumulate_hooks_live_in_a_dictionary_that_autograd_reads() -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    assert torch_compat.post_accumulate_hooks(parameter) == {}
+    seen = []
+    parameter.register_post_accumulate_grad_hook(lambda _: seen.append(1))
+    hooks = torch_compat.post_accumulate_hooks(parameter)
+    kept = dict(hooks)
+    hooks.clear()
+    parameter.sum().backward()
+    assert seen == []
+    hooks.update(kept)
+    parameter.sum().backward()
+    assert seen == [1]
+
+
+def test_torchs_model_averaging_is_where_it_was() -> None:
+    assert inspect.getsourcefile(average_parameters).startswith(_compat_c10d._MODEL_AVERAGING_FOLDER)  # type: ignore[union-attr]
 
 
 def test_torchs_join_config() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.modules import _functions
 
 from tests.party import listening
@@ -25,9 +26,8 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
     uneven = [torch.ones(2), torch.ones(3)]
     factor = dist._make_nccl_premul_sum(2.0)
     integers, average = torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG
-    point_to_point, joined_root, unequal, integer_average, premul_sum, backward, fsdp, sync_batch_norm = (
-        refusal.what for refusal in REFUSALS
-    )
+    point_to_point, joined_root, unequal, integer_average, premul_sum, *others = (refusal.what for refusal in REFUSALS)
+    backward, fsdp, model_averaging, sync_batch_norm = others
     return {
         point_to_point: [
             lambda: dist.send(one, 0, group),
@@ -65,6 +65,7 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
             lambda: torch.autograd.grad(_with_hook(group), _LEAF),
         ],
         fsdp: [lambda: as_fsdp(one, group)],
+        model_averaging: [lambda: average_parameters(iter([nn.Parameter(one)]), group)],
         sync_batch_norm: [
             lambda: _functions.SyncBatchNorm.apply(
                 torch.empty(0, 3, 1, 1), torch.ones(3), torch.zeros(3), None, None, 1e-5, 0.1, dist.group.WORLD, 2

@@ -7,6 +7,8 @@ epoch is known when it begins.
 
 from collections.abc import Mapping
 
+from torch_join._errors import EarlyTerminationError
+
 
 class Attendance:
     """The ends announced so far; `None` while a rank has not come to its end."""
@@ -39,3 +41,16 @@ class Attendance:
         """Whether no other rank has, or may still have, more batches than `rank`."""
         ends = [float("inf") if end is None else end for end in self._ends]
         return ends[rank] == max(ends)
+
+    def check_termination(self, rank: int, throws: bool) -> None:
+        """Raise on every rank, if `throws`, where some rank has a batch at the current step and another has none.
+
+        Raises:
+            EarlyTerminationError: So it is.
+        """
+        if not (throws and 0 < len(self.active_ranks) < len(self._ends)):
+            return
+        # The texts of torch.distributed.algorithms.Join.
+        if self.joined(rank):
+            raise EarlyTerminationError(f"Rank {rank} exhausted all inputs.")
+        raise EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")

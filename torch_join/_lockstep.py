@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join import _compat
 from torch_join._attendance import Attendance
-from torch_join._errors import EarlyTerminationError, JoinTypeError
+from torch_join._errors import JoinTypeError
 from torch_join._lossless import LosslessCount
 from torch_join._shadow import ModelShadow
 from torch_join._step_server import StepServer
@@ -113,11 +113,14 @@ class LockstepJoin:
         for part in self._customs:
             part.renew()
         self._attendance = Attendance(self.channel.world_size, first_step)
-        everyone = self.channel.gather((end, samples, value), of=tuple[int | None, int, Any])
-        self._attendance.announce({rank: end for rank, (end, _, _) in enumerate(everyone) if end is not None})
-        self._samples, self._total_samples = samples, sum(samples for _, samples, _ in everyone)
-        self._check_termination()
-        return [value for _, _, value in everyone]
+        mine = (end, samples, value, self._model.fired)
+        everyone = self.channel.gather(mine, of=tuple[int | None, int, Any, list[int] | None])
+        for _, _, _, fired in everyone:
+            self._model.compare_fired(fired)
+        self._attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
+        self._samples, self._total_samples = samples, sum(samples for _, samples, *_ in everyone)
+        self._attendance.check_termination(self.channel.rank, self._throw)
+        return [value for _, _, value, _ in everyone]
 
     def advance(self, end: int | None, samples: int, notice: dict[str, Any] | None = None) -> dict[int, dict[str, Any]]:
         """Go on to the next step; all ranks meet.
@@ -139,7 +142,7 @@ class LockstepJoin:
         self._attendance.step += 1
         self._attendance.announce({r: n["end"] for r, n in beat.notices.items() if "end" in n})
         self._samples, self._total_samples = samples, beat.total
-        self._check_termination()
+        self._attendance.check_termination(self.channel.rank, self._throw)
         return beat.notices
 
     def skip(self, skips: bool) -> list[int]:
@@ -292,11 +295,3 @@ class LockstepJoin:
     def unfrozen(self) -> list[str]:
         """Return the names of the parameters that require a gradient and did not when the model was wrapped."""
         return self._model.unfrozen()
-
-    def _check_termination(self) -> None:
-        if not (self._throw and self.in_tail):
-            return
-        # The texts of torch.distributed.algorithms.Join.
-        if self.joined:
-            raise EarlyTerminationError(f"Rank {self.channel.rank} exhausted all inputs.")
-        raise EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")

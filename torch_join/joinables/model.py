@@ -7,7 +7,6 @@ penalty's `autograd.grad` too, and misses L2 terms on the parameters.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,12 +24,10 @@ from torch_join._shadow import ModelShadow
 from torch_join.joinables._gradients import CHANGED, UNKNOWN, Gradients, State, common_verdict
 from torch_join.joinables._part import Part
 from torch_join.joinables._second_backward import SecondBackward
+from torch_join.joinables._testimony import Testimony
 
 if TYPE_CHECKING:
     from torch_join._join import Join
-
-# How long a joined rank waits for what other active ranks have seen; they come to the same backward.
-_PATIENCE_SECONDS = 5.0
 
 
 class ModelPart(Part):
@@ -60,7 +57,7 @@ class ModelPart(Part):
         self._beginning = threading.Lock()  # for several devices the engine has several threads
         self._gradients: Gradients | None = None
         self._second_backward: SecondBackward | None = None
-        self._testimony: str | None = None
+        self._testimony = Testimony(join, index)
         self._accumulates = False  # the last backward did not sync, on some rank
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: list[RemovableHandle] = []
@@ -91,9 +88,7 @@ class ModelPart(Part):
             self._watch_gradients()
 
     def leave_tail(self) -> None:
-        if self._testimony is not None:
-            self.join._channel.delete(self._testimony)
-            self._testimony = None
+        self._testimony.forget()
         if not self.join.may_break:
             self._stop_watching()
 
@@ -189,7 +184,8 @@ class ModelPart(Part):
             self._announce_silent()
             states = self._state_of_gradients()
             if self._armed:
-                self._testify(states)
+                accumulates = self._gradients is not None and self._gradients.accumulates
+                self._testimony.leave(common_verdict(state.verdict for state in states) if accumulates else None)
             # Without a sync too: what has been cleared now counts at the next one.
             self.announce("backward" if self._armed else "gradients", states)
         if self._armed:
@@ -208,29 +204,6 @@ class ModelPart(Part):
         states = self._gradients.states()
         self._gradients.raise_if_changed(states, self.join.joined_ranks)
         return states
-
-    def _testify(self, states: list[State]) -> None:
-        """Leave word of what becomes of what was accumulated, in case the leader cannot tell."""
-        channel = self.join._channel
-        if self._testimony is not None:
-            channel.delete(self._testimony)  # of a backward through whose collectives all have come
-            self._testimony = None
-        if self._gradients is not None and self._gradients.accumulates and self.join.rank != self.join.leader:
-            self._testimony = self._testimony_of(self.join.rank, channel.records)
-            channel.post(self._testimony, common_verdict(state.verdict for state in states))
-
-    def _ask(self) -> str:
-        """Return the verdict of the other active ranks, which are on their way to the same backward."""
-        channel, end = self.join._channel, time.monotonic() + _PATIENCE_SECONDS
-        keys = [self._testimony_of(r, channel.records - 1) for r in self.join._active if r != self.join.leader]
-        while not all(map(channel.posted, keys)):
-            if time.monotonic() > end:
-                return UNKNOWN
-            time.sleep(0.001)
-        return common_verdict(channel.read(key, of=str) for key in keys)
-
-    def _testimony_of(self, rank: int, record: int) -> str:
-        return f"gradients/{self.index}/{record}/{rank}"
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -263,7 +236,7 @@ class ModelPart(Part):
             self._pending.append(output)
 
     def _shadow_backward(self, states: list[State]) -> None:
-        self._clear(states, self._ask)
+        self._clear(states, self._testimony.ask)
         self._shadow.backward(lambda: torch.autograd.backward(self._pending))
         self._pending.clear()
         self._accumulates = False
