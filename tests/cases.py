@@ -45,6 +45,7 @@ class Case:
     limit: int | float | None = None
     compiled: bool = False
     hooked: bool = False  # a parameter has a hook of its own
+    zeros: bool = False  # gradients are cleared by zeros, in place
     ddp: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -182,7 +183,7 @@ def reference(case: Case) -> Reference:
             batches = {rank: mine[step] for rank, mine in enumerate(data) if step < len(mine)}
             weight = weights(case, {rank: len(batch[0]) for rank, batch in batches.items()})
             if step % case.accumulate == 0:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=not case.zeros)
             before = copy.deepcopy(dict(net.named_buffers()))
             for rank in sorted(batches, reverse=True):
                 # Every rank starts from the same buffers; those of the lowest rank are kept.
@@ -267,6 +268,9 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.trained.append((self.trainer.current_epoch, batch_idx))
         return loss_of(self.net, batch, uses_extra(self.case, self.trainer.global_rank, batch_idx))
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=not self.case.zeros)
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self.case, self.net, sharded=True)

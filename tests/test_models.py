@@ -26,6 +26,7 @@ from tests.workers import Workers
 from torch_join import JoinTypeError, ModelShadow, UnsupportedError
 
 TINY = {"bucket_cap_mb": 0.0001}
+UNUSED = {"find_unused_parameters": True}
 CASES = {
     "static-graph": Case((3, 6), ddp={"static_graph": True}),
     "static-graph-empty": Case((0, 4, 2), ddp={"static_graph": True, **TINY}, optimizer="sgd"),
@@ -42,6 +43,8 @@ CASES = {
     "unused-adamw": Case((4, 0, 2), model="unused", ddp={"find_unused_parameters": True, **TINY}, optimizer="adamw"),
     "unused-static": Case((4, 0, 2), model="unused", ddp={"static_graph": True}, optimizer="sgd"),
     "unused-in-tail": Case((3, 6), model="sometimes", ddp={"find_unused_parameters": True}, optimizer="sgd"),
+    "unused-zeros-first": Case((5, 0, 2), model="sometimes", ddp=UNUSED, optimizer="adamw", zeros=True),
+    "unused-windows": Case((1, 6), model="sometimes", ddp=UNUSED, optimizer="sgd", accumulate=2),
     "unused-in-tail-view": Case(
         (5, 2, 5),
         model="sometimes",

@@ -116,7 +116,9 @@ class LockstepJoin:
         mine = (end, samples, value, self._model.fired)
         everyone = self.channel.gather(mine, of=tuple[int | None, int, Any, list[int] | None])
         for _, _, _, fired in everyone:
-            self._model.compare_fired(fired)
+            self._model.note_fired(fired)
+        if end is None or end > first_step:
+            self._model.check_fired()
         self._attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
         self._samples, self._total_samples = samples, sum(samples for _, samples, *_ in everyone)
         self._attendance.check_termination(self.channel.rank, self._throw)

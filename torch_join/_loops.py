@@ -88,6 +88,8 @@ class Loops(Meetings):
                 )
             self._arrive()
             reader = self._reader = reader_of(loader)
+            for model in self._models():
+                model.check_can_train(reader.has_next)
             length = None if self.may_break else reader.certain_length()
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty

@@ -28,6 +28,8 @@ from torch_join._unused import using_nothing
 
 # Which parameters fired in a model's first iteration, and how often: models outlive their shadows.
 _first_iterations: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
+# The models whose first iteration was a shadow here, and how often they fired on a rank that had a batch.
+_guessed: WeakKeyDictionary[DistributedDataParallel, list[int] | None] = WeakKeyDictionary()
 
 
 class ModelShadow:
@@ -95,6 +97,8 @@ class ModelShadow:
             UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
 
         """
+        if self._fired == {}:
+            _guessed[self.ddp] = None
         with self._standing_in(lambda *_: self.zero()):
             # Not by a call, which would run the user's hooks. With `device_ids` DDP cannot do without a tensor.
             zero: Tensor = self.ddp.forward(  # type: ignore[no-untyped-call]
@@ -187,17 +191,27 @@ class ModelShadow:
 
     @property
     def fired(self) -> list[int] | None:
-        """How often each parameter got a gradient in the first iteration under `static_graph=True`, once known."""
-        return [self._fired.get(id(p), 0) for p in self.parameters] if self._fired else None
+        """How often each parameter got a gradient in the first iteration under `static_graph=True`, if known here."""
+        return self._times() if self._fired and self.ddp not in _guessed else None
 
-    def compare_fired(self, theirs: list[int] | None) -> None:
-        """Compare that with what another rank has seen.
+    def note_fired(self, theirs: list[int] | None) -> None:
+        """Note what another rank knows, if this one does not: in a shadow, all parameters get one."""
+        if theirs is not None and self.ddp in _guessed:
+            _guessed[self.ddp] = theirs
+
+    @property
+    def shadow_only(self) -> bool:
+        """Whether this rank cannot run the model itself; see `check_fired`."""
+        return self._fired is not None and _guessed.get(self.ddp) not in (None, self._times())
+
+    def check_fired(self) -> None:
+        """Make sure that this rank can run the model itself.
 
         Raises:
-            JoinError: This rank's first iteration was a shadow, in which all got one, and the other's was not.
+            JoinError: DDP would wait for parameters that get no gradient.
         """
-        mine = self.fired
-        if mine is None or theirs is None or mine == theirs:
+        mine, theirs = self._times(), _guessed.get(self.ddp)
+        if not self.shadow_only or theirs is None:
             return
         where = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         raise JoinError(
@@ -208,6 +222,9 @@ class ModelShadow:
             " parameters that are never used before wrapping the model (requires_grad_(False)), or use"
             " static_graph=False with find_unused_parameters=True."
         )
+
+    def _times(self) -> list[int]:
+        return [(self._fired or {}).get(id(p), 0) for p in self.parameters]
 
     def unfrozen(self) -> list[str]:
         """Return the names of the parameters that require a gradient and did not when the model was wrapped."""

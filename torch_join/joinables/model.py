@@ -77,6 +77,11 @@ class ModelPart(Part):
             self._watch_gradients()
         self._undo.append(self._stop_watching)
 
+    def check_can_train(self, has_batch: Callable[[], bool]) -> None:
+        """Raise if this rank cannot run the model itself, and is to do so."""
+        if self._shadow.shadow_only and has_batch():
+            self._shadow.check_fired()
+
     def begin_step(self) -> None:
         """Note, before the user's code of an even step runs, what it may clear: all ranks have done the same so far."""
         self._remember()
@@ -103,6 +108,7 @@ class ModelPart(Part):
         # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
         # second one, which may not be followed by a backward either.
         silent = grad and sync and not self.silent and _compat.forwards_silently(self.ddp)
+        self.check_can_train(lambda: True)
         if self.meets:
             samples = count_samples((args, kwargs)) if join.weighting == "samples" and not join._in_loop else 0
             join.before_forward(samples, waits=not silent)
@@ -256,7 +262,7 @@ class ModelPart(Part):
     def close(self, words: tuple[list[State], bool, list[int] | None], source: int) -> None:
         states, accumulates, fired = words
         assert self._gradients is not None
-        self._shadow.compare_fired(fired)
+        self._shadow.note_fired(fired)
         changed = {index for index, state in enumerate(states) if state.verdict == CHANGED}
         if any(state.norm is not None for state in states):
             mine = self._gradients.differing(states, self._accumulates)
