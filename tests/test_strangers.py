@@ -18,6 +18,7 @@ from tests.workers import Workers, connect
 from torch_join import Join, JoinError, open_channel, telling_failures
 from torch_join._channel import Channel, Status
 from torch_join._codec import encode
+from torch_join._hyperparameters import Words
 from torch_join._store_channel import StoreChannel
 
 SOON = 12.0  # seconds
@@ -82,6 +83,9 @@ KINDS: dict[str, tuple[str, Callable[[Channel, int], Any]]] = {
     "failure": ("failure", lambda channel, rank: (_ for _ in ()).throw(channel.failure() or KeyError("none"))),
     "roll": ("roll", ask),
     "group": ("sub/1/0", read),
+    "mark": ("sub/1/at/0", lambda channel, rank: channel.read("sub/1/at/0", of=int)),
+    "testimony": ("gradients/0/0/1", lambda channel, rank: channel.read("gradients/0/0/1", of=str)),
+    "step": ("steps/0/2/1", lambda channel, rank: channel.read("steps/0/2/1", of=Words)),
 }
 
 
@@ -150,7 +154,6 @@ ATTACKS = {
     "agreement": ([f"said/{number}/2/{step}" for number in range(9) for step in range(9)], False),
     "last words": ([f"said/{number}/last/{left}" for number in range(9) for left in range(3)], False),
     "groups": ([f"sub/{{pair}}/{number}" for number in range(9)], False),
-    "marks": ([f"sub/{{pair}}/at/{number}" for number in range(9)], False),
     "everything": (["log/2", "gather/1/0", "go/3", "notices/3", "corrections/1", "failure", "roll", "here/0"], True),
 }
 

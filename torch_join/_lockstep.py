@@ -190,7 +190,7 @@ class LockstepJoin:
         with ExitStack() as plumbing, self.server.step(self.active_ranks):
             # Until the inner module runs, the collectives are DDP's own, which a shadow forward has too.
             plumbing.enter_context(self.server.own_collectives())
-            inside = self._model.ddp.module.register_forward_pre_hook(lambda *_: plumbing.close())
+            inside = self._model.inner.register_forward_pre_hook(lambda *_: plumbing.close())
             try:
                 yield
             finally:

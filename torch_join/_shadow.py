@@ -11,7 +11,7 @@ Returning zeros instead would make every parameter count as used under `find_unu
 and momentum and weight decay would move parameters that no rank used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_join import _compat
 from torch_join._errors import JoinError, JoinTypeError, UnsupportedError
 from torch_join._unused import using_nothing
+from torch_join._zero_gradient import zero_gradient
 
 # Which parameters fired in a model's first iteration, and how often: models outlive their shadows.
 _first_iterations: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
@@ -141,6 +142,12 @@ class ModelShadow:
         with self._standing_in(forward):
             yield
 
+    @property
+    def inner(self) -> nn.Module:
+        """The wrapped module, also while something stands in for it."""
+        module: nn.Module = self.ddp.module
+        return module.place[0] if isinstance(module, _StandIn) else module
+
     @contextmanager
     def _standing_in(self, forward: Callable[..., Any]) -> Iterator[None]:
         module, stand_in = self.ddp.module, self._stand_in
@@ -157,12 +164,12 @@ class ModelShadow:
         parameters = self._connected()
         sparse = [id(p) in self._sparse for p in parameters]
         if _compat.has_rebuilt_buckets(self.ddp):
-            return _zero(parameters, sparse, None)
+            return zero_gradient(parameters, sparse, None)
         # DDP takes the order of rank 0's first gradients for that of its buckets, for good: as a rule the reverse
         # of the parameters'. Of a chain, backward comes to the last first.
         zero = None
         for parameter, is_sparse in zip(parameters, sparse, strict=True):
-            zero = _zero([parameter], [is_sparse], zero)
+            zero = zero_gradient([parameter], [is_sparse], zero)
         assert zero is not None
         return zero
 
@@ -267,31 +274,3 @@ class _StandIn(nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         return self.place[0].named_buffers(*args, **kwargs)
-
-
-class _ZeroGradient(torch.autograd.Function):
-    """A scalar zero that depends on all parameters and whose gradients are undefined."""
-
-    @staticmethod
-    def forward(ctx: Any, sparse: Sequence[bool], before: Tensor | None, *parameters: Tensor) -> Tensor:
-        # DDP insists on a defined gradient only where it expects a sparse one.
-        ctx.gradients = [_empty_sparse(p) if s else None for p, s in zip(parameters, sparse, strict=True)]
-        ctx.goes_on = before is not None
-        # Real, so that backward can begin there.
-        return torch.zeros((), dtype=parameters[0].dtype.to_real(), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, gradients[0] if ctx.goes_on else None, *ctx.gradients
-
-
-def _zero(parameters: Sequence[Tensor], sparse: Sequence[bool], before: Tensor | None) -> Tensor:
-    zero: Tensor = _ZeroGradient.apply(sparse, before, *parameters)  # type: ignore[no-untyped-call]
-    return zero
-
-
-def _empty_sparse(parameter: Tensor) -> Tensor:
-    # An embedding's gradient has one sparse dimension, its rows, and dense rows.
-    rows = parameter.new_zeros((1, 0), dtype=torch.long)
-    values = parameter.new_zeros((0, *parameter.shape[1:]))
-    return torch.sparse_coo_tensor(rows, values, parameter.shape)

@@ -1,0 +1,42 @@
+"""A scalar zero that leads backward to parameters and brings them nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """A scalar zero that depends on all parameters and whose gradients are undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: Sequence[bool], before: Tensor | None, *parameters: Tensor) -> Tensor:
+        # DDP insists on a defined gradient only where it expects a sparse one.
+        ctx.gradients = [_empty_sparse(p) if s else None for p, s in zip(parameters, sparse, strict=True)]
+        ctx.goes_on = before is not None
+        # Real, so that backward can begin there.
+        return torch.zeros((), dtype=parameters[0].dtype.to_real(), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, gradients[0] if ctx.goes_on else None, *ctx.gradients
+
+
+def zero_gradient(parameters: Sequence[Tensor], sparse: Sequence[bool], before: Tensor | None) -> Tensor:
+    """Return a scalar zero whose backward hands every one of `parameters` an undefined gradient.
+
+    Args:
+        parameters: The parameters.
+        sparse: Which of them DDP expects a sparse gradient of.
+        before: Another such zero, whose parameters get theirs after these.
+    """
+    zero: Tensor = _ZeroGradient.apply(sparse, before, *parameters)  # type: ignore[no-untyped-call]
+    return zero
+
+
+def _empty_sparse(parameter: Tensor) -> Tensor:
+    # An embedding's gradient has one sparse dimension, its rows, and dense rows.
+    rows = parameter.new_zeros((1, 0), dtype=torch.long)
+    values = parameter.new_zeros((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(rows, values, parameter.shape)
