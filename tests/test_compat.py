@@ -172,8 +172,27 @@ def test_torchs_reducer() -> None:
     assert "self.find_unused_parameters and not self.static_graph" in source
     assert PostLocalSGDState.__name__ == "PostLocalSGDState"
     x = torch.ones(1, requires_grad=True)
-    assert torch_compat.first_differentiable({"a": torch.ones(1), "b": [x]}) is x
-    assert torch_compat.first_differentiable({"a": torch.ones(1)}) is None
+    assert torch_compat.differentiable({"a": torch.ones(1), "b": [x]})[0] is x
+    assert torch_compat.differentiable({"a": torch.ones(1)}) == []
+    assert [None if n is None else n.item() for n in torch_compat.norms([torch.full((3,), -2.0), None])] == [6.0, None]
+
+
+def test_torch_tells_which_gradients_a_backward_adds_to() -> None:
+    x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
+    seen = []
+
+    def note(_: torch.Tensor) -> None:
+        seen.append((torch_compat.will_accumulate(x), torch_compat.will_accumulate(y)))
+
+    def product() -> torch.Tensor:
+        out = x * 2
+        out.register_hook(note)
+        return (out * y).sum() if not seen else out.sum()
+
+    product().backward()
+    product().backward()
+    torch.autograd.grad(product(), x)
+    assert seen == [(True, True), (True, False), (False, False)]
 
 
 def test_torchs_post_accumulate_hooks_live_in_a_dictionary_that_autograd_reads() -> None:

@@ -1,7 +1,11 @@
 """What a joined rank runs in place of a step: nothing of the user's, and nothing that DDP remembers wrongly."""
 
+import copy
+import io
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -310,6 +314,127 @@ def test_a_second_backward_that_is_not_averaged_raises(workers: Workers, lengths
     for outcome in workers.outcomes(2, two_backwards, lengths, loop, True, timeout=5.0):
         assert "two backwards through one forward" in outcome.error
     workers.run(2, two_backwards, lengths, loop, False)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.trunk, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.trunk(self.first(x))
+        return {"features": features, "logits": self.last(features)}
+
+
+def backwards_through(rank: int, which: str) -> None:
+    ddp = DistributedDataParallel(Heads())
+    optimizer = sgd(ddp)
+    with Join([ddp, optimizer]) as join:
+        for step in join.batches(range(3)):
+            optimizer.zero_grad()
+            x = batch(rank, step).requires_grad_()
+            out = ddp(x)
+            if which == "penalty":  # one backward, after an autograd.grad through the same outputs
+                (slope,) = torch.autograd.grad(out["logits"].sum(), x, create_graph=True)
+                (out["logits"].pow(2).mean() + slope.pow(2).mean()).backward()
+            elif which == "l2":  # the same on all ranks
+                out["logits"].pow(2).mean().backward()
+                torch.stack([p.pow(2).sum() for p in ddp.parameters()]).sum().backward()
+            else:
+                out["logits"].pow(2).mean().backward(retain_graph=True)
+                out["features" if which == "trunk" else "logits"].pow(4).mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("which", ["trunk", "logits", "penalty", "l2"])
+def test_through_whichever_output_a_second_backward_comes(workers: Workers, which: str) -> None:
+    for outcome in workers.outcomes(2, backwards_through, which, timeout=5.0):
+        assert ("two backwards through one forward" in outcome.error) == (which in ("trunk", "logits"))
+        assert bool(outcome.error) == (which in ("trunk", "logits"))
+
+
+def two_models(rank: int, fails: bool) -> tuple[bool, bool]:
+    a, b = (DistributedDataParallel(nn.Linear(3, 2).double()) for _ in range(2))
+    optimizers = [sgd(a), sgd(b)]
+    before = [dict(vars(o)) for o in optimizers]
+    for _ in range(3):
+        try:
+            with Join([a, b, *optimizers]) as join:
+                for step in join.batches(range([1, 2][rank])):
+                    (a(batch(rank, step)) + b(batch(rank, step))).sum().backward()
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    assert not (torch.save(a.module, io.BytesIO()) or copy.deepcopy(b.module) is b.module)
+                if fails:
+                    raise KeyError("no")
+        except KeyError:
+            pass
+    left = [vars(o).keys() - was.keys() for o, was in zip(optimizers, before, strict=True)]
+    return any("zero_grad" in names for names in left), any(o._optimizer_step_post_hooks for o in optimizers)
+
+
+def test_nothing_stays_on_the_optimizers_of_several_models(workers: Workers) -> None:
+    for fails in (False, True):
+        assert workers.run(2, two_models, fails) == [(False, False)] * 2
+
+
+def read_a_teacher(rank: int) -> None:
+    ddp, teacher = (DistributedDataParallel(nn.Linear(3, 2).double()) for _ in range(2))
+    with Join([ddp]) as join:
+        for step in join.batches(range([1, 4][rank])):
+            (ddp(batch(rank, step)) - teacher(batch(rank, step)).detach()).pow(2).mean().backward()
+
+
+def test_a_model_that_is_only_read_need_not_be_given(workers: Workers) -> None:
+    workers.run(2, read_a_teacher)
+
+
+def give_up(rank: int, lengths: Sequence[int], by: str, slow: float) -> float:
+    """Windows of three; rank 0 accumulates and joins while rank 1 has nothing to accumulate."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.zero_grad()
+    one, gradient = torch.ones(1, 1, dtype=torch.float64), 0.0
+    with Join([ddp, optimizer], timeout=timedelta(seconds=60)) as join:
+        for step in join.batches(range(lengths[rank])):
+            if step == 3 and rank == 2 and slow:
+                time.sleep(slow)  # it writes a checkpoint, say, after the leader has begun its backward
+            masked = rank == 1 and (step < 2 or by == "masked")
+            with ddp.no_sync() if step < 3 else nullcontext():
+                if not (masked and by == "skipped"):
+                    (ddp(one).sum() * (0.0 if masked else 10.0**rank)).backward()
+            if step == 3:
+                gradient = 0.0 if model.weight.grad is None else model.weight.grad.item()
+    return gradient
+
+
+@pytest.mark.parametrize("slow", [0.0, 7.0])
+def test_another_active_rank_knows_what_the_lowest_does_not(workers: Workers, slow: float) -> None:
+    # Rank 0 has one share, the masked rank 1 none, rank 2 four; nobody clears.
+    found = workers.run(3, give_up, (1, 4, 4), "masked", slow)
+    assert found[1:] == [pytest.approx((1 + 0 + 4 * 100) / 3)] * 2
+
+
+def clear_by_the_model(rank: int) -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    optimizer.zero_grad()
+    with Join([ddp, optimizer], timeout=timedelta(seconds=20)) as join:
+        for step in join.batches(range([1, 2][rank])):
+            model.zero_grad()  # a window that is given up
+            with ddp.no_sync() if step == 0 else nullcontext():
+                if not (rank == 1 and step == 0):
+                    ddp(one).sum().backward()
+
+
+def test_one_call_of_an_optimizer_is_not_how_a_loop_clears(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, clear_by_the_model, timeout=5.0):
+        assert "no sync has averaged yet" in outcome.error
 
 
 def test_a_new_tensor_at_an_old_address_is_not_the_old_one() -> None:

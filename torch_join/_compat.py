@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
@@ -87,11 +88,11 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any]:
     return parameter._post_accumulate_grad_hooks or {}
 
 
-def first_differentiable(output: Any) -> Tensor | None:
-    """Return the first tensor of a model's output through which a backward can come, as DDP finds them."""
+def differentiable(output: Any) -> list[Tensor]:
+    """Return the tensors of a model's output through which a backward can come, as DDP finds them."""
     if isinstance(output, Tensor):
-        return output if output.requires_grad else None
-    return next((tensor for tensor in _find_tensors(output) if tensor.requires_grad), None)  # type: ignore[no-untyped-call]
+        return [output] if output.requires_grad else []
+    return [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
 
 
 def check_reduction_finished(ddp: DistributedDataParallel) -> None:
@@ -99,9 +100,18 @@ def check_reduction_finished(ddp: DistributedDataParallel) -> None:
     ddp.reducer._check_reducer_finalized()
 
 
-def reducer_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Return the parameters whose gradients DDP averages, in its reducer's order."""
-    return list(ddp._module_parameters)
+def norms(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the 1-norm of each on its device, without a transfer, and in as few kernels as there may be."""
+    found = iter(torch._foreach_norm(there, 1) if (there := [t for t in tensors if t is not None]) else ())
+    return [None if tensor is None else next(found) for tensor in tensors]
+
+
+def will_accumulate(parameter: Tensor) -> bool:
+    """Whether the backward that is under way in this thread adds to the gradient of `parameter`."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # `autograd.grad` asks for this very gradient
+        return False
 
 
 def used_parameters(ddp: DistributedDataParallel) -> list[bool]:

@@ -138,6 +138,8 @@ class Join(Loops, TorchJoin):
         self._awaited, self._has_said, self._left_loop = None, False, False
         for part in self._parts:
             part.exit()
+        while self._clears:
+            self._clears.pop().remove()
         self._channel.leave()
         _nesting.leave(self)
         self._parts, self._first_custom = [], None  # they refer to this, and it to the group, with its threads

@@ -101,6 +101,8 @@ class Loops(Meetings):
                 self._tap.install()
         self._in_loop, self.step, self._forwarded = True, 0, False
         self._steps.forget()
+        for model in self._models():
+            model.begin_loop()
         self._loop = mine = object()
         certain = None if None in lengths else [length for length in lengths if length is not None]
         self._certain = certain

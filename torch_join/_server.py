@@ -19,7 +19,7 @@ from torch_join._records import COLLECTIVE, END, RECORD, TAIL, Said, check_recor
 from torch_join._subgroups import Subgroups
 from torch_join._tap import Call, CollectiveTap
 from torch_join._weighting import Weighting
-from torch_join.joinables import Part, innermost_optimizer
+from torch_join.joinables import Clears, Part, innermost_optimizer
 
 
 class Server(Ending):
@@ -36,6 +36,7 @@ class Server(Ending):
         self._objects = objects
         self._parts: list[Part] = []
         self._audit = Audit()
+        self._clears: list[Clears] = []
         self._open(Channel())
         self._tap = self._new_tap()
 
@@ -61,9 +62,12 @@ class Server(Ending):
     # ------------------------------------------------------------ what the parts see
 
     @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers that were given; of one that wraps another, that one."""
-        return list({id(inner): inner for thing in self._objects if (inner := innermost_optimizer(thing))}.values())
+    def clears(self) -> list[Clears]:
+        """The calls of the given optimizers' `zero_grad`; of one that wraps another, of that one's."""
+        if not self._clears:
+            found = {id(inner): inner for thing in self._objects if (inner := innermost_optimizer(thing)) is not None}
+            self._clears = [Clears(optimizer) for optimizer in found.values()]
+        return self._clears
 
     @property
     def in_tail(self) -> bool:

@@ -34,8 +34,8 @@ class Standing:
         self._samples = self._total_samples = 0
 
     @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers whose `zero_grad` tells what becomes of gradients."""
+    def clears(self) -> list[Any]:
+        """The calls of the given optimizers' `zero_grad`, which tell what becomes of gradients."""
         return []
 
     @property

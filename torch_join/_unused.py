@@ -39,19 +39,21 @@ def using_nothing(
         anchor.grad = None
     absent = [index for index, p in enumerate(parameters) if p.grad is None and p.requires_grad and id(p) not in sparse]
     reports = accumulated and ddp.require_backward_grad_sync and bool(absent)
-    with ExitStack() as stack:
-        if reports:
-            for index in absent:
-                parameters[index].grad = torch.zeros_like(parameters[index])
-            stack.enter_context(_reporting_unused(parameters, absent))
-        yield
-    if reports:
-        used = _compat.used_parameters(ddp)
-        for index in absent:
+    used = [False] * len(parameters)
+    try:
+        with ExitStack() as stack:
+            if reports:
+                for index in absent:
+                    parameters[index].grad = torch.zeros_like(parameters[index])
+                stack.enter_context(_reporting_unused(parameters, absent))
+            yield
+        used = _compat.used_parameters(ddp) if reports else used
+    finally:
+        for index in absent if reports else ():
             if len(used) == len(parameters) and not used[index]:
                 parameters[index].grad = None
-    if anchor.grad is None:
-        anchor.grad = aside
+        if anchor.grad is None:
+            anchor.grad = aside
 
 
 @contextmanager

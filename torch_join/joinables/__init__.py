@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._compat_state import is_sharded
 from torch_join._errors import JoinTypeError
-from torch_join.joinables._gradients import innermost_optimizer
+from torch_join.joinables._clears import Clears, innermost_optimizer
 from torch_join.joinables._joinable import unwrap
 from torch_join.joinables._part import Part
 from torch_join.joinables._refused import check_supported
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch_join._join import Join
 
 __all__ = [
+    "Clears",
     "CustomPart",
     "GatherPart",
     "JoinableMetric",

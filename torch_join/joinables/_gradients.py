@@ -15,14 +15,15 @@ that has joined and holds something of its own asks the other active ranks, and 
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_join import _compat
 from torch_join._codec import closed
 from torch_join._errors import JoinError
+from torch_join.joinables._clears import Clears
 
 CLEARED, KEPT, CHANGED, UNKNOWN = "cleared", "kept", "changed", "unknown"
 NONE, ZERO, FULL = "none", "zero", "full"
@@ -48,19 +49,24 @@ class Gradients:
 
     Args:
         parameters: The parameters.
-        optimizers: Those that may step them; a call of their `zero_grad` is evidence.
+        clears: The calls of `zero_grad` of the optimizers that may step them.
+        views: Whether gradients share memory with others, so that a version tells of these too.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizers: Iterable[Any] = ()) -> None:
+    def __init__(self, parameters: Sequence[Tensor], clears: Sequence[Clears] = (), views: bool = False) -> None:
         self._parameters = parameters
+        self._views = views
         self._known: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(parameters)
-        self._norms: list[Tensor | None] | None = None  # of the same moment; None after a sync
-        self._clears = [Clears(optimizer) for optimizer in optimizers]
+        self._norms: Sequence[Tensor | None] = [None] * len(parameters)  # of the same moment; None after a sync
+        self.accumulates = False  # the ranks' gradients differed in that moment
+        self._clears = clears
+        self._calls = [each.calls for each in clears]  # at that moment
+        self._begin: list[tuple[int, int]] = []
+        self.begin_loop()
 
-    def close(self) -> None:
-        """Take back what was installed."""
-        for clears in self._clears:
-            clears.remove()
+    def begin_loop(self) -> None:
+        """A loop begins: from here on it shows how it clears gradients."""
+        self._begin = [(each.calls, each.steps) for each in self._clears]
 
     def remember(self, accumulates: bool) -> None:
         """Remember what there is now.
@@ -69,46 +75,54 @@ class Gradients:
             accumulates: Whether the ranks' gradients differ, since the last backward did not sync.
         """
         gradients = [p.grad for p in self._parameters]
+        self._know(gradients)
+        self._norms = _compat.norms([_dense(g) for g in gradients]) if accumulates else [None] * len(gradients)
+        self.accumulates = accumulates
+
+    def refresh(self) -> None:
+        """Remember what there is now, and of norms what is known: no gradient is read."""
+        gradients = [p.grad for p in self._parameters]
+        norms = [
+            norm if known is not None and gradient is not None and _is_untouched(gradient, known) else None
+            for gradient, known, norm in zip(gradients, self._known, self._norms, strict=True)
+        ]
+        self._know(gradients)
+        self._norms = norms
+
+    def _know(self, gradients: Sequence[Tensor | None]) -> None:
         self._known = [None if g is None else (weakref.ref(g), g._version) for g in gradients]
-        self._norms = _norms(gradients) if accumulates else None
-        for clears in self._clears:
-            clears.recent = False
+        self._calls = [each.calls for each in self._clears]
 
     def states(self) -> list[State]:
         """Return what has become of each since then."""
         gradients = [p.grad for p in self._parameters]
-        now = _read(_norms(gradients))
-        before = None if self._norms is None else _read(self._norms)
-        found = [
-            self._state(gradient, known, norm, None if before is None else before[index], before is not None)
-            for index, (gradient, known, norm) in enumerate(zip(gradients, self._known, now, strict=True))
-        ]
+        now = _read(_compat.norms([_dense(g) for g in gradients]))
+        before = _read(self._norms)
+        found = [self._state(*each) for each in zip(gradients, self._known, now, before, strict=True)]
         if any(state.verdict == UNKNOWN for state in found):
             found = self._decide(found)
         return found
 
-    def _state(
-        self, gradient: Tensor | None, known: Any, norm: float | None, before: float | None, accumulates: bool
-    ) -> State:
+    def _state(self, gradient: Tensor | None, known: Any, norm: float | None, before: float | None) -> State:
         if gradient is None or norm is None:
             return State(UNKNOWN if known is None else CLEARED, NONE)
         content = FULL if norm != 0 else ZERO
-        if known is None or known[0]() is not gradient or known[1] != gradient._version:
+        if known is None or known[0]() is not gradient or (known[1] != gradient._version and not self._views):
             return State(CHANGED if content == FULL else CLEARED, content)
-        if not accumulates:
+        if before is None:  # an average, as ranks that have joined hold it too
             return State(KEPT, FULL, norm) if content == FULL else State(UNKNOWN, ZERO)
         if content == ZERO:
             return State(UNKNOWN if before == 0 else CLEARED, ZERO)
         return State(KEPT if _same(norm, before) else CHANGED, FULL)
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether the ranks' gradients differed when they were remembered."""
-        return self._norms is not None
-
     def _decide(self, found: list[State]) -> list[State]:
         """Replace `UNKNOWN` where there is evidence elsewhere."""
-        called = {id(p): clears.recent for clears in self._clears if clears.used for p in clears.parameters()}
+        called = {
+            id(p): each.calls > calls
+            for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True)
+            if each.calls > calls or each.clears_each_step(*begin)
+            for p in each.parameters()
+        }
         verdicts = {state.verdict for state in found}
         kept, cleared = KEPT in verdicts, CLEARED in verdicts
         decided = []
@@ -160,7 +174,7 @@ class Gradients:
                 if verdict is None:
                     verdict = ask()
                 if verdict == UNKNOWN:
-                    self._raise_unknown(index)
+                    self.raise_unknown(index)
                 if verdict == KEPT:
                     continue
             if state.content == NONE:
@@ -177,9 +191,8 @@ class Gradients:
         """
         if accumulates or all(state.norm is None for state in states):
             return []
-        mine = _read(
-            _norms([None if s.norm is None else p.grad for p, s in zip(self._parameters, states, strict=True)])
-        )
+        kept = [None if s.norm is None else p.grad for p, s in zip(self._parameters, states, strict=True)]
+        mine = _read(_compat.norms([_dense(g) for g in kept]))
         return [
             index
             for index, (norm, state) in enumerate(zip(mine, states, strict=True))
@@ -200,7 +213,12 @@ class Gradients:
                 " cannot know. Call zero_grad() after each optimizer step, or change gradients only right before it."
             )
 
-    def _raise_unknown(self, index: int) -> None:
+    def raise_unknown(self, index: int = 0) -> None:
+        """Raise, since nobody can tell whether what this rank holds of a parameter still counts.
+
+        Raises:
+            JoinError: Always.
+        """
         raise JoinError(
             "This rank has joined while it holds a gradient that no sync has averaged yet (parameter"
             f" {index}, of shape {tuple(self._parameters[index].shape)}), and no active rank can tell whether such"
@@ -216,60 +234,14 @@ def common_verdict(verdicts: Iterable[str]) -> str:
     return found.pop() if len(found) == 1 else UNKNOWN
 
 
-class Clears:
-    """Whether an optimizer's `zero_grad` has been called.
-
-    Attributes:
-        used: It was, at some time.
-        recent: It was, since `recent` was last set to false.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self.used = self.recent = False
-        self._before = vars(optimizer).get("zero_grad")
-        self._zero_grad = self._wrap(optimizer.zero_grad)
-        # On the object, as LR schedulers do with its `step`: torch has no hook for it.
-        optimizer.zero_grad = self._zero_grad
-
-    def _wrap(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(zero_grad)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.used = self.recent = True
-            return zero_grad(*args, **kwargs)
-
-        return call
-
-    def parameters(self) -> list[Tensor]:
-        """Return what the optimizer steps."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def remove(self) -> None:
-        """Give the optimizer its method back."""
-        if vars(self._optimizer).get("zero_grad") is self._zero_grad:
-            if self._before is None:
-                del self._optimizer.zero_grad
-            else:
-                self._optimizer.zero_grad = self._before
-
-
-def innermost_optimizer(thing: Any) -> Any:
-    """Return `thing` if it is an optimizer, the one inside if it wraps another, and else `None`."""
-    found = None
-    while thing is not found and hasattr(thing, "param_groups") and callable(getattr(thing, "zero_grad", None)):
-        found, thing = thing, getattr(thing, "optimizer", None)
-    return found
-
-
-def _norms(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the 1-norm of each, on its device: no transfer yet."""
-    dense = [_dense(g) for g in gradients if g is not None]
-    norms = iter(torch._foreach_norm(dense, 1) if dense else [])
-    return [None if g is None else next(norms) for g in gradients]
-
-
-def _dense(gradient: Tensor) -> Tensor:
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
     return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+
+
+def _is_untouched(gradient: Tensor, known: tuple[weakref.ref[Tensor], int]) -> bool:
+    return known[0]() is gradient and known[1] == gradient._version
 
 
 def _read(norms: Sequence[Tensor | None]) -> list[float | None]:
@@ -295,4 +267,5 @@ def _same(one: float, other: float | None) -> bool:
 
 
 def _holds_something(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(_dense(gradient).any())
+    dense = _dense(gradient)
+    return dense is not None and bool(dense.any())

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_join import _compat
 from torch_join._reader import count_samples
 from torch_join._shadow import ModelShadow
-from torch_join.joinables._gradients import CHANGED, UNKNOWN, Gradients, State, common_verdict
+from torch_join.joinables._gradients import CHANGED, CLEARED, UNKNOWN, Gradients, State, common_verdict
 from torch_join.joinables._part import Part
 from torch_join.joinables._second_backward import SecondBackward
 from torch_join.joinables._testimony import Testimony
@@ -56,9 +56,10 @@ class ModelPart(Part):
         self._factor = 1.0  # what to multiply its gradients with
         self._beginning = threading.Lock()  # for several devices the engine has several threads
         self._gradients: Gradients | None = None
-        self._second_backward: SecondBackward | None = None
+        self._second_backward = SecondBackward(self._parameters)
         self._testimony = Testimony(join, index)
         self._accumulates = False  # the last backward did not sync, on some rank
+        self._has_windows = False  # some have not, in this loop or one before
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: list[RemovableHandle] = []
         self._plumbing = ExitStack()
@@ -67,11 +68,9 @@ class ModelPart(Part):
         self.configure(self.ddp)
         self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         self._undo.append(self.ddp.register_forward_hook(self._after_forward).remove)
-        self._undo.append(self.ddp.module.register_forward_pre_hook(self._inside_forward).remove)
-        self._gradients = Gradients(self._parameters, self.join.optimizers)
+        self._gradients = Gradients(self._parameters, self.join.clears, bool(self.ddp.gradient_as_bucket_view))
         self._gradients.remember(accumulates=False)
-        self._undo.append(self._gradients.close)
-        self._second_backward = SecondBackward(self.ddp, self._parameters)
+        self._undo.append(self._plumbing.close)
         self._undo.append(self._second_backward.remove)
         if self.join.may_break:
             self._watch_gradients()
@@ -81,6 +80,11 @@ class ModelPart(Part):
         """Raise if this rank cannot run the model itself, and is to do so."""
         if self._shadow.shadow_only and has_batch():
             self._shadow.check_fired()
+
+    def begin_loop(self) -> None:
+        """A loop over `batches` begins."""
+        if self._gradients is not None:
+            self._gradients.begin_loop()
 
     def begin_step(self) -> None:
         """Note, before the user's code of an even step runs, what it may clear: all ranks have done the same so far."""
@@ -112,8 +116,8 @@ class ModelPart(Part):
         if self.meets:
             samples = count_samples((args, kwargs)) if join.weighting == "samples" and not join._in_loop else 0
             join.before_forward(samples, waits=not silent)
-            if not (join._in_loop or join._tail):
-                self.begin_step()
+            if self._gradients is not None and not (join._in_loop or join._tail):
+                self._gradients.refresh()
         self.forwards += 1
         if grad and sync:
             self.synced += 1
@@ -123,6 +127,7 @@ class ModelPart(Part):
             return
         if grad:
             self._accumulates = self._shadow.accumulated = not sync
+            self._has_windows = self._has_windows or not sync
         if silent:
             return
         authority, self._authority = self._authority, join.leader
@@ -133,8 +138,9 @@ class ModelPart(Part):
         self._announce_silent()
         self.announce("forward", (grad, sync, authority))
         self._armed = self._armed or (grad and sync)  # another forward may come between one and its backward
-        # Until the inner module runs, the collectives are DDP's own.
+        # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
         self._plumbing.enter_context(join.own_collectives())
+        self._plumbing.callback(self.ddp.module.register_forward_pre_hook(self._inside_forward).remove)
         if authority:
             self._shadow.sync_buffers(authority)
 
@@ -147,13 +153,14 @@ class ModelPart(Part):
         self._plumbing.close()
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or (tensor := _compat.first_differentiable(output)) is None:
+        if not torch.is_grad_enabled():
             return
-        if self._second_backward is not None and self.ddp.require_backward_grad_sync:
-            self._second_backward.forward(tensor)
-        if not (self.join._in_loop or self._watches):
+        outputs = _compat.differentiable(output)
+        if self.ddp.require_backward_grad_sync:
+            self._second_backward.forward(outputs)
+        if outputs and not (self.join._in_loop or self._watches):
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
-            tensor.register_hook(lambda _: self._remember_after_backward())  # type: ignore[no-untyped-call]
+            outputs[0].register_hook(lambda _: self._remember_after_backward())  # type: ignore[no-untyped-call]
 
     @property
     def in_backward(self) -> bool:
@@ -189,9 +196,8 @@ class ModelPart(Part):
         if in_tail:
             self._announce_silent()
             states = self._state_of_gradients()
-            if self._armed:
-                accumulates = self._gradients is not None and self._gradients.accumulates
-                self._testimony.leave(common_verdict(state.verdict for state in states) if accumulates else None)
+            if self._has_windows:
+                self._testimony.leave(common_verdict(state.verdict for state in states), averages=self._armed)
             # Without a sync too: what has been cleared now counts at the next one.
             self.announce("backward" if self._armed else "gradients", states)
         if self._armed:
@@ -219,7 +225,7 @@ class ModelPart(Part):
         elif kind == "backward":
             self._shadow_backward(payload)
         else:
-            self._clear(payload, lambda: UNKNOWN)
+            self._clear(payload, self._testimony.doubt)
 
     def has_met(self, kind: str) -> bool:
         if kind != "backward" or _compat.has_comm_hook(self.ddp):  # which may do anything, or nothing
@@ -242,6 +248,11 @@ class ModelPart(Part):
             self._pending.append(output)
 
     def _shadow_backward(self, states: list[State]) -> None:
+        assert self._gradients is not None
+        if (verdict := self._testimony.settle()) == UNKNOWN:
+            self._gradients.raise_unknown()
+        for parameter in self._parameters if verdict == CLEARED else ():
+            parameter.grad = None
         self._clear(states, self._testimony.ask)
         self._shadow.backward(lambda: torch.autograd.backward(self._pending))
         self._pending.clear()

@@ -1,8 +1,9 @@
 """A DDP model that is trained in the loop and was not given to `Join`: joined ranks would not hear of it.
 
 Its buckets would wait for theirs, or be taken for another model's. A look at all objects of the process would find
-such models, for 40 ms in each tail. So the forwards of the first step of a tail are watched, whatever module they
-are of; later ones are noticed when the model's first bucket is due and no given model is in backward.
+such models, for 40 ms in each tail. So in the first step of a tail the forwards are watched, whatever module they are
+of, and then the gradients of such a model: it may be a teacher that is only read. Later ones are noticed when the
+first bucket is due and no given model is in backward.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,26 +31,37 @@ class UngivenModelPart(Part):
         self._joinables = joinables
 
     def enter_tail(self) -> None:
-        first = self.join.step
+        first, seen = self.join.step, set[int]()
 
         def before_forward(module: nn.Module, _: Any) -> None:
             if self.join.step != first:
                 self.exit()
-            elif isinstance(module, DistributedDataParallel) and not any(module is one for one in self._joinables):
-                self._check(module)
+                return
+            if not isinstance(module, DistributedDataParallel) or any(module is one for one in self._joinables):
+                return
+            if id(module) not in seen and torch.is_grad_enabled() and not self.join.serving:
+                seen.add(id(module))
+                self._watch(module)
 
         self._undo.append(register_module_forward_pre_hook(before_forward).remove)
 
     def leave_tail(self) -> None:
         self.exit()
 
-    def _check(self, ddp: DistributedDataParallel) -> None:
-        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync) or self.join.serving:
-            return
+    def _watch(self, ddp: DistributedDataParallel) -> None:
         world = dist.get_process_group_ranks(self.join.group)
-        joined = {world[rank] for rank in self.join.joined_ranks}
-        if here := sorted(joined.intersection(dist.get_process_group_ranks(ddp.process_group))):
-            raise ungiven(here)
+        here = set(dist.get_process_group_ranks(ddp.process_group))
+
+        def trains(*_: Any) -> None:
+            joined = sorted(here.intersection(world[rank] for rank in self.join.joined_ranks))
+            if joined and ddp.require_backward_grad_sync:
+                raise ungiven(joined)
+
+        if any(p.grad is not None for p in ddp.parameters()):
+            trains()  # its forward may have a collective of its own
+        for parameter in ddp.parameters():
+            if parameter.requires_grad:
+                self._undo.append(get_gradient_edge(parameter).node.register_prehook(trains).remove)
 
 
 def ungiven(joined: Sequence[int]) -> UnsupportedError:
