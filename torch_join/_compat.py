@@ -100,6 +100,18 @@ def check_reduction_finished(ddp: DistributedDataParallel) -> None:
     ddp.reducer._check_reducer_finalized()
 
 
+def averaged_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
+    """Return the parameters that DDP averages, in its order: those that could be trained when it wrapped the model."""
+    named: Any = ddp.module.named_parameters()
+    parameters = [p for name, p in named if name not in ddp.parameters_to_ignore]
+    if all(p.requires_grad for p in parameters):
+        return parameters
+    # What is frozen now may not have been then, and the other way round: only its buckets tell.
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    averaged = {id(p) for bucket in buckets for p in bucket.parameters()}
+    return [p for p in parameters if id(p) in averaged]
+
+
 def norms(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the 1-norm of each on its device, without a transfer, and in as few kernels as there may be."""
     found = iter(torch._foreach_norm(there, 1) if (there := [t for t in tensors if t is not None]) else ())

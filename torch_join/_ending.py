@@ -4,6 +4,7 @@ from typing import Any
 
 from torch_join._audit import Audit, Often
 from torch_join._channel import Channel
+from torch_join._flags import Flags
 from torch_join._handover import hand_over
 from torch_join._standing import Standing
 from torch_join.joinables import ModelPart, Part
@@ -17,6 +18,7 @@ class Ending(Standing):
     _channel: Channel
     _objects: list[Any]
     _parts: list[Part]
+    _left: Flags | None = None  # as they were when this rank left its loop by `break`
 
     def _begin_audit(self, often: Often, hands_over_ignored: bool | None) -> None:
         self._audit = Audit(stateful(self._objects), often, hands_over_ignored)
@@ -35,8 +37,12 @@ class Ending(Standing):
             The `id` of each parameter that has stayed as it was on each rank.
         """
         local = self._audit.local(self._channel)
+        own = None if self._left is None else self._left.changed_since()
         if states := stateful(self._objects):
             hand_over(states, self._leader, self._channel, self.group, local)
+        if own is not None:
+            own.make()
+            self._left = None
         return local
 
     @property

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from torch_join import _nesting
 from torch_join._errors import JoinError
+from torch_join._flags import Flags
 from torch_join._hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._meetings import Meetings
 from torch_join._reader import Batches, Reader
@@ -166,6 +167,9 @@ class Loops(Meetings):
         self.step += 1
 
     def _abandon(self) -> None:
+        for model in () if self._tail else self._models():
+            model.begin_step()
+        self._left = Flags(self._objects)
         self._loop, self._in_loop, self._left_loop, self._loop_done = None, False, True, False
         if self._awaited is not None and not self._has_said:  # nobody counts on this step
             self._awaited, self._stepped = None, True
@@ -192,6 +196,7 @@ class Loops(Meetings):
             self._finish_loop()
 
     def _finish_loop(self) -> None:
+        self._left = None
         self._loop_done = True
         self._steps.forget()
         if not self._tail:

@@ -58,14 +58,14 @@ class ModelShadow:
         self.ddp = ddp
         self.accumulated = False  # this rank has run a backward without a sync since the last one with
         self._stand_in = _StandIn()  # one, since it is made use of in each step
-        named = ddp.module.named_parameters()
-        self.parameters = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
-        self._sparse = {
+        self.parameters = _compat.averaged_parameters(ddp)
+        self.sparse = frozenset(
             id(p) for m in ddp.module.modules() if _compat.is_sparse_embedding(m) for p in m.parameters(recurse=False)
-        }
+        )
         # Under `static_graph` the first iteration decides how often each parameter fires in all others.
         self._fired: dict[int, int] | None = _first_iterations.setdefault(ddp, {}) if ddp.static_graph else None
-        self._watches = [self._watch(p, self._fired) for p in self.parameters] if self._fired == {} else []
+        counts = self._fired if self._fired == {} else None
+        self._watches = [self._watch(p, counts) for p in self.parameters if p.requires_grad and counts is not None]
 
     @contextmanager
     def step(self, shadow: bool) -> Iterator[None]:
@@ -98,6 +98,7 @@ class ModelShadow:
             UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
 
         """
+        self.settle()
         if self._fired == {}:
             _guessed[self.ddp] = None
         with self._standing_in(lambda *_: self.zero()):
@@ -162,7 +163,7 @@ class ModelShadow:
     def zero(self) -> Tensor:
         """Return a scalar zero for a backward of its own, where DDP's reducer is made ready without a forward."""
         parameters = self._connected()
-        sparse = [id(p) in self._sparse for p in parameters]
+        sparse = [id(p) in self.sparse for p in parameters]
         if _compat.has_rebuilt_buckets(self.ddp):
             return zero_gradient(parameters, sparse, None)
         # DDP takes the order of rank 0's first gradients for that of its buckets, for good: as a rule the reverse
@@ -182,8 +183,8 @@ class ModelShadow:
         parameters = [p for p in self.parameters if p.requires_grad and self._fires(p)]
         if not self._finds_unused:
             return parameters
-        dense = [p for p in parameters if id(p) not in self._sparse]
-        sparse = [p for p in parameters if id(p) in self._sparse]
+        dense = [p for p in parameters if id(p) not in self.sparse]
+        sparse = [p for p in parameters if id(p) in self.sparse]
         return [*dense[:1], *sparse]
 
     def sync_buffers(self, src: int) -> None:

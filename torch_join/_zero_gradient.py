@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -13,7 +14,7 @@ class _ZeroGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sparse: Sequence[bool], before: Tensor | None, *parameters: Tensor) -> Tensor:
         # DDP insists on a defined gradient only where it expects a sparse one.
-        ctx.gradients = [_empty_sparse(p) if s else None for p, s in zip(parameters, sparse, strict=True)]
+        ctx.gradients = [empty_sparse(p) if s else None for p, s in zip(parameters, sparse, strict=True)]
         ctx.goes_on = before is not None
         # Real, so that backward can begin there.
         return torch.zeros((), dtype=parameters[0].dtype.to_real(), device=parameters[0].device)
@@ -35,7 +36,17 @@ def zero_gradient(parameters: Sequence[Tensor], sparse: Sequence[bool], before: 
     return zero
 
 
-def _empty_sparse(parameter: Tensor) -> Tensor:
+def broadcast_gradient(parameter: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Give every rank of `group` the gradient that its rank `source` has; a sparse one travels as a dense one."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    is_sparse = gradient.is_sparse
+    dense = gradient.to_dense() if is_sparse else gradient
+    dist.broadcast(dense, group_src=source, group=group)
+    parameter.grad = dense.to_sparse(1) if is_sparse else dense
+
+
+def empty_sparse(parameter: Tensor) -> Tensor:
+    """Return a gradient of nothing, laid out as an embedding's sparse one."""
     # An embedding's gradient has one sparse dimension, its rows, and dense rows.
     rows = parameter.new_zeros((1, 0), dtype=torch.long)
     values = parameter.new_zeros((0, *parameter.shape[1:]))

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch_join import _compat
 from torch_join._codec import closed
 from torch_join._errors import JoinError
+from torch_join._zero_gradient import empty_sparse
 from torch_join.joinables._clears import Clears
 
 CLEARED, KEPT, CHANGED, UNKNOWN = "cleared", "kept", "changed", "unknown"
@@ -51,10 +52,18 @@ class Gradients:
         parameters: The parameters.
         clears: The calls of `zero_grad` of the optimizers that may step them.
         views: Whether gradients share memory with others, so that a version tells of these too.
+        sparse: The `id` of each parameter whose gradients are sparse.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], clears: Sequence[Clears] = (), views: bool = False) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        clears: Sequence[Clears] = (),
+        views: bool = False,
+        sparse: frozenset[int] = frozenset(),
+    ) -> None:
+        self.parameters = parameters
+        self._sparse = sparse
         self._views = views
         self._known: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(parameters)
         self._norms: Sequence[Tensor | None] = [None] * len(parameters)  # of the same moment; None after a sync
@@ -74,14 +83,14 @@ class Gradients:
         Args:
             accumulates: Whether the ranks' gradients differ, since the last backward did not sync.
         """
-        gradients = [p.grad for p in self._parameters]
+        gradients = [p.grad for p in self.parameters]
         self._know(gradients)
         self._norms = _compat.norms([_dense(g) for g in gradients]) if accumulates else [None] * len(gradients)
         self.accumulates = accumulates
 
     def refresh(self) -> None:
         """Remember what there is now, and of norms what is known: no gradient is read."""
-        gradients = [p.grad for p in self._parameters]
+        gradients = [p.grad for p in self.parameters]
         norms = [
             norm if known is not None and gradient is not None and _is_untouched(gradient, known) else None
             for gradient, known, norm in zip(gradients, self._known, self._norms, strict=True)
@@ -89,13 +98,20 @@ class Gradients:
         self._know(gradients)
         self._norms = norms
 
+    def rebind(self) -> None:
+        """Take the gradients there are for those that were remembered: others, with the same contents."""
+        self._known = [
+            None if p.grad is None or known is None else (weakref.ref(p.grad), p.grad._version)
+            for p, known in zip(self.parameters, self._known, strict=True)
+        ]
+
     def _know(self, gradients: Sequence[Tensor | None]) -> None:
         self._known = [None if g is None else (weakref.ref(g), g._version) for g in gradients]
         self._calls = [each.calls for each in self._clears]
 
     def states(self) -> list[State]:
         """Return what has become of each since then."""
-        gradients = [p.grad for p in self._parameters]
+        gradients = [p.grad for p in self.parameters]
         now = _read(_compat.norms([_dense(g) for g in gradients]))
         before = _read(self._norms)
         found = [self._state(*each) for each in zip(gradients, self._known, now, before, strict=True)]
@@ -126,7 +142,7 @@ class Gradients:
         verdicts = {state.verdict for state in found}
         kept, cleared = KEPT in verdicts, CLEARED in verdicts
         decided = []
-        for parameter, state in zip(self._parameters, found, strict=True):
+        for parameter, state in zip(self.parameters, found, strict=True):
             verdict = state.verdict
             if verdict == UNKNOWN and id(parameter) in called:
                 verdict = CLEARED if called[id(parameter)] else KEPT
@@ -147,7 +163,7 @@ class Gradients:
             raise JoinError(
                 "A gradient was changed by hand since the last backward (clipping, scaling, noise) and not cleared"
                 f" before the next one accumulates into it (parameter {where}, of shape"
-                f" {tuple(self._parameters[where].shape)}), while ranks {list(joined)} have joined: they"
+                f" {tuple(self.parameters[where].shape)}), while ranks {list(joined)} have joined: they"
                 " cannot know of the change. Call zero_grad() after each optimizer step, or change gradients only"
                 " right before it. (Activation checkpointing with use_reentrant=True looks the same: use False.)"
             )
@@ -165,10 +181,10 @@ class Gradients:
             JoinError: Nobody can tell whether what this rank holds was cleared.
         """
         verdict = None
-        for index, (parameter, state) in enumerate(zip(self._parameters, states, strict=True)):
+        for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
             if state.verdict == CHANGED or (state.verdict == KEPT and state.content == FULL):
                 continue
-            if state.verdict != CLEARED and accumulates and _holds_something(parameter.grad):
+            if state.verdict != CLEARED and accumulates and holds_something(parameter.grad):
                 if state.verdict == KEPT or ask is None:
                     continue
                 if verdict is None:
@@ -179,10 +195,12 @@ class Gradients:
                     continue
             if state.content == NONE:
                 parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
+            elif parameter.grad is not None:
                 parameter.grad.zero_()
+            elif id(parameter) in self._sparse:
+                parameter.grad = empty_sparse(parameter)
+            else:
+                parameter.grad = torch.zeros_like(parameter)
 
     def differing(self, states: Sequence[State], accumulates: bool) -> list[int]:
         """Return which averages, that an active rank has kept, are others than this rank's: changed without a trace.
@@ -191,7 +209,7 @@ class Gradients:
         """
         if accumulates or all(state.norm is None for state in states):
             return []
-        kept = [None if s.norm is None else p.grad for p, s in zip(self._parameters, states, strict=True)]
+        kept = [None if s.norm is None else p.grad for p, s in zip(self.parameters, states, strict=True)]
         mine = _read(_compat.norms([_dense(g) for g in kept]))
         return [
             index
@@ -207,7 +225,7 @@ class Gradients:
         """
         for index in self.differing(states, accumulates)[:1]:
             raise JoinError(
-                f"The active ranks' gradient of parameter {index}, of shape {tuple(self._parameters[index].shape)}, is"
+                f"The active ranks' gradient of parameter {index}, of shape {tuple(self.parameters[index].shape)}, is"
                 " no longer the average that this rank got too, and the next backward accumulates into it: it was"
                 " changed by hand (through `.data` or GradScaler.unscale_, for example), which ranks that have joined"
                 " cannot know. Call zero_grad() after each optimizer step, or change gradients only right before it."
@@ -221,10 +239,11 @@ class Gradients:
         """
         raise JoinError(
             "This rank has joined while it holds a gradient that no sync has averaged yet (parameter"
-            f" {index}, of shape {tuple(self._parameters[index].shape)}), and no active rank can tell whether such"
+            f" {index}, of shape {tuple(self.parameters[index].shape)}), and no active rank can tell whether such"
             " gradients have been cleared since: the active rank has none, or zeros, before and now (a backward"
-            " that was skipped, a batch that is masked out), and nothing was seen of a zero_grad(). Give Join"
-            " the optimizer and clear with its zero_grad(), or run a backward in each step of an accumulation."
+            " that was skipped, a batch that is masked out), and this loop has not shown that it clears by the"
+            " zero_grad() of a given optimizer. Give Join the optimizer and call its zero_grad() at the begin of each"
+            " accumulation, or run a backward in each of its steps."
         )
 
 
@@ -266,6 +285,6 @@ def _same(one: float, other: float | None) -> bool:
     return one == other or (other is not None and math.isnan(one) and math.isnan(other))
 
 
-def _holds_something(gradient: Tensor | None) -> bool:
+def holds_something(gradient: Tensor | None) -> bool:
     dense = _dense(gradient)
     return dense is not None and bool(dense.any())

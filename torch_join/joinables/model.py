@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from torch_join import _compat
 from torch_join._reader import count_samples
 from torch_join._shadow import ModelShadow
-from torch_join.joinables._gradients import CHANGED, CLEARED, UNKNOWN, Gradients, State, common_verdict
+from torch_join.joinables._gradients import CLEARED, UNKNOWN, Gradients, State, common_verdict
+from torch_join.joinables._leftovers import settle
 from torch_join.joinables._part import Part
 from torch_join.joinables._second_backward import SecondBackward
 from torch_join.joinables._testimony import Testimony
@@ -58,18 +58,23 @@ class ModelPart(Part):
         self._gradients: Gradients | None = None
         self._second_backward = SecondBackward(self._parameters)
         self._testimony = Testimony(join, index)
+        self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
         self._accumulates = False  # the last backward did not sync, on some rank
         self._has_windows = False  # some have not, in this loop or one before
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
-        self._watches: list[RemovableHandle] = []
+        self._watches: dict[int, RemovableHandle] = {}
         self._plumbing = ExitStack()
 
     def enter(self) -> None:
         self.configure(self.ddp)
         self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         self._undo.append(self.ddp.register_forward_hook(self._after_forward).remove)
-        self._gradients = Gradients(self._parameters, self.join.clears, bool(self.ddp.gradient_as_bucket_view))
-        self._gradients.remember(accumulates=False)
+        views = bool(self.ddp.gradient_as_bucket_view)
+        self._gradients = Gradients(self._parameters, self.join.clears, views, self._shadow.sparse)
+        # What is left of a loop before this `with` may be an average, or this rank's share of one.
+        left = any(p.grad is not None for p in self._parameters)
+        self._accumulates = self._has_windows = self._shadow.accumulated = left
+        self._remember()
         self._undo.append(self._plumbing.close)
         self._undo.append(self._second_backward.remove)
         if self.join.may_break:
@@ -87,7 +92,7 @@ class ModelPart(Part):
             self._gradients.begin_loop()
 
     def begin_step(self) -> None:
-        """Note, before the user's code of an even step runs, what it may clear: all ranks have done the same so far."""
+        """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
         self._remember()
 
     def enter_tail(self) -> None:
@@ -118,6 +123,8 @@ class ModelPart(Part):
             join.before_forward(samples, waits=not silent)
             if self._gradients is not None and not (join._in_loop or join._tail):
                 self._gradients.refresh()
+        if self._watches:
+            self._watch_gradients()  # of what has been unfrozen, too
         self.forwards += 1
         if grad and sync:
             self.synced += 1
@@ -155,6 +162,9 @@ class ModelPart(Part):
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        if self._gradients is not None and self._has_rebuilt != self.ddp._has_rebuilt_buckets:
+            self._has_rebuilt = True
+            self._gradients.rebind()  # views of the new buckets took the place of gradients
         outputs = _compat.differentiable(output)
         if self.ddp.require_backward_grad_sync:
             self._second_backward.forward(outputs)
@@ -169,12 +179,13 @@ class ModelPart(Part):
 
     def _watch_gradients(self) -> None:
         for parameter in self._parameters:
-            if parameter.requires_grad:
-                self._watches.append(get_gradient_edge(parameter).node.register_prehook(self._before_gradient))
+            if parameter.requires_grad and id(parameter) not in self._watches:
+                node = get_gradient_edge(parameter).node
+                self._watches[id(parameter)] = node.register_prehook(self._before_gradient)
 
     def _stop_watching(self) -> None:
         while self._watches:
-            self._watches.pop().remove()
+            self._watches.popitem()[1].remove()
 
     def _before_gradient(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         if (task := _compat.backward_in_progress()) != self._task:
@@ -274,16 +285,7 @@ class ModelPart(Part):
         states, accumulates, fired = words
         assert self._gradients is not None
         self._shadow.note_fired(fired)
-        changed = {index for index, state in enumerate(states) if state.verdict == CHANGED}
-        if any(state.norm is not None for state in states):
-            mine = self._gradients.differing(states, self._accumulates)
-            changed.update(*self.join._channel.gather(mine, of=list[int]))
-        if self.join.rank != source:
-            self._gradients.follow(states, self._accumulates, None)
-        for index in sorted(changed):
-            if (gradient := self._parameters[index].grad) is None:
-                gradient = self._parameters[index].grad = torch.zeros_like(self._parameters[index])
-            dist.broadcast(gradient, group_src=source, group=self.ddp.process_group)
+        settle(self.join, self.ddp.process_group, self._gradients, states, source, accumulates, self._accumulates)
         self._pending.clear()
         self._authority = source
         self.forwards = self.synced = self.silent = 0

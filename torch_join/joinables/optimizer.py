@@ -29,7 +29,7 @@ class ShardedOptimizerPart(Part):
         UnsupportedError: It has `overlap_with_ddp=True`.
     """
 
-    kinds: ClassVar[dict[str, Any]] = {"step": tuple[list[dict[str, Any]], dict[int, list[bool]]]}
+    kinds: ClassVar[dict[str, Any]] = {"step": tuple[list[dict[str, Any]], dict[int, list[bool]], list[bool]]}
 
     def __init__(self, join: "Join", index: int, zero: Any) -> None:
         super().__init__(join, index)
@@ -69,11 +69,15 @@ class ShardedOptimizerPart(Part):
 
     def _send(self) -> None:
         shards = {rank: self._shard(rank) for rank in self.join.joined_ranks}
+        trains = [p.requires_grad for p in self._parameters()]  # ZeRO lays out its buckets anew where this changes
         present = {rank: [p.grad is not None for p in shard] for rank, shard in shards.items()}
-        self.announce_open("step", ([_hyperparameters(group) for group in self.zero.param_groups], present))
+        self.announce_open("step", ([_hyperparameters(group) for group in self.zero.param_groups], present, trains))
         self._stepping.enter_context(self.join.own_collectives())  # until the step is over
         for shard in shards.values():
             self._exchange([p.grad for p in shard if p.grad is not None])
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.zero.param_groups for p in group["params"]]
 
     def _shard(self, rank: int) -> list[Tensor]:
         return _compat.zero_shard(self.zero, rank)
@@ -88,7 +92,9 @@ class ShardedOptimizerPart(Part):
                 work.wait()
 
     def answer(self, kind: str, payload: Any) -> None:
-        groups, present = payload
+        groups, present, trains = payload
+        for parameter, trained in zip(self._parameters(), trains, strict=True):
+            parameter.requires_grad_(trained)
         for group, values in zip(self.zero.param_groups, groups, strict=True):
             group.update(values)
         for rank in self.join.joined_ranks:
