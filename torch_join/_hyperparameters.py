@@ -25,6 +25,13 @@ def hyperparameters(objects: Sequence[Any]) -> Hyperparameters:
     return _described(named, _groups(named))
 
 
+def take_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Put what another rank has sent into a group of an optimizer: tensors where those are that they replace."""
+    for name, value in values.items():
+        own = group.get(name)
+        group[name] = value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
+
+
 def compare(everyone: Sequence[Hyperparameters]) -> None:
     """Compare what the ranks have.
 

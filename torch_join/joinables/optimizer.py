@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_join import _compat
 from torch_join._compat_state import is_sharded
 from torch_join._errors import JoinTypeError, UnsupportedError
+from torch_join._hyperparameters import take_hyperparameters
 from torch_join.joinables._joinable import WrappingJoinable
 from torch_join.joinables._part import Part
 
@@ -90,7 +91,7 @@ class ShardedOptimizerPart(Part):
     def answer(self, kind: str, payload: Any) -> None:
         groups, present = payload
         for group, values in zip(self.zero.param_groups, groups, strict=True):
-            group.update(values)
+            take_hyperparameters(group, values)
         for rank in self.join.joined_ranks:
             shard = self._shard(rank)
             if rank == self.join.rank:
