@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_join import Changes, ModelShadow, Part, StepMirror, StepServer, UnsupportedError
+from torch_join import Changes, ModelShadow, Part, StepMirror, StepServer, UnsupportedError, take_hyperparameters
 
 if TYPE_CHECKING:
     from lightning_join._strategy import DDPJoinStrategy
@@ -199,4 +199,4 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, options, strict=True):
-        group.update(values)
+        take_hyperparameters(group, values)

@@ -17,6 +17,7 @@ from tests.accelerated import accelerator_of
 from tests.joinables import WorldJoinable
 from tests.workers import Workers
 from torch_join import Join, JoinableModel, JoinTypeError, JoinValueError
+from torch_join._arguments import check_options
 
 MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model": (
@@ -116,6 +117,41 @@ def test_options_go_to_hooks_that_take_them(workers: Workers) -> None:
             "There is no argument 'shape', and no joinable is given whose hook could take it",
             "There is no argument 'weigthing'",
         ]
+
+
+WORDS = ("weight", "weights", "enabled", "timeouts", "audio", "audits", "auditor", "heart", "time", "hand_over", "able")
+SLIPS = {
+    "weighting": ("weigthing", "ewighting", "weightnig", "wighting", "weightin", "weeighting", "weughting"),
+    "heartbeat": ("hearbeat", "heart_beat", "Heartbeat"),
+    "timeout": ("tiemout", "timeot", "time_out"),
+    "audit": ("aduit", "adit", "audi"),
+    "enable": ("enabel", "enble"),
+    "hand_over_ignored": ("handover_ignored", "hand_over_ingored"),
+}
+
+
+def give_words(rank: int) -> list[Any]:
+    found: list[Any] = []
+    for word in WORDS:
+        takes_any = TakesAny()
+        Join([takes_any], **{word: 2.0})
+        TorchJoin([JoinableModel(DistributedDataParallel(nn.Linear(1, 1))), takes_any], **{word: 3.0})
+        found.append(takes_any.got)
+    return found
+
+
+def test_a_hook_that_takes_anything_gets_words_that_resemble_ours(workers: Workers) -> None:
+    for found in workers.run(2, give_words):
+        assert [{word: options.get(word)} for word, options in zip(WORDS, found, strict=True)] == [
+            {word: 3.0} for word in WORDS
+        ]
+
+
+@pytest.mark.parametrize(("own", "slip"), [(own, slip) for own, slips in SLIPS.items() for slip in slips])
+def test_a_slip_does_not_get_there(own: str, slip: str) -> None:
+    for joinables in ([TakesAny.__new__(TakesAny)], [nn.Linear(1, 1)]):
+        with pytest.raises(JoinTypeError, match=f"There is no argument '{slip}'. Did you mean '{own}'"):
+            check_options({slip: 1}, joinables)
 
 
 def misuse(rank: int, kind: str) -> None:

@@ -1,6 +1,6 @@
 """Loaders that must not be read ahead, or that must not be refilled if they are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_sequence
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -30,12 +32,44 @@ class Loader:
         return (self.fill(number) for number in range(self.length))
 
 
+class Image(Tensor):
+    """As torchvision's."""
+
+
+class Opaque:
+    """Says nothing of what it holds."""
+
+
+class Made(Mapping[str, Any]):
+    """A batch that makes what it holds when it is asked for it."""
+
+    def __init__(self, mean: Tensor) -> None:
+        self.mean = mean
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["tensor", "array", "text", "noise", "object", "objects"])
+
+    def __getitem__(self, name: str) -> Any:
+        return {
+            "tensor": lambda: self.mean + 1,
+            "array": lambda: self.mean.numpy() + 1,
+            "text": lambda: f"batch {self.mean}",
+            "noise": lambda: self.mean + torch.rand(2),
+            "object": Opaque,
+            "objects": lambda: numpy.array([Opaque(), 1]),
+        }[name]()
+
+
 def refilling(kind: str) -> Callable[[int], Any]:
     buffers = [torch.zeros(2) for _ in range(2)]
     array, several = numpy.zeros(2), torch.zeros(3, 2)
     growing: dict[int, Tensor] = {}
     same: dict[str, Any] = {"mask": torch.ones(2)}
     strided = torch.zeros(4)[::3]
+    made, image = Made(torch.zeros(2)), torch.zeros(2).as_subclass(Image)
 
     def again(number: int) -> Any:
         same["x"] = torch.full((2,), number)
@@ -49,14 +83,20 @@ def refilling(kind: str) -> Callable[[int], Any]:
         "array": lambda n: (array.fill(n), array)[1],
         "a part": lambda n: (torch.ones(2), several[:1].fill_(n)),
         "the dictionary": again,
+        "a subclass": lambda n: image.fill_(n),
+        "a batch of its own kind": lambda n: (made.mean.fill_(n), made)[1],
+        "an object in the dictionary": lambda n: (same.update(x=Opaque()), same)[1],
         "late": lambda n: torch.ones(2) * n if n < 1 else growing.setdefault(n // 4, torch.zeros(2)).fill_(n),
         "strided": lambda n: strided.fill_(n),
     }
     return kinds[kind]
 
 
-REFILLING = ("tensor", "two in turns", "data", "a new tensor of an array", "array", "a part", "the dictionary")
-SHORT = ("tensor", "data", "a new tensor of an array", "array", "a part", "the dictionary")
+SHORT = (
+    *("tensor", "data", "a new tensor of an array", "array", "a part", "the dictionary", "a batch of its own kind"),
+    *("an object in the dictionary", "a subclass"),
+)
+REFILLING = (*SHORT, "two in turns")
 
 
 def read_all(loader: Any) -> list[Any]:
@@ -82,6 +122,7 @@ def test_a_refilled_batch_of_two_is_noticed(kind: str) -> None:
         read_all(Loader(refilling(kind), length=2))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and quantized tensors
 def test_what_is_not_refilled_may_share_memory() -> None:
     constant, whole = torch.tensor([1.0, torch.nan]), torch.arange(40.0)
     loaders: dict[str, Any] = {
@@ -90,6 +131,17 @@ def test_what_is_not_refilled_may_share_memory() -> None:
         "views": Loader(lambda n: whole[4 * n : 4 * n + 6]),
         "array": Loader(lambda n: (torch.from_numpy(whole.numpy())[n:], numpy.ones(3), "text", n)),
         "sparse": Loader(lambda n: torch.eye(2).to_sparse()),
+        "made when asked for": Loader(lambda n: Made(torch.full((2,), float(n)))),
+        "nested": Loader(lambda n: torch.nested.nested_tensor([torch.ones(2), torch.ones(n + 1)])),
+        "jagged": Loader(lambda n: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
+        "quantized": Loader(lambda n: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
+        "meta": Loader(lambda n: torch.ones(2, device="meta")),
+        "objects": Loader(lambda n: numpy.array(["a", Opaque()], dtype=object)),
+        "masked": Loader(lambda n: numpy.ma.array([1, 2], mask=[0, 1])),
+        "packed": Loader(lambda n: pack_sequence([torch.ones(3), torch.ones(2)])),
+        "conjugated": Loader(lambda n: torch.ones(3, dtype=torch.complex64).conj()),
+        "expanded": Loader(lambda n: torch.ones(1).expand(3)),
+        "wrapped": Loader(lambda n: TwoTensor(torch.ones(2), torch.ones(2))),
         "strings": Loader(lambda n: ["a", "b"]),
         "list": [constant] * 6,
         "empty": Loader(lambda n: torch.empty(0, 3)[:, ::2]),

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -169,6 +170,42 @@ def test_every_key_of_a_loop(workers: Workers, tmp_path: Path, name: str, what: 
     for outcome in outcomes:
         assert "Error" in outcome.error, outcomes
         assert outcome.seconds < 20, outcomes
+
+
+def outlive(rank: int, messages: list[str]) -> tuple[list[bool], list[int]]:
+    """Have a stranger write failures; return whether the answering thread lives, and who answers after them."""
+    channel = open_channel()
+    assert isinstance(channel, StoreChannel)
+    assert channel._presence is not None
+    store, alive = channel._presence._store, []
+    failed = [False]
+
+    def status() -> Status:
+        if not failed[0]:
+            failed[0] = True
+            raise RuntimeError("dictionary changed size during iteration")
+        return Status([])
+
+    channel.status = status
+    for message in messages:
+        dist.barrier()
+        if rank == 0:
+            store.set("failure", message)
+            store.add("roll", 1)
+        time.sleep(1.0)
+        alive.append(any(thread.name.endswith("(_answer)") for thread in threading.enumerate()))
+        channel._heard = None
+    answers = list(channel._presence.call(lambda _: False))
+    dist.barrier()
+    channel.leave()
+    return alive, answers
+
+
+def test_the_answering_thread_outlives_what_a_stranger_writes(workers: Workers) -> None:
+    messages = ['{"scalar":["uint8",1,"hpu"]}', '{"size":[100000000000000000000]}', "[" * 400 + "]" * 400]
+    for alive, answers in workers.run(2, outlive, messages):
+        assert alive == [True] * 3
+        assert sorted(answers) == [0, 1]
 
 
 def an_answer(rank: int, what: str, path: str) -> str:

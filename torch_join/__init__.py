@@ -13,6 +13,7 @@ from torch_join._errors import (
     name_ranks,
 )
 from torch_join._failures import telling_failures
+from torch_join._hyperparameters import take_hyperparameters
 from torch_join._join import Join
 from torch_join._lockstep import LockstepJoin
 from torch_join._mirror import Changes, StepMirror
@@ -52,5 +53,6 @@ __all__ = [
     "name_ranks",
     "open_channel",
     "resolve_weighting",
+    "take_hyperparameters",
     "telling_failures",
 ]

@@ -83,8 +83,8 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
         joinables: What is given.
 
     Raises:
-        JoinTypeError: No joinable's hook takes an option; or one could, since it takes anything, but the name is next
-            to that of an argument of `Join`.
+        JoinTypeError: No joinable's hook takes an option; or one could, since it takes anything, but the name is that
+            of an argument of `Join` with a slip.
     """
     custom = [thing for thing in joinables if isinstance(thing, Joinable) and not _is_torchs(thing)]
     hooks = [inspect.signature(thing.join_hook).parameters.values() for thing in custom]
@@ -93,6 +93,8 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
     for name in options.keys() - named - {_TORCHS}:
         refuse_misspelt(name)
         if not takes_any:
+            for meant in get_close_matches(name, _OWN, 1, cutoff=0.8):
+                raise _misspelt(name, meant)
             raise JoinTypeError(
                 f"There is no argument {name!r}, and no joinable is given whose hook could take it. Leave it out; the"
                 f" arguments are {', '.join(_OWN)}."
@@ -100,13 +102,34 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
 
 
 def refuse_misspelt(name: str) -> None:
-    """Raise if `name` is nearly that of an argument of `Join`: a hook that takes anything would swallow it.
+    """Raise if `name` is that of an argument of `Join` with a slip: a hook that takes anything would swallow it.
 
     Raises:
         JoinTypeError: It is.
     """
-    if name not in _OWN and (meant := get_close_matches(name, _OWN, 1, cutoff=0.8)):
-        raise JoinTypeError(f"There is no argument {name!r}. Did you mean {meant[0]!r}?")
+    for own in () if name in _OWN else _OWN:
+        if _is_slip(name, own):
+            raise _misspelt(name, own)
+
+
+def _is_slip(name: str, own: str) -> bool:
+    """Whether two letters of `own` have changed places, or one is another, missing or too many.
+
+    What is a word of its own is none, since somebody's hook may take it: `enabled`, `timeouts`, `audio`.
+    """
+    shorter = min(len(name), len(own))
+    begin = next((i for i in range(shorter) if name[i] != own[i]), shorter)
+    rest, right = name[begin:], own[begin:]
+    return (
+        (rest[:2] == right[1::-1] and rest[2:] == right[2:])
+        or (rest[1:] == right[1:] and len(rest) == len(right) and len(own) > len("audit"))
+        or rest == right[1:]
+        or (rest[1:] == right and right != "")
+    )
+
+
+def _misspelt(name: str, meant: str) -> JoinTypeError:
+    return JoinTypeError(f"There is no argument {name!r}. Did you mean {meant!r}?")
 
 
 def common_group(joinables: Sequence[Any]) -> Any:

@@ -172,5 +172,5 @@ def _notices(data: bytes, world_size: int) -> dict[int, dict[str, Any]]:
     except _codec.Malformed as problem:
         raise WrongNumber(str(problem)) from None
     if not all(0 <= rank < world_size for rank, _ in found):
-        raise WrongNumber(f"notices of ranks {[rank for rank, _ in found]}")
+        raise WrongNumber(f"notices of ranks {_codec.brief([rank for rank, _ in found])}")
     return dict(sorted(found, key=lambda notice: notice[0]))

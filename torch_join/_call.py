@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_join import _compat_c10d
-from torch_join._codec import closed
+from torch_join._codec import brief, closed
 
 OBJECT_OPERATIONS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 OPERATIONS = frozenset({*_compat_c10d.OPERATORS.values(), *OBJECT_OPERATIONS})
@@ -104,8 +104,10 @@ class TensorSpec(NamedTuple):
 
     def validate(self) -> None:
         """Raise a `ValueError` if there can be no such tensor."""
-        if min(self.shape, default=0) < 0 or math.prod(self.shape) > _MOST_ELEMENTS or len(self.shape) > 64:
-            raise ValueError(f"no tensor has the shape {self.shape[:10]}")
+        # The product last: that of many or long numbers takes seconds, in which no other thread runs.
+        few = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
+        if not few or math.prod(self.shape) > _MOST_ELEMENTS:
+            raise ValueError(f"no tensor has the shape {brief(self.shape)}")
         if self.sparse_dim is not None and not 0 <= self.sparse_dim <= len(self.shape):
             raise ValueError(f"{self.sparse_dim} sparse dimensions of {len(self.shape)}")
 

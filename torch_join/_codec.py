@@ -10,6 +10,7 @@ limited by the parser.)
 """
 
 import json
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -26,8 +27,6 @@ C = TypeVar("C", bound=type)
 
 MAX_BYTES = 1 << 26
 _SIMPLE = frozenset({type(None), bool, int, float, str})
-# What the revivers and the JSON parser raise. (An assertion: torch without an accelerator is asked for one.)
-_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AssertionError)
 
 
 class Malformed(ValueError):  # noqa: N818  who reads turns it into an error
@@ -64,7 +63,7 @@ def closed(tag: str) -> Callable[[C], C]:
                 raise Malformed(f"a {tag} has {len(names)} values")
             for name, value in zip(names, content, strict=True):
                 if not checks[name](value):
-                    raise Malformed(f"the {name} of a {tag} is {_brief(value)}")
+                    raise Malformed(f"the {name} of a {tag} is {brief(value)}")
             found = kind(*content)
             if hasattr(found, "validate"):
                 found.validate()
@@ -86,15 +85,28 @@ def _dict(content: Any) -> dict[Any, Any]:
 
 def _list(content: Any) -> list[Any]:
     if type(content) is not list:
-        raise Malformed(f"{_brief(content)} in place of a list")
+        raise Malformed(f"{brief(content)} in place of a list")
     return content
 
 
 def _scalar(content: Any) -> Tensor:
-    dtype, value, device = _list(content)
+    dtype, value = _list(content)
     if type(value) not in (bool, int, float, complex):
-        raise Malformed(f"a number is {_brief(value)}")
-    return torch.tensor(value, dtype=_dtypes()[dtype], device=device)
+        raise Malformed(f"a number is {brief(value)}")
+    # Whoever uses it moves it: who reads starts no device that a message names.
+    return torch.tensor(value, dtype=_dtypes()[dtype], device="cpu")
+
+
+def _device(content: Any) -> torch.device:
+    if type(content) is not str:  # by a number, torch looks for an accelerator
+        raise Malformed(f"a device is {brief(content)}")
+    return torch.device(content)
+
+
+def _size(content: Any) -> torch.Size:
+    if not all(type(length) is int and 0 <= length < 1 << 63 for length in _list(content)):
+        raise Malformed(f"a size is {brief(content)}")  # and could not be printed
+    return torch.Size(content)
 
 
 def _complex(content: Any) -> complex:
@@ -113,8 +125,8 @@ _REVIVERS: dict[str, Callable[[Any], Any]] = {
     "d": _dict,
     "complex": _complex,
     "dtype": lambda content: _dtypes()[content],
-    "device": torch.device,
-    "size": lambda content: torch.Size(_list(content)),
+    "device": _device,
+    "size": _size,
     "scalar": _scalar,
 }
 
@@ -140,9 +152,9 @@ def _plain(value: Any) -> Any:
         return {"size": list(value)}
     if kind is complex:
         return {"complex": [value.real, value.imag]}
-    if kind is Tensor and value.ndim == 0 and not value.requires_grad and not value.is_quantized:
+    if kind is Tensor and value.ndim == 0 and not (value.requires_grad or value.is_quantized or value.is_meta):
         # A hyperparameter: a learning rate, for example.
-        return {"scalar": [str(value.dtype).removeprefix("torch."), _plain(value.item()), value.device.type]}
+        return {"scalar": [str(value.dtype).removeprefix("torch."), _plain(value.item())]}
     raise JoinTypeError(
         f"A {kind.__module__}.{kind.__qualname__} cannot be sent over the job's key-value store, where only numbers,"
         " strings, lists, tuples, dictionaries, dtypes, devices, and this package's own descriptions are understood."
@@ -180,7 +192,7 @@ def is_closed(value: Any) -> bool:
 
 
 def decode(data: bytes, of: Any = Any) -> Any:
-    """Return the value that `encode` was given.
+    """Return the value that `encode` was given; a tensor is on the CPU.
 
     Args:
         data: What somebody has written.
@@ -195,8 +207,8 @@ def decode(data: bytes, of: Any = Any) -> Any:
         value = _decoder.decode(data.decode("ascii"))
     except Malformed:
         raise
-    except _ERRORS as error:
-        raise Malformed(f"{type(error).__name__} in {_brief(data)}") from None
+    except Exception as error:  # of the parser or torch, whose kinds nobody lists
+        raise Malformed(f"{type(error).__name__} in {brief(data)}") from None
     return check(value, of)
 
 
@@ -206,8 +218,13 @@ def check(value: Any, of: Any) -> Any:
     Raises:
         Malformed: It is not.
     """
-    if not _checker(of)(value):
-        raise Malformed(f"{_brief(value)} in place of {of if typing.get_origin(of) else getattr(of, '__name__', of)}")
+    checker = _checker(of)
+    try:
+        fits = checker(value)
+    except Exception:
+        fits = False
+    if not fits:
+        raise Malformed(f"{brief(value)} in place of {of if typing.get_origin(of) else getattr(of, '__name__', of)}")
     return value
 
 
@@ -216,7 +233,7 @@ def _revive(pairs: Sequence[tuple[str, Any]]) -> Any:
         raise Malformed("an object has one entry, its kind")
     ((tag, content),) = pairs
     if tag not in _REVIVERS:
-        raise Malformed(f"there is no kind {_brief(tag)}")
+        raise Malformed(f"there is no kind {brief(tag)}")
     return _REVIVERS[tag](content)
 
 
@@ -268,6 +285,13 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _brief(value: Any) -> str:
-    text = repr(value[:60] if isinstance(value, (bytes, str, list)) else value)
-    return text if len(text) < 80 else f"{text[:80]}..."
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def brief(value: Any) -> str:
+    """Return the begin of what `value` looks like, whatever somebody may have written."""
+    try:
+        return _short.repr(value[:60] if isinstance(value, bytes) else value)
+    except Exception:  # it is too deep, or has a number that is too long
+        return f"something of type {type(value).__name__}"

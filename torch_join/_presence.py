@@ -158,24 +158,34 @@ def _last_call(store: Any) -> int:
 
 
 def _answer(store: Any, key: str, stop: threading.Event, rank: Callable[[], Rank | None], read: deque[str]) -> None:
-    answered = 0
-    while not stop.wait(_LOOKS_EVERY):
+    answered: int | None = 0
+    while answered is not None and not stop.wait(_LOOKS_EVERY):
         try:
-            if (me := rank()) is None:
-                return
-            try:
-                number = _last_call(store)
-            except _codec.Malformed:  # whoever calls says so
-                number = answered
-            if number > answered:
-                me.listen(store)
-                store.set(key, _codec.encode((number, *me.place())))
-                answered = number
-            me.look(store)
-            del me  # its rank may let go of it meanwhile
+            answered = _look(store, key, rank(), answered)
             delete_all(store, read)
-        except RuntimeError:  # the store went down with its host: nobody is left to answer
-            return
+        except Exception:
+            # A status in the making, or something that a stranger has written: the next look may succeed. Who does not
+            # answer counts as dead.
+            try:
+                store.check([key])
+            except RuntimeError:  # the store went down with its host: nobody is left to answer
+                return
+
+
+def _look(store: Any, key: str, me: Rank | None, answered: int) -> int | None:
+    """Look once, for a rank unless it is no more; return the number of the last call that is answered."""
+    if me is None:
+        return None
+    try:
+        number = _last_call(store)
+    except _codec.Malformed:  # whoever calls says so
+        number = answered
+    if number > answered:
+        me.listen(store)
+        store.set(key, _codec.encode((number, *me.place())))
+        answered = number
+    me.look(store)
+    return answered
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:

@@ -34,7 +34,7 @@ def check_record(said: Sequence[Said], active: tuple[int, ...], parts: int, befo
     """
     known = all(-1 <= index < parts for index, _, _ in said)
     if not (said and known and set(active) <= set(before)):
-        raise _codec.foreign("a record of the tail", f"{said} of ranks {active}"[:200])
+        raise _codec.foreign("a record of the tail", f"{_codec.brief(said)} of ranks {_codec.brief(active)}")
 
 
 def is_record(kind: str, payload: Any, expected: str) -> bool:

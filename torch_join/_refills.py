@@ -9,9 +9,11 @@ from torch import Tensor
 
 from torch_join._errors import JoinValueError
 from torch_join._raw import raw_bytes
+from torch_join._specs import flaw
 
 # If the memory of none of these is that of another, the loader makes each batch anew.
 _LOOKS = 3
+_SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # made when asked for, they are alike and not the same
 
 
 class RefillGuard:
@@ -30,13 +32,13 @@ class RefillGuard:
         self._looks = 0 if isinstance(loader, (list, tuple)) else _LOOKS
         self._shares = False
 
-    def look(self, waiting: Iterable[Any]) -> list[tuple[Any, Any]]:
+    def look(self, waiting: Iterable[Any]) -> list[Any]:
         """Return what `waiting` batches hold, before another one is read."""
         if self._looks == 0 and not self._shares:
             return []
-        return [(leaf, _copy(leaf)) for leaf in _leaves(list(waiting))]
+        return [_copy(_content(leaf)) for leaf in _leaves(list(waiting))]
 
-    def check(self, waiting: Iterable[Any], held: list[tuple[Any, Any]], batch: Any) -> None:
+    def check(self, waiting: Iterable[Any], held: list[Any], batch: Any) -> None:
         """Compare with what `look` has returned; `batch` has been read since.
 
         Raises:
@@ -45,8 +47,9 @@ class RefillGuard:
         self._looks = max(0, self._looks - 1)
         if not held:
             return
-        leaves = list(_leaves(list(waiting)))
-        if len(leaves) != len(held) or not all(map(_is_unchanged, leaves, held)):
+        waiting = list(waiting)
+        leaves = list(_leaves(waiting))
+        if _have_changed(waiting, leaves, held):
             raise JoinValueError(
                 f"The {self._name} refills the memory of one batch to make another, and Join reads two batches ahead"
                 " of the loop where a loader has a length. Copy each batch in the loader (`.clone()`), or use"
@@ -54,6 +57,19 @@ class RefillGuard:
             )
         places = {_place(leaf) for leaf in leaves} - {0}
         self._shares = self._shares or any(_place(leaf) in places for leaf in _leaves(batch))
+
+
+def _have_changed(waiting: list[Any], leaves: list[Any], held: list[Any]) -> bool:
+    now = list(map(_content, leaves))
+    if len(now) != len(held):
+        return True
+    if all(map(_are_same, now, held)):
+        return False
+    # What a batch makes when it is asked for may be another each time: that says nothing of the loader.
+    again = map(_content, _leaves(waiting))
+    return any(
+        _are_same(*twice) and not _are_same(twice[0], was) for *twice, was in zip(now, again, held, strict=False)
+    )
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
@@ -67,7 +83,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta
+    return isinstance(leaf, Tensor) and not leaf.is_nested and flaw(leaf) is None
 
 
 def _is_array(leaf: Any) -> bool:
@@ -75,17 +91,23 @@ def _is_array(leaf: Any) -> bool:
     return numpy is not None and isinstance(leaf, numpy.ndarray)
 
 
-def _copy(leaf: Any) -> Any:
-    return raw_bytes(leaf).clone() if _is_tensor(leaf) else leaf.tobytes() if _is_array(leaf) else None
+def _content(leaf: Any) -> Any:
+    """Return what tells whether `leaf` has changed: its bytes, or itself if these cannot be had."""
+    return raw_bytes(leaf) if _is_tensor(leaf) else leaf.tobytes() if _is_array(leaf) else leaf
 
 
-def _is_unchanged(leaf: Any, held: tuple[Any, Any]) -> bool:
-    before, copy = held
-    if leaf is not before:
+def _copy(content: Any) -> Any:
+    return content.clone() if _is_tensor(content) else content
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
         return False
-    if _is_tensor(leaf):
-        return torch.equal(raw_bytes(leaf), copy)
-    return not _is_array(leaf) or bool(leaf.tobytes() == copy)
+    if isinstance(one, Tensor) and _is_tensor(one) and _is_tensor(other):
+        return torch.equal(one, other)
+    return type(one) in _SIMPLE and bool(one == other)
 
 
 def _place(leaf: Any) -> int:

@@ -151,7 +151,7 @@ class StoreChannel(WaitingChannel):
         if _NOBODY in lengths:
             raise self.failure() or PeerFailedError("Another rank failed.")
         if not all(0 <= rank < self.world_size and length >= 0 for rank, length in lines):
-            raise self._published(_codec.foreign(repr(key), f"{lines[:10]} in place of ranks and lengths"))
+            raise self._published(_codec.foreign(repr(key), f"{_codec.brief(lines)} in place of ranks and lengths"))
         return lengths
 
     @property

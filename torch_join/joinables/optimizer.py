@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_join import _compat
 from torch_join._compat_state import is_sharded
 from torch_join._errors import JoinTypeError, UnsupportedError
+from torch_join._hyperparameters import take_hyperparameters
 from torch_join.joinables._joinable import WrappingJoinable
 from torch_join.joinables._part import Part
 
@@ -96,7 +97,7 @@ class ShardedOptimizerPart(Part):
         for parameter, trained in zip(self._parameters(), trains, strict=True):
             parameter.requires_grad_(trained)
         for group, values in zip(self.zero.param_groups, groups, strict=True):
-            group.update(values)
+            take_hyperparameters(group, values)
         for rank in self.join.joined_ranks:
             shard = self._shard(rank)
             if rank == self.join.rank:
