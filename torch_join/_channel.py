@@ -140,8 +140,17 @@ class Channel:
         """Whether there is a value of this name."""
         return False
 
-    def read(self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
-        """Wait for the value of this name, as `follow` does for a record."""
+    def read(
+        self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any, is_polled: bool = False
+    ) -> Any:
+        """Wait for the value of this name, as `follow` does for a record.
+
+        Args:
+            key: The name.
+            meanwhile: See `follow`.
+            of: The type that the value must be of.
+            is_polled: Whether ranks ask with `posted` for it: a wait is then not cut short when a rank fails.
+        """
         return self.follow(meanwhile)
 
     def add(self, key: str, number: int) -> int:

@@ -117,9 +117,10 @@ class StoreChannel(WaitingChannel):
     def posted(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
-    def read(self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
-        # Others may ask whether it is there, and must not find that there is something to look at.
-        return self._read_value(key, meanwhile, of, wakes=False)
+    def read(
+        self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any, is_polled: bool = False
+    ) -> Any:
+        return self._read_value(key, meanwhile, of, wakes=not is_polled)
 
     @_naming_failures
     def _read_value(self, key: str, meanwhile: Callable[[], None] | None, of: Any, wakes: bool = True) -> Any:

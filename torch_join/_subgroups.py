@@ -103,7 +103,7 @@ class Subgroups:
         if not any(rank in active for rank in self._groups[group]):
             return None
         if group not in self._next:
-            self._next[group] = self._channel.read(self._key(group), of=_RECORD)
+            self._next[group] = self._channel.read(self._key(group), of=_RECORD, is_polled=True)
         return self._take(group)
 
     def forget(self) -> None:
@@ -117,7 +117,7 @@ class Subgroups:
         for name in self._groups:
             while name in self._next or self._channel.posted(self._key(name)):
                 if name not in self._next:
-                    self._next[name] = self._channel.read(self._key(name), of=_RECORD)
+                    self._next[name] = self._channel.read(self._key(name), of=_RECORD, is_polled=True)
                 if self._next[name][0] > number:
                     break
                 work = begin(self._take(name))

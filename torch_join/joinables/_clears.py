@@ -1,10 +1,12 @@
 """How often an optimizer has been asked to clear its gradients."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 class Clears:
@@ -22,9 +24,13 @@ class Clears:
         self._zero_grad = self._wrap(optimizer.zero_grad)
         # On the object, as LR schedulers do with its `step`: torch has no hook for it.
         optimizer.zero_grad = self._zero_grad
-        register = getattr(optimizer, "register_step_post_hook", None)
-        self._counts = register is not None
-        self._remove_hook = register(self._stepped).remove if register is not None else lambda: None
+        self._counts = False
+        self._remove_hook: Callable[[], None] = lambda: None
+        # What derives from torch's optimizers need not have called their constructor.
+        with suppress(AttributeError, TypeError):
+            handle: RemovableHandle = optimizer.register_step_post_hook(self._stepped)
+            self._remove_hook = handle.remove
+            self._counts = True
 
     def _wrap(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(zero_grad)
