@@ -121,6 +121,79 @@ def test_three_ranks(workers: Workers) -> None:
         assert weights == pytest.approx(expected.weight.flatten().tolist(), abs=1e-12)
 
 
+Epochs = list[tuple[int, ...]]
+
+
+def train_by_next(rank: int, epochs: Epochs, heartbeat: bool, keeps: bool) -> list[float]:
+    net = network()
+    ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
+    kept = []
+    with Join([ddp, optimizer], heartbeat=heartbeat) as join:
+        for lengths in epochs:
+            batches = [batch(rank, step) for step in range(lengths[rank])]
+            iterator = iter(join.batches(batches))
+            kept += [iterator] if keeps else []
+            for _ in range(len(batches)):
+                optimizer.zero_grad()
+                loss(ddp, next(iterator)).backward()
+                optimizer.step()
+    return net.weight.flatten().tolist()
+
+
+# A rank without a batch never calls `next`, and must not take the others' next loop for this one.
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize(
+    "epochs",
+    [
+        [(0, 2), (2, 2)],
+        [(2, 2), (0, 2)],
+        [(2, 1), (0, 2), (0, 1), (3, 1)],
+        [(0, 0), (0, 2), (0, 0)],
+        [(2, 0, 3), (0, 2, 0), (2, 2, 2)],
+        [(2, 2, 2), (0, 0, 1)],
+    ],
+)
+def test_a_loop_that_a_rank_never_asks_for_a_batch(
+    workers: Workers, epochs: Epochs, heartbeat: bool, keeps: bool
+) -> None:
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    for lengths in epochs:
+        for present in all_steps(lengths):
+            optimizer.zero_grad()
+            for rank, step in present:
+                (loss(net, batch(rank, step)) / len(lengths)).backward()
+            optimizer.step()
+    for weights in workers.run(len(epochs[0]), train_by_next, epochs, heartbeat, keeps):
+        assert weights == pytest.approx(net.weight.flatten().tolist(), abs=1e-12)
+
+
+def ask(rank: int, how: str) -> str:
+    ddp = DistributedDataParallel(network())
+    with Join([ddp]) as join:
+        first = iter(join.batches([batch(rank, step) for step in range(3)]))
+        if how == "none":
+            return ""
+        if how == "other order":
+            second = iter(join.batches([batch(rank, 9)]))
+            assert sum(1 for _ in second) == 1
+            return str(sum(1 for _ in first))
+        for _ in range(rank):
+            loss(ddp, next(first)).backward()
+    return ""
+
+
+def test_batches_that_no_rank_or_only_some_ask_for(workers: Workers) -> None:
+    assert workers.run(2, ask, "none") == ["", ""]
+    for how, text in (
+        ("one rank", "Rank 0 made an iterator over join.batches and asked it for no batch"),
+        ("other order", "went on after it had been left"),
+    ):
+        for outcome in workers.outcomes(2, ask, how):
+            assert text in outcome.error, (how, outcome)
+
+
 def resume(rank: int, how: str) -> int:
     ddp = DistributedDataParallel(network())
     join = Join([ddp])

@@ -136,6 +136,14 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
     return ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
 
 
+@torch.inference_mode(False)  # they outlive a loop under it
+def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    """Do what DDP's next forward would, once, after the first backward that syncs; return whether that was due."""
+    rebuilt: bool = ddp.reducer._rebuild_buckets()
+    ddp._has_rebuilt_buckets = ddp._has_rebuilt_buckets or rebuilt
+    return rebuilt
+
+
 def is_sparse_embedding(module: nn.Module) -> bool:
     """Whether DDP expects a sparse gradient of this module's parameters."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse

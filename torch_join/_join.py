@@ -114,6 +114,7 @@ class Join(Loops, TorchJoin):
                     raise value
                 if self._in_loop:  # left by `break`, while a variable holds its iterator
                     self._abandon()
+                self._begin_overdue()
                 self._return_to_loop()
                 verdict = self._last_joiner
                 self._leave()
@@ -136,6 +137,7 @@ class Join(Loops, TorchJoin):
     def _leave_nothing(self) -> None:
         self._tap.remove()
         self._awaited, self._has_said, self._left_loop = None, False, False
+        self._unbegun.clear()
         for part in self._parts:
             part.exit()
         while self._clears:

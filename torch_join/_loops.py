@@ -6,7 +6,7 @@ from typing import Any, TypeVar, overload
 from torch.utils.data import DataLoader
 
 from torch_join import _nesting
-from torch_join._errors import JoinError
+from torch_join._errors import JoinError, name_ranks
 from torch_join._flags import Flags
 from torch_join._hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._meetings import Meetings
@@ -16,7 +16,9 @@ from torch_join.joinables import CustomPart
 
 T = TypeVar("T")
 
-_BEGIN = tuple[int | None, Hyperparameters]  # of a loop
+_BEGIN = tuple[int | None, Hyperparameters, str]  # of a loop
+# How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
+_ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
 
 class Loops(Meetings):
@@ -36,6 +38,8 @@ class Loops(Meetings):
     ) -> None:
         super().__init__(group, objects, weighting, throws, may_break)
         self._enable = enable
+        # Loops of which there is an iterator that has not been asked for a batch yet, in order.
+        self._unbegun: dict[object, Callable[[], Iterator[Any]]] = {}
         self._first_custom: CustomPart | None = None
         self._has_model = False
 
@@ -67,9 +71,36 @@ class Loops(Meetings):
             This rank's batches, to loop over once. It is no iterator: a progress bar that holds it does not keep
             a loop open that has been left by `break`.
         """
-        return Batches(self._batches, loader)
+        return Batches(self._begin_later, loader)
 
-    def _batches(self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader) -> Iterator[T]:
+    def _begin_later(self, loader: Iterable[T]) -> Iterator[T]:
+        """Go through `loader` from the first `next` on, or from where it should have come to that."""
+        ticket = object()
+        if self._enable:
+            self._unbegun[ticket] = lambda: self._batches(loader, asks=False)
+        return self._in_order(ticket, loader)
+
+    def _in_order(self, ticket: object, loader: Iterable[T]) -> Iterator[T]:
+        if self._enable:
+            if ticket in self._unbegun:
+                self._begin_overdue(ticket)
+            elif _nesting.is_entered(self):
+                with self._telling():
+                    raise self._left_behind()
+            self._unbegun.pop(ticket, None)
+        yield from self._batches(loader)
+
+    def _begin_overdue(self, until: object = None) -> None:
+        """Go through loops that others are in, and that here nobody has asked for a batch: a rank may have none."""
+        for ticket in [*self._unbegun]:
+            if ticket is until:
+                break
+            for _ in self._unbegun.pop(ticket)():
+                pass
+
+    def _batches(
+        self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader, asks: bool = True
+    ) -> Iterator[T]:
         if not self._enable:
             self.step = 0
             for batch in loader:
@@ -94,10 +125,14 @@ class Loops(Meetings):
             length = None if self.may_break else reader.certain_length()
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
-            said = self._channel.gather((length, hyperparameters(self._objects)), self.in_plain_loop, _BEGIN)
-            compare([theirs for _, theirs in said])
-            lengths = [theirs for theirs, _ in said]
+            how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
+            said = self._channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
+            compare([theirs for _, theirs, _ in said])
+            lengths = [theirs for theirs, _, _ in said]
             self._channel.forget()  # what the last loop has left: all have read it
+            if (ways := [way for _, _, way in said]).count(_ASKS) == 0:
+                return  # nobody goes through it
+            self._refuse_unasked([rank for rank, way in enumerate(ways) if way == _UNASKED])
             if self.may_break:
                 self._tap.install()
         self._in_loop, self.step, self._forwarded = True, 0, False
@@ -204,7 +239,20 @@ class Loops(Meetings):
 
     def _end_late(self, reader: Reader[Any]) -> None:
         if reader.has_next():
+            raise self._left_behind()
+
+    @staticmethod
+    def _left_behind() -> JoinError:
+        return JoinError(
+            "A loop over join.batches went on after it had been left: its `with` has ended, or another loop has begun,"
+            " of an iterator that was made later. Begin a new loop."
+        )
+
+    @staticmethod
+    def _refuse_unasked(ranks: list[int]) -> None:
+        if ranks:
             raise JoinError(
-                "A loop over join.batches went on after it had been left: its `with` has ended, or another loop has"
-                " begun. Begin a new loop."
+                f"{name_ranks(ranks).capitalize()} made an iterator over join.batches and asked it for no batch, though"
+                " there are some, while other ranks go through that loop. Make as many calls of next() as there are"
+                " batches on this rank, or leave such loops at the same step on all ranks."
             )

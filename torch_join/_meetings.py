@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch_join import _compat
 from torch_join._errors import EarlyTerminationError, JoinValueError, UnsupportedError
 from torch_join._hyperparameters import Steps, Words
 from torch_join._reader import Reader
@@ -146,6 +147,14 @@ class Meetings(Server):
     def _go_on(self) -> bool:
         """Do what follows from who is active: throw, serve, begin or end the tail."""
         joined = self.joined
+        if self._active and len(self._before) == self._world_size:
+            # All ranks come here. In its next forward DDP would wait for a rank that leaves that out (a skipped batch)
+            # and waits itself, at its next meeting, for those who are in there.
+            for model in self._models():
+                if not _compat.has_rebuilt_buckets(model.ddp):
+                    with self.own_collectives():
+                        if _compat.rebuild_buckets(model.ddp):
+                            model.rebind()
         if 0 < len(self._active) < self._world_size:
             if self._throws:
                 raise EarlyTerminationError(

@@ -33,13 +33,18 @@ def enter(join: "Join") -> None:
     _entered.append(join)
 
 
+def is_entered(join: object) -> bool:
+    """Whether `join` is."""
+    return any(join is other for other in _entered)
+
+
 def check_entered(join: object) -> None:
     """Raise if `join` is not entered.
 
     Raises:
         JoinError: It is not.
     """
-    if not any(join is other for other in _entered):
+    if not is_entered(join):
         raise JoinError(
             "A loop over join.batches was begun outside of its `with`, where no rank serves another. Put it inside:"
             " `with Join([...]) as join: for batch in join.batches(loader): ...`."

@@ -162,15 +162,20 @@ class ModelPart(Part):
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if self._gradients is not None and self._has_rebuilt != self.ddp._has_rebuilt_buckets:
-            self._has_rebuilt = True
-            self._gradients.rebind()  # views of the new buckets took the place of gradients
+        if self._has_rebuilt != self.ddp._has_rebuilt_buckets:
+            self.rebind()
         outputs = _compat.differentiable(output)
         if self.ddp.require_backward_grad_sync:
             self._second_backward.forward(outputs)
         if outputs and not (self.join._in_loop or self._watches):
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
             outputs[0].register_hook(lambda _: self._remember_after_backward())  # type: ignore[no-untyped-call]
+
+    def rebind(self) -> None:
+        """Note that views of new buckets took the place of gradients."""
+        self._has_rebuilt = True
+        if self._gradients is not None:
+            self._gradients.rebind()
 
     @property
     def in_backward(self) -> bool:
