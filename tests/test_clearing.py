@@ -201,3 +201,20 @@ def test_where_nobody_can_tell_all_ranks_raise(workers: Workers, pattern: str, i
 
 def train_with_all(rank: int, pattern: Pattern, loop: str, lengths: Any) -> dict[str, list[Tensor]]:
     return {idiom: train(rank, idiom, pattern, loop, lengths) for idiom in IDIOMS}
+
+
+def leave_out(rank: int) -> None:
+    """Ranks 0 and 1 leave out a whole micro-batch, forward too; so they have never run a backward without a sync."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 2).double())
+    with Join([ddp]) as join:
+        for x in join.batches([torch.ones(2, 3, dtype=torch.float64)] * (1 if rank == 2 else 2)):
+            if join.step == 0 and rank < 2:
+                continue
+            with ddp.no_sync() if join.step == 0 else nullcontext():
+                ddp(x).sum().backward()
+
+
+def test_ranks_that_have_never_accumulated_say_that_they_cannot_tell(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, leave_out, timeout=5.0)
+    assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
