@@ -455,3 +455,23 @@ def test_a_digest_is_of_one_tensor_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert checksums([large, small]) == alone[::-1]
     monkeypatch.setattr(_digest, "_tiles", lambda _: 2)  # as on an accelerator
     assert checksums([small, large]) == alone
+
+
+def large_attribute(rank: int) -> list[str]:
+    """Something given holds a table of a million numbers, which the loop changes."""
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    holder = Holder(table=[[[0] * 20 for _ in range(256)] for _ in range(256)], count=0)
+    with warnings.catch_warnings(record=True) as caught, Join([model, holder]) as join:
+        warnings.simplefilter("always")
+        for _ in join.batches([0] * (1 + rank)):
+            model(torch.ones(1, 2)).sum().backward()
+            holder.count += 1
+            for rows in holder.table:
+                rows[0][0] += 1
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_is_too_large_to_be_named_is_left_out(workers: Workers) -> None:
+    said, _ = workers.run(2, large_attribute)
+    assert any("count" in text for text in said)
+    assert not any("table" in text for text in said)

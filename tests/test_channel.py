@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.workers import Workers, connect
 from torch_join import Channel, JoinTimeoutError, JoinValueError, PeerFailedError, open_channel, telling_failures
 from torch_join._channel import Beat
+from torch_join._codec import MAX_BYTES
 from torch_join._store_channel import StoreChannel
 
 
@@ -27,6 +28,16 @@ def test_a_world_of_one_needs_no_store() -> None:
     assert channel.gather("x") == ["x"]
     channel.fail("no")
     assert channel.failure() is None
+
+
+def gather_the_most(rank: int) -> int:
+    said = open_channel().gather("x" * (MAX_BYTES - 2), of=str)
+    assert said[0] == said[1]
+    return len(said[0])
+
+
+def test_the_largest_value_that_may_be_sent_is_one_that_the_store_takes(workers: Workers) -> None:
+    assert workers.run(2, gather_the_most) == [MAX_BYTES - 2] * 2
 
 
 def beat_and_gather(rank: int) -> list[Any]:

@@ -201,3 +201,57 @@ def test_where_nobody_can_tell_all_ranks_raise(workers: Workers, pattern: str, i
 
 def train_with_all(rank: int, pattern: Pattern, loop: str, lengths: Any) -> dict[str, list[Tensor]]:
     return {idiom: train(rank, idiom, pattern, loop, lengths) for idiom in IDIOMS}
+
+
+def leave_out(rank: int) -> None:
+    """Ranks 0 and 1 leave out a whole micro-batch, forward too; so they have never run a backward without a sync."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 2).double())
+    with Join([ddp]) as join:
+        for x in join.batches([torch.ones(2, 3, dtype=torch.float64)] * (1 if rank == 2 else 2)):
+            if join.step == 0 and rank < 2:
+                continue
+            with ddp.no_sync() if join.step == 0 else nullcontext():
+                ddp(x).sum().backward()
+
+
+def test_ranks_that_have_never_accumulated_say_that_they_cannot_tell(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, leave_out, timeout=5.0)
+    assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
+
+
+def drop_by_model(rank: int) -> list[Tensor]:
+    """Rank 0 drops, by the model's `zero_grad`, what the third window has come to; rank 1 has joined with its share."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 2).double())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with Join([ddp, optimizer]) as join:
+        for x in join.batches([batch(0, rank, step) for step in range(8 - 3 * rank)]):
+            begins = join.step % 2 == 0
+            if join.step == 0:
+                optimizer.zero_grad()  # of which no later step makes use
+            elif begins or join.step == 5:
+                ddp.zero_grad()
+            if (rank, join.step) == (0, 4):
+                continue
+            with ddp.no_sync() if begins else nullcontext():
+                ddp(x).pow(2).mean().backward()
+            if not begins:
+                optimizer.step()
+    return [p.detach() for p in ddp.parameters()]
+
+
+def test_a_models_zero_grad_counts_too(workers: Workers) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(8):
+        if step % 2 == 0 or step == 5:
+            optimizer.zero_grad()
+        for rank in range(2):
+            if step < 8 - 3 * rank and (rank, step) != (0, 4):
+                (model(batch(0, rank, step)).pow(2).mean() / 2).backward()
+        if step % 2:
+            optimizer.step()
+    for parameters in workers.run(2, drop_by_model):
+        assert difference(parameters, [p.detach() for p in model.parameters()]) < 1e-10

@@ -172,7 +172,8 @@ def test_torchs_reducer() -> None:
     assert "self.find_unused_parameters and not self.static_graph" in source
     assert PostLocalSGDState.__name__ == "PostLocalSGDState"
     x = torch.ones(1, requires_grad=True)
-    assert torch_compat.differentiable({"a": torch.ones(1), "b": [x]})[0] is x
+    y = x * 1
+    assert torch_compat.differentiable({"a": torch.ones(1), "b": [x, y]})[0] is y
     assert torch_compat.differentiable({"a": torch.ones(1)}) == []
     assert [None if n is None else n.item() for n in torch_compat.norms([torch.full((3,), -2.0), None])] == [6.0, None]
 

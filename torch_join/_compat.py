@@ -89,10 +89,12 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any]:
 
 
 def differentiable(output: Any) -> list[Tensor]:
-    """Return the tensors of a model's output through which a backward can come, as DDP finds them."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    return [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
+    """Return the tensors of a model's output through which a backward can come, as DDP finds them; no leaves.
+
+    A parameter that a model returns outlives its forward, and a backward need not have come through that.
+    """
+    tensors = [output] if isinstance(output, Tensor) else _find_tensors(output)  # type: ignore[no-untyped-call]
+    return [tensor for tensor in tensors if tensor.grad_fn is not None]
 
 
 def check_reduction_finished(ddp: DistributedDataParallel) -> None:

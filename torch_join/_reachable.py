@@ -8,6 +8,7 @@ the same on all ranks only shows in that it was.
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch_join._specs import flaw
 _PLAIN = (bool, int, float, complex, str, type(None))
 _DEPTH = 4
 _ITEMS = 256  # of one container
+_VALUES = 2**12  # of one attribute: more is a dataset too, whose every value would be named
 _ELEMENTS = 2**24  # of one tensor: more is a dataset
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -66,7 +68,8 @@ def _of_object(thing: Any, name: str, hidden: Iterable[str]) -> Iterator[tuple[s
     is_torchs = type(thing).__module__.startswith("torch.")  # what it needs is in its state dict
     for key, value in list(vars(thing).items()):
         if key not in hidden and not (is_torchs and key.startswith("_")):
-            yield from _values(value, f"{name}: .{key}", _DEPTH)
+            found = list(islice(_values(value, f"{name}: .{key}", _DEPTH), _VALUES + 1))
+            yield from found if len(found) <= _VALUES else ()
 
 
 def _values(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:

@@ -63,10 +63,10 @@ class Server(Ending):
 
     @property
     def clears(self) -> list[Clears]:
-        """The calls of the given optimizers' `zero_grad`; of one that wraps another, of that one's."""
+        """The calls of the `zero_grad` of given optimizers (of one that wraps another, of that one's) and models."""
         if not self._clears:
             found = {id(inner): inner for thing in self._objects if (inner := innermost_optimizer(thing)) is not None}
-            self._clears = [Clears(optimizer) for optimizer in found.values()]
+            self._clears = [Clears(one) for one in (*found.values(), *(part.ddp for part in self._models()))]
         return self._clears
 
     @property

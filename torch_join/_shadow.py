@@ -38,6 +38,7 @@ class ModelShadow:
 
     Args:
         ddp: The model, which must not have run yet where it has `static_graph=True`.
+        watches: Whether to `watch` at once.
 
     Raises:
         JoinTypeError: `ddp` is not a `DistributedDataParallel`.
@@ -45,7 +46,7 @@ class ModelShadow:
 
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, watches: bool = True) -> None:
         if not isinstance(ddp, DistributedDataParallel):
             raise JoinTypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
         if (feature := _compat.unsupported_ddp_feature(ddp)) is not None:
@@ -64,8 +65,9 @@ class ModelShadow:
         )
         # Under `static_graph` the first iteration decides how often each parameter fires in all others.
         self._fired: dict[int, int] | None = _first_iterations.setdefault(ddp, {}) if ddp.static_graph else None
-        counts = self._fired if self._fired == {} else None
-        self._watches = [self._watch(p, counts) for p in self.parameters if p.requires_grad and counts is not None]
+        self._watches: list[RemovableHandle] = []
+        if watches:
+            self.watch()
 
     @contextmanager
     def step(self, shadow: bool) -> Iterator[None]:
@@ -82,11 +84,20 @@ class ModelShadow:
                 hooks.update(its)
             self.settle()
 
+    def watch(self) -> None:
+        """Watch which parameters fire in the first iteration, where it decides about all others."""
+        if self._fired == {}:
+            self._watches += [self._watch(p, self._fired) for p in self.parameters if p.requires_grad]
+
+    def unwatch(self) -> None:
+        """Watch no more: two who did would count twice."""
+        while self._watches:
+            self._watches.pop().remove()
+
     def settle(self) -> None:
         """Stop watching which parameters fire, once the first iteration has shown it."""
         if self._fired:
-            while self._watches:
-                self._watches.pop().remove()
+            self.unwatch()
 
     def forward(self) -> Tensor:
         """Run the wrapper's forward on nothing.

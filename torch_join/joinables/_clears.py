@@ -1,20 +1,20 @@
-"""How often an optimizer has been asked to clear its gradients."""
+"""How often an optimizer, or a model, has been asked to clear its gradients."""
 
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
 class Clears:
-    """The calls of an optimizer's `zero_grad`, from when this is made until `remove`.
+    """The calls of the `zero_grad` of an optimizer or a model, from when this is made until `remove`.
 
     Attributes:
         calls: How many there were.
-        steps: How many of its steps.
+        steps: How many of its steps; a model has none.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -48,7 +48,9 @@ class Clears:
         return self._counts and self.calls - calls >= max(1, self.steps - steps - 1)
 
     def parameters(self) -> list[Tensor]:
-        """Return what the optimizer steps."""
+        """Return what is cleared."""
+        if isinstance(self._optimizer, nn.Module):
+            return list(self._optimizer.parameters())
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def remove(self) -> None:

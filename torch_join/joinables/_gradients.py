@@ -50,7 +50,7 @@ class Gradients:
 
     Args:
         parameters: The parameters.
-        clears: The calls of `zero_grad` of the optimizers that may step them.
+        clears: The calls of `zero_grad` of the optimizers that may step them, and of models.
         views: Whether gradients share memory with others, so that a version tells of these too.
         sparse: The `id` of each parameter whose gradients are sparse.
     """
@@ -133,12 +133,11 @@ class Gradients:
 
     def _decide(self, found: list[State]) -> list[State]:
         """Replace `UNKNOWN` where there is evidence elsewhere."""
-        called = {
-            id(p): each.calls > calls
-            for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True)
-            if each.calls > calls or each.clears_each_step(*begin)
-            for p in each.parameters()
-        }
+        called: dict[int, bool] = {}  # a parameter may have several that clear it
+        for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True):
+            if each.calls > calls or each.clears_each_step(*begin):
+                for p in each.parameters():
+                    called[id(p)] = called.get(id(p), False) or each.calls > calls
         verdicts = {state.verdict for state in found}
         kept, cleared = KEPT in verdicts, CLEARED in verdicts
         decided = []

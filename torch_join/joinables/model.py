@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 class ModelPart(Part):
     """A `DistributedDataParallel` model in a plain loop."""
 
-    kinds: ClassVar[dict[str, Any]] = {
-        "forward": tuple[bool, bool, int],
-        "backward": list[State],
-        "gradients": list[State],
-    }
+    _states: ClassVar[Any] = list[State]
+    kinds: ClassVar[dict[str, Any]] = {"forward": tuple[bool, bool, int], "backward": _states, "gradients": _states}
     words: ClassVar[Any] = tuple[list[State], bool, list[int] | None]
 
     meets = True  # its forward is where ranks in a plain loop meet
@@ -45,7 +42,7 @@ class ModelPart(Part):
     def __init__(self, join: "Join", index: int, ddp: DistributedDataParallel) -> None:
         super().__init__(join, index)
         self.ddp = ddp
-        self._shadow = ModelShadow(ddp)
+        self._shadow = ModelShadow(ddp, watches=False)
         self._parameters = self._shadow.parameters
         self.forwards = 0  # of this rank's own, since the last tail
         self.synced = 0  # of these, how many are followed by a backward that averages gradients
@@ -53,6 +50,7 @@ class ModelPart(Part):
         self.silent = 0  # forwards that joined ranks hear of, if there are any, when their backward begins
         self._pending: list[Tensor] = []  # a joined rank's shadow outputs that wait for a backward
         self._task = -1  # the backward that has begun
+        self._remembers = -1  # the last one that is remembered at its end
         self._factor = 1.0  # what to multiply its gradients with
         self._beginning = threading.Lock()  # for several devices the engine has several threads
         self._gradients: Gradients | None = None
@@ -60,20 +58,21 @@ class ModelPart(Part):
         self._testimony = Testimony(join, index)
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
         self._accumulates = False  # the last backward did not sync, on some rank
-        self._has_windows = False  # some have not, in this loop or one before
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: dict[int, RemovableHandle] = {}
         self._plumbing = ExitStack()
 
     def enter(self) -> None:
         self.configure(self.ddp)
+        self._shadow.watch()
+        self._undo.append(self._shadow.unwatch)
         self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         self._undo.append(self.ddp.register_forward_hook(self._after_forward).remove)
         views = bool(self.ddp.gradient_as_bucket_view)
         self._gradients = Gradients(self._parameters, self.join.clears, views, self._shadow.sparse)
         # What is left of a loop before this `with` may be an average, or this rank's share of one.
         left = any(p.grad is not None for p in self._parameters)
-        self._accumulates = self._has_windows = self._shadow.accumulated = left
+        self._accumulates = self._shadow.accumulated = left
         self._remember()
         self._undo.append(self._plumbing.close)
         self._undo.append(self._second_backward.remove)
@@ -126,15 +125,13 @@ class ModelPart(Part):
         if self._watches:
             self._watch_gradients()  # of what has been unfrozen, too
         self.forwards += 1
-        if grad and sync:
-            self.synced += 1
+        self.synced += grad and sync
         if silent and (join._tail or join._has_said):
             self.silent += 1
             self._armed = True
             return
         if grad:
             self._accumulates = self._shadow.accumulated = not sync
-            self._has_windows = self._has_windows or not sync
         if silent:
             return
         authority, self._authority = self._authority, join.leader
@@ -147,7 +144,8 @@ class ModelPart(Part):
         self._armed = self._armed or (grad and sync)  # another forward may come between one and its backward
         # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
         self._plumbing.enter_context(join.own_collectives())
-        self._plumbing.callback(self.ddp.module.register_forward_pre_hook(self._inside_forward).remove)
+        inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
+        self._plumbing.callback(inside.remove)
         if authority:
             self._shadow.sync_buffers(authority)
 
@@ -155,9 +153,6 @@ class ModelPart(Part):
         while self.silent:
             self.silent -= 1
             self.announce("forward", (True, True, 0), hold=True)
-
-    def _inside_forward(self, *_: Any) -> None:
-        self._plumbing.close()
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -167,9 +162,12 @@ class ModelPart(Part):
         outputs = _compat.differentiable(output)
         if self.ddp.require_backward_grad_sync:
             self._second_backward.forward(outputs)
-        if outputs and not (self.join._in_loop or self._watches):
+        if not (self.join._in_loop or self._watches):
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
-            outputs[0].register_hook(lambda _: self._remember_after_backward())  # type: ignore[no-untyped-call]
+            for output in outputs:  # of which a loss may use any
+                output.register_hook(lambda _: self._remember_after_backward())
+            if not outputs:
+                self._watch_gradients()
 
     def rebind(self) -> None:
         """Note that views of new buckets took the place of gradients."""
@@ -212,8 +210,8 @@ class ModelPart(Part):
         if in_tail:
             self._announce_silent()
             states = self._state_of_gradients()
-            if self._has_windows:
-                self._testimony.leave(common_verdict(state.verdict for state in states), averages=self._armed)
+            # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
+            self._testimony.leave(common_verdict(state.verdict for state in states), averages=self._armed)
             # Without a sync too: what has been cleared now counts at the next one.
             self.announce("backward" if self._armed else "gradients", states)
         if self._armed:
@@ -221,6 +219,9 @@ class ModelPart(Part):
         self._factor = self.join.loss_factor
 
     def _remember_after_backward(self) -> None:
+        if (task := _compat.backward_in_progress()) == self._remembers:
+            return
+        self._remembers = task
         _compat.after_backward(lambda: _compat.after_backward(self._remember))  # after DDP's own callback
 
     def _remember(self) -> None:
