@@ -2,14 +2,18 @@
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from accelerate_join import join_batches
+from tests.accelerated import accelerator_of
 from tests.cases import difference
 from tests.workers import Workers
 from torch_join import Join
@@ -87,7 +91,10 @@ def train(rank: int, lengths: Lengths, stops: Lengths, how: str, where: str = ""
     training = Training()
     with Join(training.given, heartbeat=heartbeat) as join:
         for epoch in range(2):
-            for step, x in enumerate(join.batches([batch(rank, s) for s in range(lengths[rank])])):
+            loop: Any = join.batches([batch(rank, s) for s in range(lengths[rank])])
+            if where == "held":
+                loop = iter(loop)
+            for step, x in enumerate(loop):
                 training.step(x)
                 if step + 1 == stops[rank]:
                     break
@@ -182,6 +189,45 @@ def test_the_ways_that_the_error_names_are_exact(
     expected = reference(lengths, stops, "average", where)
     for result in workers.run(len(lengths), train, lengths, stops, "average", where, heartbeat):
         assert difference(result, expected) < 1e-10
+
+
+def hold(rank: int, lengths: Lengths, stops: Lengths) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(rank, lengths, stops, "average", "held")
+    return [str(one.message) for one in said if "Nobody can tell" in str(one.message)]
+
+
+@pytest.mark.parametrize(("lengths", "stops", "text"), [((0, 4, 4), (NEVER, 3, 3), "ranks 1, 2"), ((4, 2), (3, 2), "")])
+def test_where_nobody_can_tell_it_warns(workers: Workers, lengths: Lengths, stops: Lengths, text: str) -> None:
+    first, *others = workers.run(len(lengths), hold, lengths, stops)
+    assert len(first) == (1 if text else 0)  # where it is still held
+    assert all(f"whether {text} changed" in one for one in first)
+    assert not any(others)
+
+
+def leave_with_accelerate(rank: int, how: str) -> int:
+    with accelerator_of(rank) as accelerator:
+        training = Training()
+        given = training.net, training.optimizer, training.scheduler
+        training.model, training.optimizer, scheduler = accelerator.prepare(*given)
+        loader: Any = DataLoaderShard([batch(rank, s) for s in range((1, 4)[rank])], batch_size=None)  # type: ignore[arg-type]
+        for epoch in range(2):
+            for step, x in enumerate(join_batches(accelerator, loader)):
+                training.step(x)
+                if step == 2:
+                    break
+            loader.set_epoch(epoch + 1)
+            if how == "scheduler":
+                scheduler.step()
+        accelerator.end_training()
+        return int(loader.iteration)
+
+
+def test_with_accelerate(workers: Workers) -> None:
+    assert workers.run(2, leave_with_accelerate, "") == [2, 2]
+    for outcome in workers.outcomes(2, leave_with_accelerate, "scheduler"):
+        assert "LR scheduler 0 (StepLR)" in outcome.error, outcome
 
 
 def test_flags_outlast_a_handover_within_the_others_loop() -> None:

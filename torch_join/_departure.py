@@ -6,6 +6,7 @@ ranks meet next. Flags that its code has set in between stay, see `_flags`. All 
 serves within its loop and comes to that code only then, or be overwritten: so it is noted here, and refused there.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch_join._flags import Changes, Flags
 from torch_join._replicas import ignored_parameters, kind_of, named
 from torch_join._state import Capture
 
-Word = tuple[bool, list[str]]  # whether a rank has left its loop by `break`, and what it has changed since
+# Whether a rank has left its loop by `break`, and what it has changed since, `None` if it cannot tell.
+Word = tuple[bool, list[str] | None]
 
 _FLAGS = ("requires_grad", "training")
 _NAMES = {"groups": "param_groups", "own": "state_dict()"}
@@ -29,10 +31,11 @@ class Departure:
 
     Args:
         objects: Everything that was given.
-        states: Those of it that are handed over, as far as changes of them matter.
+        states: Those of it that are handed over; `None` where its own code may have gone on since it left, or where
+            nothing will be handed over.
     """
 
-    def __init__(self, objects: Sequence[Any], states: Sequence[Any]) -> None:
+    def __init__(self, objects: Sequence[Any], states: Sequence[Any] | None) -> None:
         self._objects = objects
         self._flags = Flags(objects)
         self._set = Changes([], [])  # flags, by this rank's own code
@@ -52,23 +55,24 @@ class Departure:
         """Set them again; there may be another handover (for a checkpoint within the others' loop) before the last."""
         self._set.make()
         self._flags = Flags(self._objects)
-        self._before = None
+        self._before = self._now
 
-    def changed(self) -> list[str]:
-        """Return names of what else had changed at `meet`."""
+    def changed(self) -> list[str] | None:
+        """Return names of what else had changed at `meet`, `None` if nobody knows."""
         if self._before is None or self._now is None:
-            return []
+            return None
         before, now = self._before.read(), self._now.read()
         return [name for name in before | now if before.get(name) != now.get(name)][:_SHOWN]
 
 
-def check(words: Sequence[Word]) -> None:
-    """Raise if a rank has changed something that another one, still in its loop, has not come to.
+def check(words: Sequence[Word], rank: int) -> None:
+    """Raise on all ranks if one has changed something that another one, still in its loop, has not come to.
 
     Raises:
         JoinError: So it is.
     """
     inside = [rank for rank, (has_left, _) in enumerate(words) if not has_left]
+    unknown = [rank for rank, (_, names) in enumerate(words) if names is None]
     changed = {rank: names for rank, (_, names) in enumerate(words) if names}
     if inside and changed:
         what = "; ".join(dict.fromkeys(name for names in changed.values() for name in names))
@@ -79,11 +83,18 @@ def check(words: Sequence[Word]) -> None:
             " so the change would be lost, or made twice. Make it in the loop (before the `break`), after another loop"
             " over join.batches, or after the `with`."
         )
+    if inside and unknown and rank == 0:
+        warnings.warn(
+            f"Nobody can tell whether {name_ranks(unknown)} changed something after the last batch that it took, which"
+            f" {name_ranks(inside)}, still in the loop, would make a second time or undo: its loop's iterator was held"
+            " in a variable. Loop with `for batch in join.batches(loader)`, or `del` the iterator after the loop.",
+            stacklevel=2,
+        )
 
 
-def _noted(states: Sequence[Any]) -> Digests | None:
+def _noted(states: Sequence[Any] | None) -> Digests | None:
     """Return digests of the states, `None` if nobody can tell: this may be in a generator that an error closes."""
-    if not states:
+    if states is None:
         return None
     capture = Capture(canonical=True, local=frozenset(map(id, ignored_parameters(states).values())))
     trees: dict[str, Any] = {}

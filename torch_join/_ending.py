@@ -40,7 +40,8 @@ class Ending(Standing):
             JoinError: A rank has changed something between its `break` and this, which others have yet to come to.
         """
         left = self._left
-        check(self._channel.gather((left is not None, [] if left is None else left.changed()), of=Word))
+        word = left is not None, [] if left is None else left.changed()
+        check(self._channel.gather(word, of=Word), self.rank)
         local = self._audit.local(self._channel)
         if left is not None:
             left.before_handover()

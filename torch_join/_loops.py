@@ -174,7 +174,7 @@ class Loops(Meetings):
         # Where no rank can run out before another, nothing will be handed over.
         ends = self._tail or self._certain is None or min(self._certain) <= self.step + 1 < max(self._certain)
         watches = at_once and ends and self._world_size > 1
-        self._left = Departure(self._objects, self._replicated if watches else [])
+        self._left = Departure(self._objects, self._replicated if watches else None)
         self._loop, self._in_loop, self._left_loop, self._loop_done = None, False, True, False
         if self._awaited is not None and not self._has_said:  # nobody counts on this step
             self._awaited, self._stepped = None, True
