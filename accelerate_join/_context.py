@@ -146,6 +146,10 @@ class AcceleratorJoin(Join):
             yield from self._batches(loader, partial(PreparedReader, iterate))
 
     @property
+    def _replicated(self) -> list[Any]:
+        return [thing for thing in super()._replicated if thing is not self.progress]  # which counts on by itself
+
+    @property
     def loader(self) -> Any:
         """The prepared loader that this rank goes through, or went through last; `None` if that is something else."""
         return self._reader.prepared if isinstance(self._reader, PreparedReader) else None

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,34 @@ _ALIKE = 1.5e-5  # what stands for NaN where all NaN count as one
 
 def digest(trees: Sequence[Any], tensors: Sequence[Tensor]) -> int:
     """Return a number from 0 to 2**63 - 1 for canonical trees and the tensors in their slots."""
-    sums = checksums(tensors)
-    described = [f"{tensor.dtype}{tuple(tensor.shape)}:{value};" for tensor, value in zip(tensors, sums, strict=True)]
-    hashed = hashlib.blake2b(digest_size=_WORD)
-    for tree in trees:
-        _feed(hashed, tree, described)
-    return int.from_bytes(hashed.digest(), "big") >> 1
+    return Digests({"": trees}, tensors).read()[""]
+
+
+class Digests:
+    """Digests of canonical trees and of the tensors in their slots as they are now.
+
+    No device is waited for until `read`.
+
+    Args:
+        trees: By name.
+        tensors: By slot.
+    """
+
+    def __init__(self, trees: Mapping[str, Sequence[Any]], tensors: Sequence[Tensor]) -> None:
+        self._trees = trees
+        self._specs = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in tensors]
+        self._sums = _sums(tensors, exact=True)
+
+    def read(self) -> dict[str, int]:
+        """Return a number from 0 to 2**63 - 1 for each name."""
+        described = [f"{spec}:{value};" for spec, value in zip(self._specs, _read(self._sums), strict=True)]
+        found = {}
+        for name, trees in self._trees.items():
+            hashed = hashlib.blake2b(digest_size=_WORD)
+            for tree in trees:
+                _feed(hashed, tree, described)
+            found[name] = int.from_bytes(hashed.digest(), "big") >> 1
+        return found
 
 
 def _feed(hashed: Any, tree: Any, tensors: Sequence[str]) -> None:
@@ -55,19 +77,28 @@ def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
         tensors: The tensors.
         exact: Whether every bit counts; otherwise -0.0 is 0.0, and any NaN is any other.
     """
+    return _read(_sums(tensors, exact))
+
+
+def _sums(tensors: Sequence[Tensor], exact: bool) -> list[tuple[list[int], Tensor]]:
+    """Return the checksums on each device, and the places of those tensors."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         by_device[tensor.device].append(index)
-    sums = [0] * len(tensors)
+    found = []
     for device, indices in by_device.items():
         largest = max(tensors[index].numel() * tensors[index].element_size() for index in indices) // _WORD + 1
         weights = _weights(0, min(_TILE, largest), device)
         scratch = weights.new_empty(min(_tiles(device) * _TILE, largest))
         # One transfer for each device, not one for each tensor.
-        values = torch.stack([_weighted_sum(tensors[index], weights, scratch, exact) for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            sums[index] = value
-    return sums
+        values = torch.stack([_weighted_sum(tensors[index], weights, scratch, exact) for index in indices])
+        found.append((indices, values))
+    return found
+
+
+def _read(sums: Sequence[tuple[list[int], Tensor]]) -> list[int]:
+    values = {index: value for indices, part in sums for index, value in zip(indices, part.tolist(), strict=True)}
+    return [values[index] for index in range(len(values))]
 
 
 def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:

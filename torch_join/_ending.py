@@ -4,7 +4,7 @@ from typing import Any
 
 from torch_join._audit import Audit, Often
 from torch_join._channel import Channel
-from torch_join._flags import Flags
+from torch_join._departure import Departure, Word, check
 from torch_join._handover import hand_over
 from torch_join._standing import Standing
 from torch_join.joinables import ModelPart, Part
@@ -18,7 +18,7 @@ class Ending(Standing):
     _channel: Channel
     _objects: list[Any]
     _parts: list[Part]
-    _left: Flags | None = None  # as they were when this rank left its loop by `break`
+    _left: Departure | None = None  # how this rank left its loop by `break`
 
     def _begin_audit(self, often: Often, hands_over_ignored: bool | None) -> None:
         self._audit = Audit(stateful(self._objects), often, hands_over_ignored)
@@ -35,15 +35,26 @@ class Ending(Standing):
 
         Returns:
             The `id` of each parameter that has stayed as it was on each rank.
+
+        Raises:
+            JoinError: A rank has changed something between its `break` and this, which others have yet to come to.
         """
+        left = self._left
+        word = left is not None, [] if left is None else left.changed()
+        check(self._channel.gather(word, of=Word), self.rank)
         local = self._audit.local(self._channel)
-        own = None if self._left is None else self._left.changed_since()
+        if left is not None:
+            left.before_handover()
         if states := stateful(self._objects):
             hand_over(states, self._leader, self._channel, self.group, local)
-        if own is not None:
-            own.make()
-            self._left = None
+        if left is not None:
+            left.after_handover()
         return local
+
+    @property
+    def _replicated(self) -> list[Any]:
+        """What a rank may not change between a `break` and the next meeting: all that is handed over."""
+        return stateful(self._objects)
 
     @property
     def _at_top(self) -> bool:

@@ -42,6 +42,9 @@ class Changes:
         self._training = training
         self._trained = trained
 
+    def __add__(self, later: "Changes") -> "Changes":
+        return Changes(self._training + later._training, self._trained + later._trained)
+
     def make(self) -> None:
         """Set them."""
         for module, flag in self._training:

@@ -113,7 +113,7 @@ class Join(Loops, TorchJoin):
                 if value is not None:
                     raise value
                 if self._in_loop:  # left by `break`, while a variable holds its iterator
-                    self._abandon()
+                    self._abandon(at_once=False)
                 self._begin_overdue()
                 self._return_to_loop()
                 verdict = self._last_joiner

@@ -6,8 +6,8 @@ from typing import Any, TypeVar, overload
 from torch.utils.data import DataLoader
 
 from torch_join import _nesting
+from torch_join._departure import Departure
 from torch_join._errors import JoinError, name_ranks
-from torch_join._flags import Flags
 from torch_join._hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._meetings import Meetings
 from torch_join._reader import Batches, Reader
@@ -46,6 +46,7 @@ class Loops(Meetings):
     def _reset(self) -> None:
         super()._reset()
         self._in_loop = self._left_loop = False
+        self._left = None
         self._loop: object = None  # the current one
         self._reader: Reader[Any] | None = None  # of the last one
         self._certain: list[int] | None = None  # all ranks' lengths in it
@@ -110,7 +111,7 @@ class Loops(Meetings):
         with self._telling():
             _nesting.check_entered(self)
             if self._in_loop and self._reader is not None and not self._reader.has_next():
-                self._abandon()  # a loop by iter() and next(), which never asks for the end
+                self._abandon(at_once=False)  # a loop by iter() and next(), which never asks for the end
             if self._in_loop:
                 raise JoinError(
                     "A loop over join.batches was begun inside another one, or while another one that was left by"
@@ -201,10 +202,14 @@ class Loops(Meetings):
         self._awaited = samples, False
         self.step += 1
 
-    def _abandon(self) -> None:
+    def _abandon(self, at_once: bool = True) -> None:
+        """Leave a loop by `break`; `at_once` unless this rank's own code has gone on since."""
         for model in () if self._tail else self._models():
             model.begin_step()
-        self._left = Flags(self._objects)
+        # Where no rank can run out before another, nothing will be handed over.
+        ends = self._tail or self._certain is None or min(self._certain) <= self.step + 1 < max(self._certain)
+        watches = at_once and ends and self._world_size > 1
+        self._left = Departure(self._objects, self._replicated if watches else None)
         self._loop, self._in_loop, self._left_loop, self._loop_done = None, False, True, False
         if self._awaited is not None and not self._has_said:  # nobody counts on this step
             self._awaited, self._stepped = None, True
@@ -215,6 +220,8 @@ class Loops(Meetings):
         """Finish a loop that this rank has left by `break`."""
         if self._left_loop and not self.serving:
             self._left_loop = False
+            if self._left is not None:
+                self._left.meet()
             if self.may_break and self._forwarded and not self._stepped:
                 raise JoinError(
                     f"Rank {self.rank} left its loop at step {self.step} after it had taken a batch and before the"
