@@ -51,6 +51,22 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_of_several_optimizers_of_a_kind_each_is_compared_and_named(which: int) -> None:
+    ours, theirs = ([optimizer_of() for _ in range(3)] for _ in range(2))
+    theirs[which].param_groups[0]["lr"] = 0.5
+    with pytest.raises(JoinError, match=rf"lr of AdamW {which + 1} is 0.001 on rank 0, 0.5 on rank 1"):
+        compare([hyperparameters(ours), hyperparameters(theirs)])
+    steps = Steps(ours)
+    said = {}
+    for rank, optimizers in enumerate((ours, theirs)):
+        its = Steps(optimizers)
+        its.begin()
+        said[rank] = its.words(False)
+    with pytest.raises(JoinError, match=rf"lr of AdamW {which + 1} is 0.001 on rank 0, 0.5 on rank 1"):
+        steps.compare(said)
+
+
 def noted(value: Any) -> tuple[Hyperparameters, Words]:
     """Return what goes over the store of an optimizer with this hyperparameter."""
     optimizer = optimizer_of()
