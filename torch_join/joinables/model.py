@@ -21,6 +21,7 @@ from torch_join import _compat
 from torch_join._reader import count_samples
 from torch_join._shadow import ModelShadow
 from torch_join.joinables._gradients import CLEARED, UNKNOWN, Gradients, State, common_verdict
+from torch_join.joinables._hook import Hook
 from torch_join.joinables._leftovers import settle
 from torch_join.joinables._part import Part
 from torch_join.joinables._second_backward import SecondBackward
@@ -66,8 +67,8 @@ class ModelPart(Part):
         self.configure(self.ddp)
         self._shadow.watch()
         self._undo.append(self._shadow.unwatch)
-        self._undo.append(self.ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
-        self._undo.append(self.ddp.register_forward_hook(self._after_forward).remove)
+        self._undo.append(self.ddp.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove)
+        self._undo.append(self.ddp.register_forward_hook(Hook(self._after_forward)).remove)
         views = bool(self.ddp.gradient_as_bucket_view)
         self._gradients = Gradients(self._parameters, self.join.clears, views, self._shadow.sparse)
         # What is left of a loop before this `with` may be an average, or this rank's share of one.
