@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ class Clears:
         self._optimizer = optimizer
         self.calls = self.steps = 0
         self._before = vars(optimizer).get("zero_grad")
-        self._zero_grad = self._wrap(optimizer.zero_grad)
+        self._zero_grad = _Counted(self, optimizer)
         # On the object, as LR schedulers do with its `step`: torch has no hook for it.
         optimizer.zero_grad = self._zero_grad
         self._counts = False
@@ -31,14 +31,6 @@ class Clears:
             handle: RemovableHandle = optimizer.register_step_post_hook(self._stepped)
             self._remove_hook = handle.remove
             self._counts = True
-
-    def _wrap(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(zero_grad)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return zero_grad(*args, **kwargs)
-
-        return call
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1
@@ -61,6 +53,23 @@ class Clears:
                 del self._optimizer.zero_grad
             else:
                 self._optimizer.zero_grad = self._before
+
+
+class _Counted:
+    """A `zero_grad` that counts its calls; a copy of its owner (an average of a model, a file) has its class's."""
+
+    def __init__(self, clears: Clears, owner: Any) -> None:
+        self._clears = clears
+        self._owner = owner
+        self._zero_grad = owner.zero_grad
+        update_wrapper(self, self._zero_grad)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._clears.calls += 1
+        return self._zero_grad(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, "zero_grad")
 
 
 def innermost_optimizer(thing: Any) -> Any:
