@@ -177,3 +177,50 @@ def test_half_of_a_model_may_keep_its_gradients(
         step_halves(step, window, optimizers)
     for parameters in workers.run(2, train_in_halves, lengths, window, loop, set_to_none):
         assert difference(parameters, list(model.parameters())) < 1e-10
+
+
+def mask(rank: int, loop: str) -> list[Tensor]:
+    """Only rank 1 uses expert 1, with a loss of zero, and joins: a gradient of zeros is stepped, none is not."""
+    ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.5)
+    with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
+        loader = batches([0, 0] if rank == 0 else [1], rank)
+        for step, batch in enumerate(loader if loop == "plain" else join.batches(loader)):
+            with ddp.no_sync() if step == 0 else nullcontext():
+                (ddp(batch).pow(2).mean() * (1 - rank)).backward()
+            if step == 1:
+                optimizer.step()
+    return [p.detach() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("loop", ["sized", "plain", "heartbeat"])
+def test_a_joined_ranks_zeros_are_kept(workers: Workers, loop: str) -> None:
+    model = Experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    for batch in batches([0, 0], 0):
+        (model(batch).pow(2).mean() / 2).backward()
+    (model(batches([1], 1)[0]).pow(2).mean() * 0.0).backward()
+    optimizer.step()
+    for parameters in workers.run(2, mask, loop):
+        assert difference(parameters, list(model.parameters())) < 1e-10
+
+
+def overflow(rank: int) -> Tensor:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 2).double())
+    optimizer, scaler = torch.optim.SGD(ddp.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    with Join([ddp, optimizer, scaler]) as join:
+        for _ in join.batches(range(1 + rank)):
+            optimizer.zero_grad()
+            out = ddp(torch.ones(1, 3, dtype=torch.float64))[0]
+            scaler.scale(out[0] + float("inf") * out[1]).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert ddp.module.weight.grad is not None
+    return ddp.module.weight.grad
+
+
+def test_gradients_that_are_not_finite_are_alike_after_a_tail(workers: Workers) -> None:
+    # The scaler has divided them on rank 1 alone: by 4, after the first step has overflowed too.
+    for gradient in workers.run(2, overflow):
+        assert gradient.tolist() == [[0.5] * 3, [float("inf")] * 3]

@@ -246,3 +246,51 @@ def test_flags_outlast_a_handover_within_the_others_loop() -> None:
 
     hand_over(False)  # a checkpoint, before which another rank has frozen the weight
     hand_over(True)  # the end of the tail: it has unfrozen it again
+
+
+def evaluate(rank: int, lengths: Lengths, stops: Lengths, how: str) -> list[str]:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
+    ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters())
+    with (
+        warnings.catch_warnings(record=True) as said,
+        Join([ddp, optimizer], heartbeat="heartbeat" in how, audit=True) as join,
+    ):
+        warnings.simplefilter("always")
+        for _epoch in range(2):
+            batches = [batch(rank, step) for step in range(lengths[rank])]
+            loop: Any = iter(join.batches(batches))
+            for _ in batches if how == "next" else ():
+                train_on(ddp, optimizer, next(loop))
+            for step, x in enumerate(loop) if how != "next" else ():
+                train_on(ddp, optimizer, x)
+                if step + 1 == stops[rank]:
+                    break
+            del loop
+            ddp.eval()
+            if "weight" in how:
+                net[0].weight.data.mul_(0.5)
+            with torch.no_grad():
+                for x in join.batches([batch(rank, step) for step in range(2)]):
+                    ddp(x)
+            ddp.train()
+    return [str(one.message) for one in said]
+
+
+def train_on(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "stops", "how"),
+    [
+        ((5, 5), (5, NEVER), "heartbeat"),  # an even loop: only rank 0 has set flags when they are compared
+        ((4, 4), (NEVER, 3), "heartbeat"),
+        ((3, 5, 5), (1, 4, 2), "heartbeat, weight"),  # where the first one joins it has changed the weight already
+        ((3, 5, 5), (3, 3, 3), "weight"),
+        ((0, 4, 2), (NEVER, NEVER, NEVER), "next"),  # rank 0 never asks
+    ],
+)
+def test_what_may_be_changed_is_no_drift(workers: Workers, lengths: Lengths, stops: Lengths, how: str) -> None:
+    assert not any(workers.run(len(lengths), evaluate, lengths, stops, how))

@@ -3,6 +3,8 @@
 Each run is compared with one process in float64. Rank 0 joins first; in the second epoch all have the same length.
 """
 
+import copy
+import io
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -220,8 +222,8 @@ def test_ranks_that_have_never_accumulated_say_that_they_cannot_tell(workers: Wo
     assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
 
 
-def drop_by_model(rank: int) -> list[Tensor]:
-    """Rank 0 drops, by the model's `zero_grad`, what the third window has come to; rank 1 has joined with its share."""
+def drop_by_model(rank: int, inner: bool) -> list[Tensor]:
+    """Rank 0 drops, by a model's `zero_grad`, what the third window has come to; rank 1 has joined with its share."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(4, 2).double())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -231,7 +233,7 @@ def drop_by_model(rank: int) -> list[Tensor]:
             if join.step == 0:
                 optimizer.zero_grad()  # of which no later step makes use
             elif begins or join.step == 5:
-                ddp.zero_grad()
+                (ddp.module if inner else ddp).zero_grad()
             if (rank, join.step) == (0, 4):
                 continue
             with ddp.no_sync() if begins else nullcontext():
@@ -241,7 +243,8 @@ def drop_by_model(rank: int) -> list[Tensor]:
     return [p.detach() for p in ddp.parameters()]
 
 
-def test_a_models_zero_grad_counts_too(workers: Workers) -> None:
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_models_zero_grad_counts_too(workers: Workers, inner: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -253,5 +256,47 @@ def test_a_models_zero_grad_counts_too(workers: Workers) -> None:
                 (model(batch(0, rank, step)).pow(2).mean() / 2).backward()
         if step % 2:
             optimizer.step()
-    for parameters in workers.run(2, drop_by_model):
+    for parameters in workers.run(2, drop_by_model, inner):
         assert difference(parameters, [p.detach() for p in model.parameters()]) < 1e-10
+
+
+def copy_in_a_loop(rank: int) -> None:
+    model = new_model()
+    ddp = DistributedDataParallel(model)
+    with Join([ddp]) as join:
+        for x in join.batches([batch(0, rank, step) for step in range(2)]):
+            ddp(x).pow(2).mean().backward()
+            stored = io.BytesIO()
+            torch.save(model, stored)
+            stored.seek(0)
+            for other in (copy.deepcopy(model), torch.load(stored, weights_only=False)):
+                other(x).pow(2).mean().backward()
+                other.zero_grad()
+                assert all(p.grad is None for p in other.parameters())
+                assert all(p.grad is not None for p in model.parameters())
+    assert "zero_grad" not in vars(model)
+
+
+def test_a_copy_of_a_given_model_clears_its_own_gradients(workers: Workers) -> None:
+    workers.run(2, copy_in_a_loop)
+
+
+def begin_after_a_step(rank: int, view: bool, heartbeat: bool) -> list[Tensor]:
+    """DDP rebuilds its buckets in the first forward of the loop, when the gradients from before have been cleared."""
+    model = new_model()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    ddp(batch(0, rank, 0)).pow(2).mean().backward()
+    with Join([ddp], heartbeat=heartbeat) as join:
+        for x in join.batches([batch(0, rank, step) for step in range(2 * rank)]):
+            set_none(list(model.parameters()), torch.optim.SGD(model.parameters()))
+            ddp(x).pow(2).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("heartbeat", [False, True])
+def test_what_is_cleared_before_buckets_are_rebuilt_is_seen(workers: Workers, heartbeat: bool, view: bool) -> None:
+    model = new_model()
+    (model(batch(0, 1, 1)).pow(2).mean() / 2).backward()
+    for found in workers.run(2, begin_after_a_step, view, heartbeat):
+        assert difference(found, gradients(list(model.parameters()))) < 1e-10

@@ -1,5 +1,6 @@
 """A rank that leaves out a micro-batch, forward and all, in the steps before DDP has rebuilt its buckets."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -68,3 +69,20 @@ def reference(epochs: Epochs, skipped: Skipped) -> list[Tensor]:
 def test_a_forward_that_is_left_out(workers: Workers, epochs: Epochs, skipped: Skipped, loop: str, view: bool) -> None:
     for parameters in workers.run(len(epochs[0]), train, epochs, skipped, loop, view):
         assert difference(parameters, reference(epochs, skipped)) < 1e-10
+
+
+def end_amid_a_window(rank: int) -> list[str]:
+    ddp = DistributedDataParallel(new_model())
+    with warnings.catch_warnings(record=True) as said, Join([ddp], audit=True) as join:
+        warnings.simplefilter("always")
+        for step, x in enumerate(join.batches([batch(0, rank, step) for step in range(3)])):
+            if step % WINDOW == 0:
+                ddp.zero_grad()
+            if (rank, step) != (0, 2):
+                with nullcontext() if step % WINDOW else ddp.no_sync():
+                    ddp(x).pow(2).mean().backward()
+    return [str(one.message) for one in said]
+
+
+def test_a_gradient_that_one_rank_has_accumulated_is_no_drift(workers: Workers) -> None:
+    assert workers.run(2, end_amid_a_window) == [[], []]

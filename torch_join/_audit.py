@@ -58,19 +58,20 @@ class Audit:
         self._ignored: list[int] | None = None  # checksums
         self._joined: list[int] = []
 
-    def begin(self, joined: Sequence[int], settled: bool) -> None:
+    def begin(self, joined: Sequence[int], settled: bool, untouched: bool = True) -> None:
         """Look at what there is, on every rank, at the step at which the first ones join.
 
         Args:
             joined: Who joins.
             settled: Whether this is the top of a step, before any code of the user's in it.
+            untouched: Whether that has changed nothing else since the last step (after a `break`, on this rank alone).
         """
         self._forget()
         self._joined = list(joined)
         if self._hands_over_ignored is None and (ignored := ignored_parameters(self._objects)):
             self._ignored = checksums(list(ignored.values()))
         if self._often:
-            self._before = {**self._look(settled), "found": self._found(exact=False)}
+            self._before = {**(self._look(settled) if untouched else {}), "found": self._found(exact=False)}
 
     def local(self, channel: Channel) -> frozenset[int]:
         """Return the `id` of each parameter that stays as it is on each rank; every rank calls this."""
@@ -107,11 +108,18 @@ class Audit:
         ]
         self._warn(channel, said)
 
-    def even(self, channel: Channel, has_gradients: bool) -> None:
-        """Compare, on every rank, at the end of a loop in which no rank has joined before another."""
+    def even(self, channel: Channel, has_gradients: bool, left: bool = False) -> None:
+        """Compare, on every rank, at the end of a loop in which no rank has joined before another.
+
+        Args:
+            channel: The channel between the ranks.
+            has_gradients: Whether the last backward has averaged the gradients.
+            left: Whether this rank has left it by `break`, and so is elsewhere than those that came to its end.
+        """
         if self._often is True:
-            looked = self._look(settled=True)
-            looked["settled"] |= self._gradients() if has_gradients else {}
+            looked = {**self._look(settled=True), "gradients": self._gradients() if has_gradients else {}}
+            if left:
+                looked = {f"{which}, after a break": items for which, items in looked.items()}
             found, *_ = _differences(channel, {**looked, "found": {}}, {})
             self._warn(channel, [_DIFFERED.format(when="After an even loop", what=_list(found))] if found else [])
 
@@ -255,7 +263,7 @@ def _differences(channel: Channel, before: dict[str, Items], after: dict[str, It
         if key == "found":
             odd = _unlike(channel.gather(was, of=Items))
             result[key] = {name: said for name, said in result[key].items() if name in was and name not in odd}
-    at_join = {**result.get("before, parameters", {}), **result.get("before, settled", {})}
+    at_join = {name: said for key in result if key.startswith("before, ") for name, said in result[key].items()}
     return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients"))]
 
 

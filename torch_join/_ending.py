@@ -28,7 +28,8 @@ class Ending(Standing):
         has_synced = self._has_synced or self.rank != self._leader
         for part, its_words in zip(self._parts, words, strict=True):
             part.receive_last(its_words, self._leader)
-        self._audit.end(self._channel, self.hand_over_states(), has_synced)
+        self._audit.end(self._channel, self._take_states(), has_synced)
+        self._restore_flags()
 
     def hand_over_states(self) -> frozenset[int]:
         """Give all ranks the leader's state of everything that has one; every rank calls this.
@@ -39,6 +40,11 @@ class Ending(Standing):
         Raises:
             JoinError: A rank has changed something between its `break` and this, which others have yet to come to.
         """
+        local = self._take_states()
+        self._restore_flags()
+        return local
+
+    def _take_states(self) -> frozenset[int]:
         left = self._left
         word = left is not None, [] if left is None else left.changed()
         check(self._channel.gather(word, of=Word), self.rank)
@@ -47,9 +53,12 @@ class Ending(Standing):
             left.before_handover()
         if states := stateful(self._objects):
             hand_over(states, self._leader, self._channel, self.group, local)
-        if left is not None:
-            left.after_handover()
         return local
+
+    def _restore_flags(self) -> None:
+        """Set again what flags this rank has set after a `break`: only then may ranks differ."""
+        if self._left is not None:
+            self._left.after_handover()
 
     @property
     def _replicated(self) -> list[Any]:
@@ -60,6 +69,11 @@ class Ending(Standing):
     def _at_top(self) -> bool:
         """Whether this rank is at the top of a step, before any code of the user's."""
         return False
+
+    @property
+    def _untouched(self) -> bool:
+        """Whether this rank's own code has changed nothing that was given since it left its loop, if it has."""
+        return self._left is None or self._left.changed() == []
 
     @property
     def _has_synced(self) -> bool:

@@ -45,7 +45,7 @@ class Loops(Meetings):
 
     def _reset(self) -> None:
         super()._reset()
-        self._in_loop = self._left_loop = False
+        self._in_loop = self._left_loop = self._asked = False
         self._left = None
         self._loop: object = None  # the current one
         self._reader: Reader[Any] | None = None  # of the last one
@@ -136,7 +136,7 @@ class Loops(Meetings):
             self._refuse_unasked([rank for rank, way in enumerate(ways) if way == _UNASKED])
             if self.may_break:
                 self._tap.install()
-        self._in_loop, self.step, self._forwarded = True, 0, False
+        self._in_loop, self._asked, self.step, self._forwarded = True, asks, 0, False
         self._steps.forget()
         for model in self._models():
             model.begin_loop()

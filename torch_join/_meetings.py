@@ -24,6 +24,7 @@ class Meetings(Server):
     """
 
     _in_loop: bool  # over `batches`
+    _asked: bool  # for a batch of the last one; else this rank is elsewhere in its own code
     _loop_done: bool  # the last that happened was such a loop
 
     def __init__(self, group: Any, objects: list[Any], weighting: Weighting, throws: bool, may_break: bool) -> None:
@@ -122,11 +123,11 @@ class Meetings(Server):
 
     @property
     def _at_top(self) -> bool:
-        return self._in_loop and not self.may_break
+        return self._in_loop and self._asked and not self.may_break
 
     def _end_even(self) -> None:
         if self._in_loop or not self._loop_done:
-            self._audit.even(self._channel, self._has_synced)
+            self._audit.even(self._channel, self._has_synced, self._left is not None)
 
     def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
         """Say whether this rank has an input, and whether that is its last; the active ranks meet."""

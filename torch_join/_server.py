@@ -66,7 +66,8 @@ class Server(Ending):
         """The calls of the `zero_grad` of given optimizers (of one that wraps another, of that one's) and models."""
         if not self._clears:
             found = {id(inner): inner for thing in self._objects if (inner := innermost_optimizer(thing)) is not None}
-            self._clears = [Clears(one) for one in (*found.values(), *(part.ddp for part in self._models()))]
+            models = [one for part in self._models() for one in (part.ddp, part.ddp.module)]
+            self._clears = [Clears(one) for one in (*found.values(), *models)]
         return self._clears
 
     @property
@@ -144,7 +145,7 @@ class Server(Ending):
     @torch.inference_mode(False)
     def _begin_tail(self) -> None:
         self._tail = True
-        self._audit.begin(self.joined_ranks, self._at_top)
+        self._audit.begin(self.joined_ranks, self._at_top, self._untouched)
         self._subgroups.find(self._before)
         self._agreement.begin()
         self.announce(-1, TAIL, [part.synced - part.silent for part in self._models()])
@@ -182,7 +183,7 @@ class Server(Ending):
     def _serve(self) -> None:
         """Do what the active ranks announce, with nothing, until they have joined too."""
         if not self._tail:
-            self._audit.begin(self.joined_ranks, self._at_top)
+            self._audit.begin(self.joined_ranks, self._at_top, self._untouched)
         self._leave_tail()
         self._tap.remove()
         self._subgroups.find(self._before)

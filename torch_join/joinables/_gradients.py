@@ -99,9 +99,11 @@ class Gradients:
         self._norms = norms
 
     def rebind(self) -> None:
-        """Take the gradients there are for those that were remembered: others, with the same contents."""
+        """Take the gradients there are, if views, for those that were remembered: others, with the same contents."""
+        if not self._views:
+            return
         self._known = [
-            None if p.grad is None or known is None else (weakref.ref(p.grad), p.grad._version)
+            known if p.grad is None or known is None else (weakref.ref(p.grad), p.grad._version)
             for p, known in zip(self.parameters, self._known, strict=True)
         ]
 
@@ -183,8 +185,10 @@ class Gradients:
         for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
             if state.verdict == CHANGED or (state.verdict == KEPT and state.content == FULL):
                 continue
-            if state.verdict != CLEARED and accumulates and holds_something(parameter.grad):
-                if state.verdict == KEPT or ask is None:
+            if state.verdict == KEPT and accumulates and parameter.grad is not None:
+                continue  # zeros too: they have been used, where others are not
+            if state.verdict == UNKNOWN and accumulates and holds_something(parameter.grad):
+                if ask is None:
                     continue
                 if verdict is None:
                     verdict = ask()

@@ -1,5 +1,6 @@
 """The gradients at the end of a tail: a rank that had joined gets its own into the state that the others' are in."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,9 @@ def settle(
     joined = join.rank != source and not getattr(join, "_last_joiner", False)
     mine: list[int] = []
     if join.rank == source and not accumulates:
-        mine = [index for index, state in enumerate(states) if state.verdict == CHANGED]
+        # A norm that is infinite does not tell whether they are unscaled.
+        odd = [state.norm is not None and not math.isfinite(state.norm) for state in states]
+        mine = [index for index, state in enumerate(states) if state.verdict == CHANGED or odd[index]]
     elif joined:
         if accumulates:
             _raise_if_lost(gradients, states)
