@@ -199,7 +199,7 @@ class ModelShadow:
         return [*dense[:1], *sparse]
 
     def sync_buffers(self, src: int, keeps: bool = False) -> None:
-        """Broadcast the model's buffers from rank `src`, as DDP would from rank 0; who `keeps` its own takes part only."""
+        """Broadcast the model's buffers from rank `src`, as DDP would from rank 0; who `keeps` its own only helps."""
         if not self.ddp.broadcast_buffers:
             return
         named = self.ddp.module.named_buffers()
