@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -189,6 +190,33 @@ def test_the_ways_that_the_error_names_are_exact(
     expected = reference(lengths, stops, "average", where)
     for result in workers.run(len(lengths), train, lengths, stops, "average", where, heartbeat):
         assert difference(result, expected) < 1e-10
+
+
+def shard(rank: int, stops: Lengths, how: str) -> list[Tensor]:
+    training = Training()
+    ddp = DistributedDataParallel(training.net)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.05)
+    with Join([ddp, optimizer], heartbeat=True) as join:
+        for step, x in enumerate(join.batches([batch(rank, s) for s in range(6)])):
+            train_on(ddp, optimizer, x)
+            if step + 1 == stops[rank]:
+                break
+        training.change(how)
+    return training.result
+
+
+def test_a_change_to_what_a_shard_is_stepped_with_raises(workers: Workers) -> None:
+    # The rank that owns a shard would give the others what it has changed already.
+    for outcome in workers.outcomes(2, shard, (1, 3), "weight"):
+        assert "by `break` and then changed model 0 (DistributedDataParallel): parameters" in outcome.error, outcome
+    for how, stops in ("nothing", (1, 3)), ("weight", (2, 2)):
+        expected = Training()
+        for step in range(max(stops)):
+            here = [batch(rank, step) for rank, stop in enumerate(stops) if step < stop]
+            expected.step(*here, share=1 / 2)
+        expected.change(how)
+        for result in workers.run(2, shard, stops, how):
+            assert difference(result, expected.result) < 1e-10
 
 
 def hold(rank: int, lengths: Lengths, stops: Lengths) -> list[str]:

@@ -18,8 +18,9 @@ from torch_join._flags import Changes, Flags
 from torch_join._replicas import ignored_parameters, kind_of, named
 from torch_join._state import Capture
 
-# Whether a rank has left its loop by `break`, and what it has changed since, `None` if it cannot tell.
-Word = tuple[bool, list[str] | None]
+# Whether a rank has left its loop by `break`, what it has changed since, `None` if it cannot tell, and whether it has
+# stepped its shard of a ZeroRedundancyOptimizer for the others since.
+Word = tuple[bool, list[str] | None, bool]
 
 _FLAGS = ("requires_grad", "training")
 _NAMES = {"groups": "param_groups", "own": "state_dict()"}
@@ -71,9 +72,12 @@ def check(words: Sequence[Word], rank: int) -> None:
     Raises:
         JoinError: So it is.
     """
-    inside = [rank for rank, (has_left, _) in enumerate(words) if not has_left]
-    unknown = [rank for rank, (_, names) in enumerate(words) if names is None]
-    changed = {rank: names for rank, (_, names) in enumerate(words) if names}
+    inside = [rank for rank, (has_left, _, _) in enumerate(words) if not has_left]
+    early = [rank for rank, (_, _, has_stepped) in enumerate(words) if has_stepped or inside]
+    # A rank that owns a shard has put its change into what it gave the others in their steps.
+    inside = inside or [rank for rank in range(len(words)) if early and rank not in early]
+    unknown = [rank for rank in early if words[rank][1] is None]
+    changed = {rank: names for rank in early if (names := words[rank][1])}
     if inside and changed:
         what = "; ".join(dict.fromkeys(name for names in changed.values() for name in names))
         ranks, others = name_ranks(changed), name_ranks(inside)

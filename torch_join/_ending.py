@@ -4,10 +4,11 @@ from typing import Any
 
 from torch_join._audit import Audit, Often
 from torch_join._channel import Channel
+from torch_join._compat_state import is_sharded
 from torch_join._departure import Departure, Word, check
 from torch_join._handover import hand_over
 from torch_join._standing import Standing
-from torch_join.joinables import ModelPart, Part
+from torch_join.joinables import ModelPart, Part, innermost_optimizer
 from torch_join.joinables.state import stateful
 
 
@@ -19,6 +20,7 @@ class Ending(Standing):
     _objects: list[Any]
     _parts: list[Part]
     _left: Departure | None = None  # how this rank left its loop by `break`
+    _last_joiner: bool
 
     def _begin_audit(self, often: Often, hands_over_ignored: bool | None) -> None:
         self._audit = Audit(stateful(self._objects), often, hands_over_ignored)
@@ -46,7 +48,8 @@ class Ending(Standing):
 
     def _take_states(self) -> frozenset[int]:
         left = self._left
-        word = left is not None, [] if left is None else left.changed()
+        sharded = not self._last_joiner and any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
+        word = left is not None, [] if left is None else left.changed(), left is not None and sharded
         check(self._channel.gather(word, of=Word), self.rank)
         local = self._audit.local(self._channel)
         if left is not None:

@@ -179,7 +179,8 @@ class LockstepJoin:
         # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward: so it must
         # always hold the newest. (Between forward and backward this would disturb autograd.)
         if self.in_tail and 0 not in self.active_ranks and not self.keeps_buffers:
-            self._model.sync_buffers(self.active_ranks[0])
+            own = not self.joined and not self._model.ddp.require_forward_param_sync  # amid an accumulation, as in DDP
+            self._model.sync_buffers(self.active_ranks[0], keeps=own)
 
     @contextmanager
     def active_step(self) -> Iterator[None]:

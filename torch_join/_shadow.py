@@ -198,13 +198,14 @@ class ModelShadow:
         sparse = [p for p in parameters if id(p) in self.sparse]
         return [*dense[:1], *sparse]
 
-    def sync_buffers(self, src: int) -> None:
-        """Broadcast the model's buffers from rank `src` of its process group, as DDP would from rank 0."""
+    def sync_buffers(self, src: int, keeps: bool = False) -> None:
+        """Broadcast the model's buffers from rank `src`, as DDP would from rank 0; who `keeps` its own only helps."""
         if not self.ddp.broadcast_buffers:
             return
         named = self.ddp.module.named_buffers()
         # As DDP does it, past autograd's eyes: a graph that waits for its backward may have saved them.
         buffers = [b.data for name, b in named if name not in self.ddp.parameters_to_ignore]
+        buffers = [buffer.clone() for buffer in buffers] if keeps else buffers
         if buffers:
             _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
 
