@@ -179,9 +179,11 @@ def broken_collective(rank: int) -> str:
                 raise KeyError("a hole")
             dist.barrier()
     except PeerFailedError as error:
+        channel.leave()  # the store's host stays until the others have heard, too
         dist.destroy_process_group()
         return f"{error} <- {type(error.__cause__).__name__}"
     except KeyError:
+        channel.leave()  # the store's host stays until the others have heard, too
         dist.destroy_process_group()
         time.sleep(1.5)
     return ""
@@ -220,6 +222,7 @@ def killed_peer(rank: int) -> tuple[str, float]:
     try:
         channel.beat()
     except PeerFailedError as error:
+        channel.leave()  # the store's host stays until the others have heard, too
         dist.destroy_process_group()
         return str(error), time.monotonic() - start
     return "", 0.0
@@ -243,6 +246,7 @@ def broken_by_a_kill(rank: int) -> str:
                 os._exit(1)
             dist.all_reduce(torch.ones(1))
     except PeerFailedError as error:
+        channel.leave()  # the store's host stays until the others have heard, too
         dist.destroy_process_group()
         return str(error)
     return ""
