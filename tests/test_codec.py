@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import torch_join
-from torch_join import JoinTypeError, _codec, take_hyperparameters
+from torch_join import JoinError, JoinTypeError, _codec, take_hyperparameters
 from torch_join._call import Call, TensorSpec
 from torch_join._channel import Status
 from torch_join._codec import Malformed, check, decode, encode, is_closed
 from torch_join._mirror import Changes
+from torch_join.joinables._verdicts import CLEARED, FULL, KEPT, NONE, Runs, State, runs_of, states_of
 
 CALL = Call(
     "all_reduce",
@@ -332,3 +333,14 @@ def test_what_unpickles_knows_no_store() -> None:
         text = (Path(torch_join.__file__).parent / name).read_text()
         assert "store" not in {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
         assert "_channel" not in text
+
+
+def test_states_of_gradients_go_as_runs() -> None:
+    kept, cleared = State(KEPT, FULL, 0.5), State(CLEARED, NONE)
+    states = [cleared] * 300 + [kept, State(KEPT, FULL, 0.25), cleared]
+    data = encode(runs_of(states))
+    assert len(data) < 250
+    assert states_of(decode(data, Runs), len(states)) == states
+    for runs in ([(cleared, 10**9)], [(cleared, 4), (kept, -1)], [(cleared, 3), (kept, 0)], [(cleared, 2)], []):
+        with pytest.raises(JoinError, match="in place of those of 3 parameters"):
+            states_of(runs, 3)

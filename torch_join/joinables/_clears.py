@@ -8,24 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-
-class _Counted:
-    """A method whose calls are counted; what is copied, or pickled, with its object is the method alone."""
-
-    def __init__(self, method: Callable[..., Any], clears: "Clears") -> None:
-        update_wrapper(self, method)
-        self._method, self._clears = method, clears
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._clears.calls += 1
-        return self._method(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _same, (self._method,)
-
-
-def _same(method: Any) -> Any:
-    return method
+from torch_join.joinables._hook import Hook
 
 
 class Clears:
@@ -40,7 +23,7 @@ class Clears:
         self._optimizer = optimizer
         self.calls = self.steps = 0
         self._before = vars(optimizer).get("zero_grad")
-        self._zero_grad = _Counted(optimizer.zero_grad, self)
+        self._zero_grad = self._counted(optimizer.zero_grad)
         # On the object, as LR schedulers do with its `step`: torch has no hook for it.
         optimizer.zero_grad = self._zero_grad
         self._counts = False
@@ -50,6 +33,13 @@ class Clears:
             handle: RemovableHandle = optimizer.register_step_post_hook(self._stepped)
             self._remove_hook = handle.remove
             self._counts = True
+
+    def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return zero_grad(*args, **kwargs)
+
+        return update_wrapper(Hook(call, copied=zero_grad), zero_grad)
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1

@@ -14,35 +14,17 @@ that has joined and holds something of its own asks the other active ranks, and 
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_join import _compat
-from torch_join._codec import closed
 from torch_join._errors import JoinError
 from torch_join._zero_gradient import empty_sparse
 from torch_join.joinables._clears import Clears
-
-CLEARED, KEPT, CHANGED, UNKNOWN = "cleared", "kept", "changed", "unknown"
-NONE, ZERO, FULL = "none", "zero", "full"
-
-
-@closed("gradient")
-class State(NamedTuple):
-    """What has become of one gradient.
-
-    Attributes:
-        verdict: `CLEARED`, `KEPT`, `CHANGED` by hand, or `UNKNOWN`.
-        content: What it is now: `NONE`, `ZERO` or `FULL`, which is anything else.
-        norm: Its 1-norm, where it is the kept average of all ranks.
-    """
-
-    verdict: str
-    content: str
-    norm: float | None = None
+from torch_join.joinables._verdicts import CHANGED, CLEARED, FULL, KEPT, NONE, UNKNOWN, ZERO, State
 
 
 class Gradients:
@@ -248,12 +230,6 @@ class Gradients:
             " zero_grad() of a given optimizer. Give Join the optimizer and call its zero_grad() at the begin of each"
             " accumulation, or run a backward in each of its steps."
         )
-
-
-def common_verdict(verdicts: Iterable[str]) -> str:
-    """Return `CLEARED` or `KEPT` if there is evidence of one and none of the other, and else `UNKNOWN`."""
-    found = {*verdicts} & {CLEARED, KEPT}
-    return found.pop() if len(found) == 1 else UNKNOWN
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from torch_join._errors import JoinError
 from torch_join._zero_gradient import broadcast_gradient
-from torch_join.joinables._gradients import CHANGED, Gradients, State, holds_something
+from torch_join.joinables._gradients import Gradients, holds_something
+from torch_join.joinables._verdicts import CHANGED, State
 
 if TYPE_CHECKING:
     from torch_join._join import Join

@@ -7,7 +7,7 @@ of one that does not it only notes that there was a doubt, since others may leav
 
 from typing import TYPE_CHECKING
 
-from torch_join.joinables._gradients import CLEARED, KEPT, UNKNOWN, common_verdict
+from torch_join.joinables._verdicts import CLEARED, KEPT, UNKNOWN, common_verdict
 
 if TYPE_CHECKING:
     from torch_join._join import Join

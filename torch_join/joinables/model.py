@@ -20,12 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from torch_join import _compat
 from torch_join._reader import count_samples
 from torch_join._shadow import ModelShadow
-from torch_join.joinables._gradients import CLEARED, UNKNOWN, Gradients, State, common_verdict
+from torch_join.joinables._gradients import Gradients
 from torch_join.joinables._hook import Hook
 from torch_join.joinables._leftovers import settle
 from torch_join.joinables._part import Part
 from torch_join.joinables._second_backward import SecondBackward
 from torch_join.joinables._testimony import Testimony
+from torch_join.joinables._verdicts import CLEARED, UNKNOWN, Runs, State, common_verdict, runs_of, states_of
 
 if TYPE_CHECKING:
     from torch_join._join import Join
@@ -34,9 +35,8 @@ if TYPE_CHECKING:
 class ModelPart(Part):
     """A `DistributedDataParallel` model in a plain loop."""
 
-    _states: ClassVar[Any] = list[State]
-    kinds: ClassVar[dict[str, Any]] = {"forward": tuple[bool, bool, int], "backward": _states, "gradients": _states}
-    words: ClassVar[Any] = tuple[list[State], bool, list[int] | None]
+    kinds: ClassVar[dict[str, Any]] = {"forward": tuple[bool, bool, int], "backward": Runs, "gradients": Runs}
+    words: ClassVar[Any] = tuple[Runs, bool, list[int] | None]
 
     meets = True  # its forward is where ranks in a plain loop meet
 
@@ -197,9 +197,7 @@ class ModelPart(Part):
                 if task != self._task:
                     self._begin_backward()
                     self._task = task
-        if self._factor == 1.0:
-            return None
-        return tuple(None if gradient is None else gradient * self._factor for gradient in gradients)
+        return None if self._factor == 1.0 else tuple(None if g is None else g * self._factor for g in gradients)
 
     def _begin_backward(self) -> None:
         self._factor = 1.0
@@ -214,7 +212,7 @@ class ModelPart(Part):
             # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
             self._testimony.leave(common_verdict(state.verdict for state in states), averages=self._armed)
             # Without a sync too: what has been cleared now counts at the next one.
-            self.announce("backward" if self._armed else "gradients", states)
+            self.announce("backward" if self._armed else "gradients", runs_of(states))
         if self._armed:
             self._armed = self._accumulates = self._shadow.accumulated = False
         self._factor = self.join.loss_factor
@@ -241,9 +239,9 @@ class ModelPart(Part):
         if kind == "forward":
             self._shadow_forward(*payload)
         elif kind == "backward":
-            self._shadow_backward(payload)
+            self._shadow_backward(states_of(payload, len(self._parameters)))
         else:
-            self._clear(payload, self._testimony.doubt)
+            self._clear(states_of(payload, len(self._parameters)), self._testimony.doubt)
 
     def has_met(self, kind: str) -> bool:
         if kind != "backward" or _compat.has_comm_hook(self.ddp):  # which may do anything, or nothing
@@ -283,13 +281,14 @@ class ModelPart(Part):
 
     # ------------------------------------------------------------ at the end
 
-    def last_words(self) -> tuple[list[State], bool, list[int] | None]:
+    def last_words(self) -> tuple[Runs, bool, list[int] | None]:
         assert self._gradients is not None
         _compat.check_reduction_finished(self.ddp)
-        return self._gradients.states(), self._accumulates, self._shadow.fired
+        return runs_of(self._gradients.states()), self._accumulates, self._shadow.fired
 
-    def close(self, words: tuple[list[State], bool, list[int] | None], source: int) -> None:
-        states, accumulates, fired = words
+    def close(self, words: tuple[Runs, bool, list[int] | None], source: int) -> None:
+        runs, accumulates, fired = words
+        states = states_of(runs, len(self._parameters))
         assert self._gradients is not None
         self._shadow.note_fired(fired)
         settle(self.join, self.ddp.process_group, self._gradients, states, source, accumulates, self._accumulates)
