@@ -100,9 +100,9 @@ def _noted(states: Sequence[Any] | None) -> Digests | None:
     """Return digests of the states, `None` if nobody can tell: this may be in a generator that an error closes."""
     if states is None:
         return None
-    capture = Capture(canonical=True, local=frozenset(map(id, ignored_parameters(states).values())))
     trees: dict[str, Any] = {}
     try:
+        capture = Capture(canonical=True, local=frozenset(map(id, ignored_parameters(states).values())))
         with torch.inference_mode(False), torch.no_grad():
             for name, thing in named(states):
                 kind = kind_of(thing)

@@ -131,7 +131,8 @@ class Loops(Meetings):
             compare([theirs for _, theirs, _ in said])
             lengths = [theirs for theirs, _, _ in said]
             self._channel.forget()  # what the last loop has left: all have read it
-            if (ways := [way for _, _, way in said]).count(_ASKS) == 0:
+            ways = [way for _, _, way in said]
+            if _ASKS not in ways:
                 return  # nobody goes through it
             self._refuse_unasked([rank for rank, way in enumerate(ways) if way == _UNASKED])
             if self.may_break:
