@@ -5,10 +5,12 @@ Each run is compared with one process in float64. Rank 0 joins first; in the sec
 
 import copy
 import io
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -176,6 +178,33 @@ def test_every_way_of_clearing_is_seen(workers: Workers, pattern: str, loop: str
     for found in workers.run(3, train_with_all, PATTERNS[pattern], loop, LENGTHS):
         for idiom, parameters in found.items():
             assert difference(parameters, reference(idiom, PATTERNS[pattern], LENGTHS)) < 1e-10, idiom
+
+
+def first_only(model: Any, x: Tensor, pattern: Pattern, rank: int, step: int) -> Tensor | None:
+    loss: Tensor = model(x).pow(2).mean()
+    if (rank, step) == (1, 0):
+        return None if pattern.skipped else loss * 0.0
+    return loss
+
+
+def train_late(rank: int, pattern: Pattern, epochs: Any) -> list[Tensor]:
+    def late(model: Any, x: Tensor, pattern: Pattern, rank: int, step: int) -> Tensor | None:
+        if (rank, step) == (2, 1):
+            time.sleep(0.7)  # the leader is at the next backward by then, the one that averages, and has announced it
+        return first_only(model, x, pattern, rank, step)
+
+    with mock.patch(f"{__name__}.loss_of", late):
+        return train(rank, "none", pattern, "sized", epochs)
+
+
+@pytest.mark.parametrize("skips", ["masked", "skipped"])
+def test_a_rank_that_can_tell_may_be_late(workers: Workers, skips: str) -> None:
+    # Rank 1 leads from step 1 on and cannot tell there whether it has cleared; rank 2 can.
+    pattern, epochs = Pattern(3, **{skips: True}), ((1, 3, 3), (3, 3, 3))
+    with mock.patch(f"{__name__}.loss_of", first_only):
+        expected = reference("none", pattern, epochs)
+    for parameters in workers.run(3, train_late, pattern, epochs):
+        assert difference(parameters, expected) < 1e-10
 
 
 # With two ranks nobody else can.
