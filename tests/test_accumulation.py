@@ -179,12 +179,12 @@ def test_half_of_a_model_may_keep_its_gradients(
         assert difference(parameters, list(model.parameters())) < 1e-10
 
 
-def mask(rank: int, loop: str) -> list[Tensor]:
-    """Only rank 1 uses expert 1, with a loss of zero, and joins: a gradient of zeros is stepped, none is not."""
+def mask(rank: int, loop: str, own: int) -> list[Tensor]:
+    """Only rank 1 uses the expert `own`, with a loss of zero, and joins: zeros are stepped, none is not."""
     ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.5)
     with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
-        loader = batches([0, 0] if rank == 0 else [1], rank)
+        loader = batches([1 - own] * 2 if rank == 0 else [own], rank)
         for step, batch in enumerate(loader if loop == "plain" else join.batches(loader)):
             with ddp.no_sync() if step == 0 else nullcontext():
                 (ddp(batch).pow(2).mean() * (1 - rank)).backward()
@@ -193,15 +193,16 @@ def mask(rank: int, loop: str) -> list[Tensor]:
     return [p.detach() for p in ddp.parameters()]
 
 
+@pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize("loop", ["sized", "plain", "heartbeat"])
-def test_a_joined_ranks_zeros_are_kept(workers: Workers, loop: str) -> None:
+def test_a_joined_ranks_zeros_are_kept(workers: Workers, loop: str, own: int) -> None:
     model = Experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    for batch in batches([0, 0], 0):
+    for batch in batches([1 - own] * 2, 0):
         (model(batch).pow(2).mean() / 2).backward()
-    (model(batches([1], 1)[0]).pow(2).mean() * 0.0).backward()
+    (model(batches([own], 1)[0]).pow(2).mean() * 0.0).backward()
     optimizer.step()
-    for parameters in workers.run(2, mask, loop):
+    for parameters in workers.run(2, mask, loop, own):
         assert difference(parameters, list(model.parameters())) < 1e-10
 
 

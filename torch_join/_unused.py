@@ -3,7 +3,8 @@
 DDP counts a parameter as used on a rank if its hook fires there while it has a gradient, also in a backward without
 a sync; the count lasts until the next sync. Parameters that are not in the graph of a forward it averages
 without counting them. So a shadow's graph leads to one parameter only (and to the sparse ones, which DDP takes for
-used), and a zero that stands for nothing, left there by `zero_grad(set_to_none=False)`, is put aside for the moment.
+used). With a zero there DDP counts it as used, and leaves zeros to all: the active ranks have zeros too, unless it is
+this rank's own share of an accumulation.
 
 What was counted and then cleared would still be reported as used, and where the gradient is `None` by then, DDP
 raises ("undefined, but still allreduced"). Such parameters get a zero for the time of the backward, and the report
@@ -33,10 +34,7 @@ def using_nothing(
         connected: Those that the shadow's graph leads to: one, and the sparse ones.
         accumulated: Whether this rank may have used parameters without a sync since the last one.
     """
-    anchor, sparse = connected[0], {*map(id, connected[1:])}
-    aside = anchor.grad if anchor.grad is not None and id(anchor) not in sparse and not anchor.grad.any() else None
-    if aside is not None:
-        anchor.grad = None
+    sparse = {*map(id, connected[1:])}
     absent = [index for index, p in enumerate(parameters) if p.grad is None and p.requires_grad and id(p) not in sparse]
     reports = accumulated and ddp.require_backward_grad_sync and bool(absent)
     used = [False] * len(parameters)
@@ -52,8 +50,6 @@ def using_nothing(
         for index in absent if reports else ():
             if len(used) == len(parameters) and not used[index]:
                 parameters[index].grad = None
-        if anchor.grad is None:
-            anchor.grad = aside
 
 
 @contextmanager
