@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import accelerate_join
 from accelerate_join import join_uneven_inputs
 from tests.accelerated import Script, accelerator_of, dataset, make_loader, network
+from tests.inside import given_objects
 from tests.joinables import WorldJoinable
 from tests.workers import Workers, connect
 from torch_join import Join, JoinError, UnsupportedError
@@ -173,8 +174,8 @@ def prepare_anew(rank: int) -> int:
         accelerator.free_memory()
         again = accelerator.prepare(net)
         with accelerator.join_uneven_inputs() as join:
-            assert join._objects[0] is again
-            return sum(isinstance(thing, DistributedDataParallel) for thing in join._objects)
+            assert given_objects(join)[0] is again
+            return sum(isinstance(thing, DistributedDataParallel) for thing in given_objects(join))
 
 
 def test_a_model_that_was_prepared_anew(workers: Workers) -> None:
@@ -199,7 +200,7 @@ def collect(rank: int) -> list[str]:
         counter = Counter()
         with accelerator.join_uneven_inputs([counter, model, optimizer]) as join:
             assert isinstance(join, Join)
-            names = [type(thing).__name__ for thing in join._objects]
+            names = [type(thing).__name__ for thing in given_objects(join)]
         del average
         return names
 

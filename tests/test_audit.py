@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DistributedSampler
 
+from tests.inside import PLACES_PLACE, SET_TRAINING_PLACE, TILES_PLACE
 from tests.workers import Workers
-from torch_join import Channel, Join, _digest, _optimizers, _replicas, open_channel
+from torch_join import Channel, Join, _optimizers, open_channel
 from torch_join._audit import Audit
 from torch_join._digest import checksums
 
@@ -95,23 +97,17 @@ def falling() -> Callable[[], float]:
     return factor
 
 
-def old_handover(kind: str) -> None:
-    """Forget what the handover has learnt."""
-    if kind == "master weights":
-        _optimizers._places = lambda _: iter(())
-    if kind == "a wrapped optimizer":
-        _optimizers.with_wrapped = lambda optimizer: [optimizer]
-    elif kind == "flags":
-        _replicas._set_training = lambda *_: None
+# What the handover has learnt, and forgets.
+OLD_HANDOVER: dict[str, Any] = {
+    "master weights": (*PLACES_PLACE, lambda _: iter(())),
+    "a wrapped optimizer": (_optimizers, "with_wrapped", lambda optimizer: [optimizer]),
+    "flags": (*SET_TRAINING_PLACE, lambda *_: None),
+}
 
 
 def drift(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
-    saved = _optimizers.with_wrapped, _replicas._set_training, _optimizers._places
-    old_handover(kind)
-    try:
+    with mock.patch.object(*OLD_HANDOVER[kind]) if kind in OLD_HANDOVER else nullcontext():
         return run(rank, kind, audit, epochs)
-    finally:
-        _optimizers.with_wrapped, _replicas._set_training, _optimizers._places = saved
 
 
 def run(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
@@ -453,7 +449,7 @@ def test_a_digest_is_of_one_tensor_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     alone = checksums([small]) + checksums([large])
     assert checksums([small, large]) == alone
     assert checksums([large, small]) == alone[::-1]
-    monkeypatch.setattr(_digest, "_tiles", lambda _: 2)  # as on an accelerator
+    monkeypatch.setattr(*TILES_PLACE, lambda _: 2)  # as on an accelerator
     assert checksums([small, large]) == alone
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from torch_join import _beats
+from tests.inside import FULL, FULL_PLACE, store_of
 from torch_join._beats import Beats
 from torch_join._channel import Beat
 
@@ -55,7 +55,7 @@ def attend(beats: Beats, rank: int, lengths: list[int], loops: int, seed: int) -
 
 def meet_where_the_last_one_is(beats: Beats, rank: int, lengths: list[int]) -> None:
     """Take up the beats where the rank that left last is."""
-    store: Any = beats._store
+    store = store_of(beats)
     last = max(range(len(lengths)), key=lambda r: lengths[r])
     loop = store.add(f"loop/{rank}", 1)
     if rank == last:
@@ -72,11 +72,11 @@ def meet_where_the_last_one_is(beats: Beats, rank: int, lengths: list[int]) -> N
     beats.all_have_met()
 
 
-@pytest.mark.parametrize("full", [_beats._FULL, 40])
+@pytest.mark.parametrize("full", [FULL, 40])
 @pytest.mark.parametrize("lengths", [[30, 60], [60, 0, 60], [7, 50, 50, 20], [9, 9, 9]])
 @pytest.mark.parametrize("seed", range(3))
 def test_all_hear_the_same(lengths: list[int], full: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_beats, "_FULL", full)
+    monkeypatch.setattr(*FULL_PLACE, full)
     positions.clear()
     meeting = Meeting(len(lengths))
     with ThreadPoolExecutor(len(lengths)) as pool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.inside import keys_to_delete, store_of
 from tests.workers import Workers, connect
 from torch_join import Channel, JoinTimeoutError, JoinValueError, PeerFailedError, open_channel, telling_failures
 from torch_join._channel import Beat
@@ -76,10 +77,10 @@ def count_keys(rank: int) -> list[int]:
         channel.gather(None)
         if step in (10, 99):
             dist.barrier()
-            while channel._read:  # another thread deletes
+            while keys_to_delete(channel):  # another thread deletes
                 time.sleep(0.01)
             dist.barrier()
-            counts.append(channel._store.num_keys())
+            counts.append(store_of(channel).num_keys())
             dist.barrier()
     return counts
 
@@ -92,7 +93,7 @@ def test_what_has_been_read_is_deleted(workers: Workers) -> None:
 def close_a_channel(rank: int) -> int:
     channel = open_channel()
     assert isinstance(channel, StoreChannel)
-    before = channel._store.num_keys()
+    before = store_of(channel).num_keys()
     dist.barrier()
     for step in range(5):
         channel.beat(notice={"x": step})
@@ -100,7 +101,7 @@ def close_a_channel(rank: int) -> int:
     dist.barrier()
     channel.close()
     dist.barrier()
-    left = channel._store.num_keys() - before
+    left = store_of(channel).num_keys() - before
     dist.barrier()
     return int(left)
 
@@ -260,7 +261,7 @@ def test_a_collective_broken_by_a_kill_names_who_is_silent(workers: Workers) -> 
 def slow_peer(rank: int) -> int:
     channel = open_channel()
     assert isinstance(channel, StoreChannel)
-    channel._store.set_timeout(timedelta(seconds=1))  # so that the wait turns into looking around
+    store_of(channel).set_timeout(timedelta(seconds=1))  # so that the wait turns into looking around
     if rank == 1:
         time.sleep(2.0)
     found = channel.beat(1).total + len(channel.gather(None))

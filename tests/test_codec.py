@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torch_join
+from tests.inside import REVIVERS, dtypes
 from torch_join import JoinError, JoinTypeError, _codec, take_hyperparameters
 from torch_join._call import Call, TensorSpec
 from torch_join._channel import Status
@@ -179,7 +180,7 @@ def strange(random: random.Random, depth: int = 5) -> Any:
     several = [strange(random, depth - 1) for _ in range(random.randrange(6))]
     if kind < 8:
         return several
-    tag = random.choice([*_codec._REVIVERS])
+    tag = random.choice([*REVIVERS])
     return {tag: several if random.random() < 0.8 else strange(random, depth - 1)}
 
 
@@ -191,7 +192,7 @@ def strangers() -> Iterator[bytes]:
         for begin, end in (("[", "]"), ('{"t":[', "]}"), ('{"d":[[1,', "]]}")):
             yield (begin * depth + "1" + end * depth).encode()
     devices = ["cpu", "meta", "cuda", "cuda:-1", "xpu", "mps", "hpu", "xla", "lazy", "mkldnn", "maia", "privateuseone"]
-    for dtype in _codec._dtypes():
+    for dtype in dtypes():
         for value in ("1", "1.5", "true", '{"complex":[1,2]}', "1e400", str(10**30)):
             yield f'{{"scalar":["{dtype}",{value}]}}'.encode()
             for device in devices:

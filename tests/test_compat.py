@@ -23,8 +23,8 @@ from torchdata.nodes import Loader
 from torchmetrics import Metric
 
 from lightning_join import _compat
+from tests.inside import MODEL_AVERAGING_FOLDER
 from torch_join import _compat as torch_compat
-from torch_join import _compat_c10d
 
 TRAINER = pl.Trainer(
     accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, barebones=False
@@ -212,7 +212,7 @@ def test_torchs_post_accumulate_hooks_live_in_a_dictionary_that_autograd_reads()
 
 
 def test_torchs_model_averaging_is_where_it_was() -> None:
-    assert inspect.getsourcefile(average_parameters).startswith(_compat_c10d._MODEL_AVERAGING_FOLDER)  # type: ignore[union-attr]
+    assert inspect.getsourcefile(average_parameters).startswith(MODEL_AVERAGING_FOLDER)  # type: ignore[union-attr]
 
 
 def test_torchs_join_config() -> None:

@@ -1,6 +1,7 @@
 """The handover: one rank's state replaces everybody's, bit for bit, and in place."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
+from tests.inside import transfer_sizes
 from tests.workers import Workers
-from torch_join import _compat_state, _transfer, open_channel
+from torch_join import _compat_state, open_channel
 from torch_join._handover import checksum, hand_over
 
 
@@ -187,9 +189,7 @@ def freeze(value: Any) -> Any:
 
 
 def hand_case_over(rank: int, name: str, source: int, steps_elsewhere: int, tiny: bool) -> Any:
-    if tiny:
-        _transfer.BUCKET_BYTES, _transfer._LARGE = 200, 64
-    try:
+    with transfer_sizes(200, 64) if tiny else nullcontext():
         run = Run(CASES[name])
         run.train(4 if rank == source else steps_elsewhere, seed=rank)
         before, tensors = run.frozen(), run.tensors()
@@ -199,8 +199,6 @@ def hand_case_over(rank: int, name: str, source: int, steps_elsewhere: int, tiny
         digest = checksum(run.objects)
         run.train(3, seed=7)
         return before, after, run.frozen(), moved, digest, checksum(run.objects)
-    finally:
-        _transfer.BUCKET_BYTES, _transfer._LARGE = 25 * 2**20, 4 * 2**20
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
+from tests.inside import buckets_of
 from tests.test_handover import mlp
 from tests.test_handover_objects import Holder
 from tests.workers import Workers
@@ -164,9 +165,9 @@ def test_the_checksum_is_of_values() -> None:
 def test_no_bucket_is_over_its_limit() -> None:
     sizes = [1, 0, 7, 300, 90, 4096, 5, 5_000_000, 2, 1_000_000, 3_000_000] + 12 * [900_000]
     specs = [TensorSpec.of(torch.empty(size)) for size in sizes]
-    buckets = list(_transfer._buckets(specs, "cpu"))
+    buckets = list(buckets_of(specs, "cpu"))
     assert sorted(index for bucket in buckets for index in bucket) == [i for i, size in enumerate(sizes) if size]
     assert [7] in buckets
     for bucket in buckets:
         assert len(bucket) == 1 or sum(specs[index].nbytes for index in bucket) <= _transfer.BUCKET_BYTES
-    assert list(_transfer._buckets(specs, "cuda")) == []
+    assert list(buckets_of(specs, "cuda")) == []

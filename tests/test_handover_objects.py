@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+from tests.inside import cpu_groups, transfer_sizes
 from tests.test_handover import freeze, mlp
 from tests.workers import Workers
-from torch_join import _compat_state, _transfer, open_channel
+from torch_join import _compat_state, open_channel
 from torch_join._handover import checksum, hand_over
 
 
@@ -299,11 +300,8 @@ def test_gradients_and_their_buckets_stay_and_old_graphs_are_noticed(workers: Wo
 
 
 def with_large(rank: int, large: int, function: Callable[..., Any], *args: Any) -> Any:
-    before, _transfer._LARGE = _transfer._LARGE, large
-    try:
+    with transfer_sizes(large=large):
         return function(rank, *args)
-    finally:
-        _transfer._LARGE = before
 
 
 def in_a_group(rank: int) -> Any:
@@ -333,9 +331,9 @@ def without_a_cpu_backend(rank: int) -> Any:
             model.weight.fill_(rank)
         channel = open_channel(group)
         hand_over([model], 1, channel, group)
-        made = _transfer._cpu_groups[group]
+        made = cpu_groups[group]
         hand_over([model], 0, channel, group)
-        assert _transfer._cpu_groups[group] is made
+        assert cpu_groups[group] is made
         return model.weight.item(), dist.get_backend(made) == "gloo"
     finally:
         dist.get_backend_config = config

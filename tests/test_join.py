@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases import Batch, difference
+from tests.inside import channel_of, delay_next_wait
 from tests.loops import Expected, Models, Outcome, Program, Training, outcome_of, reference, tensors_of, train
 from tests.workers import Workers, connect
 from torch_join import Join
@@ -170,19 +171,11 @@ def evaluate_slowly(rank: int, lengths: tuple[int, ...]) -> int:
     ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
     steps = 0
     with Join([ddp], heartbeat=True, timeout=timedelta(seconds=4)) as join, torch.no_grad():
-        channel: Any = join._channel
-        wait = channel._wait
-
-        def wait_late(*args: Any) -> Any:
-            channel._wait = wait
-            time.sleep(1.0)
-            return wait(*args)
-
         for _ in join.batches([torch.ones(1, 1)] * lengths[rank]):
             ddp(torch.ones(1, 1))
             steps += 1
             if steps == lengths[0] and rank == 0:
-                channel._wait = wait_late
+                delay_next_wait(channel_of(join), 1.0)
             elif steps == lengths[0]:
                 time.sleep(0.3)  # so that the rank that joins comes first, and waits
     return steps

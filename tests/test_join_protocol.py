@@ -16,9 +16,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.inside import entered_joins, installed_tap
 from tests.workers import Workers
-from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError, _compat, _compat_c10d, _nesting
-from torch_join._tap import CollectiveTap
+from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError, _compat, _compat_c10d
 
 LOG: list[str] = []
 
@@ -196,8 +196,8 @@ def in_the_process() -> list[Any]:
     """What a `Join` could leave behind anywhere else."""
     return [
         any(map(_compat_c10d.has_kernel, _compat_c10d.operators())),
-        CollectiveTap._installed is None,
-        len(_nesting._entered),
+        installed_tap() is None,
+        len(entered_joins),
         dict(optimizer_hooks()),
         list(warnings.filters),
         sys.modules.keys() & {"torch.distributed.fsdp"},

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases import difference
+from tests.inside import channel_of, store_of, unwritten
 from tests.joinables import WorldJoinable
 from tests.loops import Models, Program, reference
 from tests.workers import Workers, connect
@@ -201,7 +202,7 @@ def forward_more(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[T
         for batch in join.batches(training.batches):
             training.step(batch)
             training.ddp(x=batch[0])  # what is announced of it waits for the next announcement
-        assert not join._said  # type: ignore[attr-defined]  # and for no later tail
+        assert not unwritten(join)  # and for no later tail
     return training.parameters
 
 
@@ -219,7 +220,7 @@ def keys_left(rank: int, lengths: tuple[int, ...]) -> int:
             with torch.no_grad():
                 for _ in join.batches([0] * lengths[rank]):
                     ddp(torch.zeros(1, 2))
-        store: Any = join._channel._store  # type: ignore[attr-defined]
+        store = store_of(channel_of(join))
     dist.barrier()
     keys = store.num_keys()
     dist.barrier()
@@ -239,7 +240,7 @@ def keys_in_the_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> li
             training.step(batch)
             if rank == lengths.index(max(lengths)) and step in (10, max(lengths) - 1):
                 time.sleep(0.8)  # threads delete four times a second
-                counts.append(join._channel._store.num_keys())  # type: ignore[attr-defined]
+                counts.append(store_of(channel_of(join)).num_keys())
     return counts
 
 

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import _batches, join_uneven_inputs
 from tests.accelerated import accelerator_of
+from tests.inside import accelerate_loops
 from tests.workers import Workers
 from torch_join import Join
 
@@ -254,7 +255,7 @@ def accelerated(rank: int, lengths: tuple[int, ...], form: str, how: str) -> tup
         else:
             epochs(lambda: accelerator.join_batches(loader))
         _batches.finish(accelerator)  # as end_training does, which ends the group too
-        assert not _batches._loops
+        assert not accelerate_loops()
         assert type(accelerator).__name__ == "Accelerator"
         return net.weight.flatten().tolist(), loader.iteration, counts
 

@@ -11,15 +11,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from tests.inside import LARGE, TILE
 from tests.workers import Workers
 from torch_join import Join
-from torch_join._digest import _TILE
-from torch_join._transfer import _LARGE, BUCKET_BYTES
+from torch_join._transfer import BUCKET_BYTES
 
 JOINS, STEPS = 3, 6  # batches of the rank that joins, and of the other
 ROUNDS = 3
 SLACK = 2**17  # bytes: hooks, counters, learning rates
-DIGEST = 3 * 8 * _TILE  # what the audit reads a piece of a model into, whatever the model's size
+DIGEST = 3 * 8 * TILE  # what the audit reads a piece of a model into, whatever the model's size
 BYTES = 4  # of an element
 
 
@@ -84,7 +84,7 @@ def test_an_active_rank_needs_no_more_in_the_tail(
     # A weighted gradient is a new tensor, for as long as it takes to add it up.
     assert tail <= ordinary + SLACK + (tensor if weighting == "active" else 0), (ordinary, tail)
     assert handover <= max(min(BUCKET_BYTES, 3 * layers * tensor), DIGEST) + SLACK, handover
-    if tensor >= _LARGE:
+    if tensor >= LARGE:
         assert handover < DIGEST + SLACK, handover
     # What was measured is the training of the model.
     assert ordinary > tensor, ordinary

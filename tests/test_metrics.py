@@ -28,6 +28,7 @@ from torchmetrics.classification import (
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, SpearmanCorrCoef
 from torchmetrics.retrieval import RetrievalMAP
 
+from tests.inside import PASSING_ON, concatenates
 from tests.workers import Workers, connect
 from torch_join import Join, JoinValueError, UnsupportedError, _compat_metrics
 
@@ -426,7 +427,7 @@ def test_torchmetrics_private_names() -> None:
     assert "self._is_synced = True" in source
     assert inspect.getmodule(Metric).__name__ == "torchmetrics.metric"  # type: ignore[union-attr]
     assert not _compat_metrics.has_own_sync(metric)
-    assert _compat_metrics._concatenates(CatMetric()._reductions["value"])  # type: ignore[arg-type]
+    assert concatenates(CatMetric()._reductions["value"])  # type: ignore[arg-type]
     assert _compat_metrics.is_own_gather(torchmetrics.utilities.distributed.gather_all_tensors)
-    for name in _compat_metrics._PASSING_ON - {"CompositionalMetric"}:
+    for name in PASSING_ON - {"CompositionalMetric"}:
         assert any(hasattr(module, name) for module in (wraps, wraps.transformations))

@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from torchmetrics.wrappers import MinMaxMetric
 
 from tests.cases import Batch, Case, Module, build_trainer
+from tests.inside import Override
 from tests.test_metrics import CASES, CLASSES, History, collection
 from tests.workers import Workers
 
@@ -122,7 +123,7 @@ def fit_measured(rank: int, case: Case, validated: tuple[int, ...]) -> Any:
         warnings.simplefilter("always")
         trainer.fit(module)
     left = [name for m in module.modules() if isinstance(m, Metric) for name in ("forward", "reset") if name in vars(m)]
-    left += [m for m in module.modules() if isinstance(m, Metric) and type(m.update).__name__ == "_Override"]
+    left += [m for m in module.modules() if isinstance(m, Metric) and isinstance(m.update, Override)]
     warned = [
         str(w.message) for w in caught if "before the ``update``" in str(w.message) or "any rank" in str(w.message)
     ]

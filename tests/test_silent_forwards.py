@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases import difference
+from tests.inside import gradient_hook
 from tests.workers import Workers
 from torch_join import EarlyTerminationError, Join, _compat
-from torch_join.joinables import ModelPart
 
 SHORT = timedelta(seconds=10)
 Apply = Callable[[Tensor], Tensor]
@@ -217,20 +217,16 @@ def test_all_of_a_backwards_threads_wait_for_its_factor(monkeypatch: pytest.Monk
     # As for a model that is spread over several accelerators.
     begun: list[int] = []
 
-    class Part(ModelPart):
-        def __init__(self) -> None:
-            self._task, self._factor, self._beginning = -1, 1.0, threading.Lock()
+    def begin() -> float:
+        begun.append(1)
+        time.sleep(0.2)
+        return 3.0
 
-        def _begin_backward(self) -> None:
-            begun.append(1)
-            time.sleep(0.2)
-            self._factor = 3.0
-
-    part, found = Part(), []
+    before_gradient, found = gradient_hook(begin), []
     monkeypatch.setattr(_compat, "backward_in_progress", lambda: 7)
 
     def hook() -> None:
-        scaled = part._before_gradient((torch.ones(1),))
+        scaled = before_gradient((torch.ones(1),))
         found.append(None if scaled is None or scaled[0] is None else scaled[0].item())
 
     threads = [threading.Thread(target=hook) for _ in range(3)]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.inside import channel_of, forget_failure, presence_store, who_answers
 from tests.workers import Workers, connect
 from torch_join import Join, JoinError, open_channel, telling_failures
 from torch_join._channel import Channel, Status
@@ -97,8 +98,7 @@ def meet_a_stranger(rank: int, kind: str, what: str, path: str) -> tuple[str, fl
     key, act = KINDS[kind]
     dist.barrier()
     if rank == 0:
-        assert channel._presence is not None
-        channel._presence._store.set(key, written(what, path))
+        presence_store(channel).set(key, written(what, path))
     dist.barrier()
     start = time.monotonic()
     with pytest.raises(JoinError) as error, telling_failures(channel):
@@ -132,12 +132,10 @@ def train(rank: int, lengths: tuple[int, ...], heartbeat: bool, keys: list[str],
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=6))
     with Join([model, optimizer], heartbeat=heartbeat, timeout=timedelta(seconds=20)) as join:
-        assert isinstance(join._channel, StoreChannel)
-        assert join._channel._presence is not None
         for step, x in enumerate(join.batches([torch.ones(2, 3)] * lengths[rank])):
             if step == 1 and rank == 0:
                 for key in keys:
-                    join._channel._presence._store.set(key.format(pair=pair.group_name), written(what, path))
+                    presence_store(channel_of(join)).set(key.format(pair=pair.group_name), written(what, path))
             if step == 1:
                 dist.barrier()
             model(x).sum().backward()
@@ -176,8 +174,7 @@ def outlive(rank: int, messages: list[str]) -> tuple[list[bool], list[int]]:
     """Have a stranger write failures; return whether the answering thread lives, and who answers after them."""
     channel = open_channel()
     assert isinstance(channel, StoreChannel)
-    assert channel._presence is not None
-    store, alive = channel._presence._store, []
+    store, alive = presence_store(channel), []
     failed = [False]
 
     def status() -> Status:
@@ -194,8 +191,8 @@ def outlive(rank: int, messages: list[str]) -> tuple[list[bool], list[int]]:
             store.add("roll", 1)
         time.sleep(1.0)
         alive.append(any(thread.name.endswith("(_answer)") for thread in threading.enumerate()))
-        channel._heard = None
-    answers = list(channel._presence.call(lambda _: False))
+        forget_failure(channel)
+    answers = who_answers(channel)
     dist.barrier()
     channel.leave()
     return alive, answers
@@ -212,7 +209,7 @@ def an_answer(rank: int, what: str, path: str) -> str:
     channel = open_channel()
     assert isinstance(channel, StoreChannel)
     dist.barrier()
-    store: Any = channel._presence._store  # type: ignore[union-attr]
+    store = presence_store(channel)
     text = ""
     if rank == 0:
         end = time.monotonic() + 20

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.inside import channel_of
 from tests.workers import Workers, connect
 from torch_join import Join, JoinError, PeerFailedError, _compat, open_channel, telling_failures
 from torch_join._store_channel import StoreChannel
@@ -268,7 +270,7 @@ def count_connections(rank: int) -> list[int]:
                     optimizer.step()
                     optimizer.zero_grad()
                     time.sleep(0.3)
-                join._channel.roll_call()
+                channel_of(join).roll_call()
             counts.append(len(made))
     finally:
         for kind, clone in zip(kinds, clones, strict=True):
@@ -282,19 +284,21 @@ def test_connections_are_made_before_anything_is_trained(workers: Workers) -> No
 
 # ---------------------------------------------------------------- the end of the interpreter
 
+ROOT = Path(__file__).parent.parent
 END = """
 import atexit, os, sys, tempfile
 atexit.register(sum, range(6_000_000))  # in C: it does not let go of the interpreter's lock
 import torch, torch.distributed as dist
-from torch_join import _quiesce, open_channel
+from tests.inside import QUIESCE_PLACE, asked_at_exit
+from torch_join import open_channel
 calls = []
-quiesce = _quiesce._quiesce
-_quiesce._quiesce = lambda: (calls.append(1), quiesce())
+quiesce = getattr(*QUIESCE_PLACE)
+setattr(*QUIESCE_PLACE, lambda: (calls.append(1), quiesce()))
 atexit.register(lambda: calls.append(0))
 dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
-assert not _quiesce._asked
+assert not asked_at_exit
 open_channel(), open_channel()
-assert len(_quiesce._asked) == 1
+assert len(asked_at_exit) == 1
 atexit.register(lambda: (dist.all_reduce(torch.ones(1000)), calls.append(0)))
 atexit._run_exitfuncs()
 print(calls)
@@ -302,11 +306,12 @@ print(calls)
 
 
 def test_the_interpreter_waits_for_gloos_threads_after_other_handlers() -> None:
-    found = subprocess.run([sys.executable, "-c", END], capture_output=True, text=True, timeout=100)
+    found = subprocess.run([sys.executable, "-c", END], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == "[0, 0, 1]"
 
 
 def test_importing_asks_for_nothing() -> None:
-    code = "import torch_join._quiesce as q; print(len(q._asked))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n"
+    code = "from tests.inside import asked_at_exit; print(len(asked_at_exit))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"

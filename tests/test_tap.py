@@ -19,6 +19,7 @@ from tests.collectives import (
     Case,
     check,
 )
+from tests.inside import see
 from tests.party import listening
 from tests.workers import Workers
 from torch_join import UnsupportedError, _compat_c10d
@@ -187,11 +188,11 @@ def test_installing_takes_little_time() -> None:
 def test_what_the_tap_does_not_know_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     tap = CollectiveTap(lambda call: None, lambda r: True)
     with pytest.raises(UnsupportedError, match="c10d::all_new_ is newer than this version"):
-        tap._see("all_new_", {}, None)
+        see(tap, "all_new_", {})
     monkeypatch.setattr(_compat_c10d, "unbox_group", lambda boxed: boxed)
     monkeypatch.setattr(_compat_c10d, "group_ranks", lambda group: [])
     with pytest.raises(UnsupportedError, match=r"barrier on a process group that torch\.distributed does not know of"):
-        tap._see("barrier", {"process_group": None}, None)
+        see(tap, "barrier", {"process_group": None})
 
 
 def test_the_dispatcher_still_has_what_the_tap_relies_on() -> None:

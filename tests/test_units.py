@@ -1,8 +1,10 @@
 """The small pieces, without processes."""
 
+import ast
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,56 @@ def test_modules_are_private_and_short() -> None:
             assert path.name.startswith("_") or path.parent.name in ("loops", "joinables"), path
             assert len(path.read_text().splitlines()) <= 300, path
         assert (Path(str(package.__file__)).parent / "py.typed").exists()
+
+
+# Of torch, Lightning and torchmetrics: ours have attributes of these names too, which a scan cannot tell apart.
+THEIRS = {"_join_config", "_on_after_fetch", "_on_before_fetch", "_results", "_timeout", "_update_count"}
+
+
+SOURCES = [path for package in PACKAGES for path in Path(str(package.__file__)).parent.rglob("*.py")]
+MODULES = {path.stem for path in SOURCES} | {path.parent.name for path in SOURCES}  # which may be imported
+
+
+def private_names() -> set[str]:
+    """Return the private names that the packages define: of functions, classes, variables and attributes."""
+    names: set[str] = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {name for name in names if name.startswith("_") and name.strip("_") and not name.endswith("__")}
+
+
+def reached_into(source: str, private: set[str]) -> Iterator[str]:
+    """Yield the private names that a source asks others for: by attribute, `getattr` and the like, or import."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[object] = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            names = [node.attr]
+        elif isinstance(node, ast.Call):
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names if alias.name not in MODULES]
+        yield from (name for name in names if isinstance(name, str) and name in private - THEIRS)
+
+
+def test_what_tests_know_of_the_inside_is_in_one_file() -> None:
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "inside.py"]
+    private = private_names()
+    assert {path.name: found for path in paths if (found := [*reached_into(path.read_text(), private)])} == {}
+
+
+def test_the_scan_for_private_names_can_fail() -> None:
+    source = """
+from torch_join import _beats
+from torch_join._transfer import _LARGE
+join._channel._store.num_keys()
+monkeypatch.setattr(_digest, "_tiles", None)
+model._join_config, self._said, torch._unknown
+"""
+    assert {*reached_into(source, private_names())} == {"_LARGE", "_channel", "_store", "_tiles"}
 
 
 FORBIDDEN = {

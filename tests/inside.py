@@ -1,0 +1,137 @@
+"""What tests look at and change inside the packages, in one place: where a private name moves, this file follows."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from torch_join import (
+    _beats,
+    _codec,
+    _compat_c10d,
+    _compat_metrics,
+    _digest,
+    _nesting,
+    _optimizers,
+    _quiesce,
+    _replicas,
+    _transfer,
+)
+from torch_join._beats import Beats
+from torch_join._store_channel import StoreChannel
+from torch_join._tap import CollectiveTap
+from torch_join.joinables import metric
+from torch_join.joinables.model import ModelPart
+
+# What tests read or call.
+MODEL_AVERAGING_FOLDER = _compat_c10d._MODEL_AVERAGING_FOLDER
+PASSING_ON, concatenates = _compat_metrics._PASSING_ON, _compat_metrics._concatenates
+REVIVERS, dtypes = _codec._REVIVERS, _codec._dtypes
+LARGE, buckets_of, cpu_groups = _transfer._LARGE, _transfer._buckets, _transfer._cpu_groups
+FULL, TILE = _beats._FULL, _digest._TILE
+Override = metric._Override
+entered_joins, asked_at_exit = _nesting._entered, _quiesce._asked
+
+# What tests replace: a module, and a name in it.
+FULL_PLACE = (_beats, "_FULL")
+TILES_PLACE = (_digest, "_tiles")
+PLACES_PLACE = (_optimizers, "_places")
+SET_TRAINING_PLACE = (_replicas, "_set_training")
+QUIESCE_PLACE = (_quiesce, "_quiesce")
+
+
+def transfer_sizes(bucket: int = _transfer.BUCKET_BYTES, large: int = LARGE) -> AbstractContextManager[Any]:
+    """Have the handover send tensors from `large` bytes on alone, and the others in buckets of at most `bucket`."""
+    return mock.patch.multiple(_transfer, BUCKET_BYTES=bucket, _LARGE=large)
+
+
+# ---------------------------------------------------------------- a channel
+
+
+def store_of(channel: StoreChannel | Beats) -> Any:
+    return channel._store
+
+
+def presence_store(channel: StoreChannel) -> Any:
+    """The store that roll calls are held over: a connection of its own."""
+    assert channel._presence is not None
+    return channel._presence._store
+
+
+def who_answers(channel: StoreChannel) -> list[int]:
+    """Call the roll; wait for all."""
+    assert channel._presence is not None
+    return list(channel._presence.call(lambda _: False))
+
+
+def keys_to_delete(channel: StoreChannel) -> deque[str]:
+    return channel._read
+
+
+def forget_failure(channel: StoreChannel) -> None:
+    """Have the channel look again whether a rank has failed."""
+    channel._heard = None
+
+
+def delay_next_wait(channel: Any, seconds: float) -> None:
+    wait = channel._wait
+
+    def wait_late(*args: Any) -> Any:
+        channel._wait = wait
+        time.sleep(seconds)
+        return wait(*args)
+
+    channel._wait = wait_late
+
+
+# ---------------------------------------------------------------- a `Join`, and its parts
+
+
+def channel_of(join: Any) -> StoreChannel:
+    assert isinstance(join._channel, StoreChannel)
+    return join._channel
+
+
+def given_objects(join: Any) -> list[Any]:
+    found: list[Any] = join._objects
+    return found
+
+
+def unwritten(join: Any) -> list[Any]:
+    """What has been announced, and is not in the log yet."""
+    found: list[Any] = join._said
+    return found
+
+
+def accelerate_loops() -> Any:
+    """The loops of all Accelerators that have begun and not ended."""
+    from accelerate_join import _batches  # many tests need no Accelerate
+
+    return _batches._loops
+
+
+def installed_tap() -> CollectiveTap | None:
+    return CollectiveTap._installed
+
+
+def see(tap: CollectiveTap, operator: str, arguments: dict[str, Any]) -> Any:
+    """Have the tap see a call of an operator of `torch.distributed`."""
+    return tap._see(operator, arguments, None)
+
+
+def gradient_hook(begin: Callable[[], float]) -> Callable[[tuple[Tensor, ...]], Any]:
+    """Return a model's hook on gradients, where `begin` finds the factor when a backward begins."""
+
+    class Part(ModelPart):
+        def __init__(self) -> None:
+            self._task, self._factor, self._beginning = -1, 1.0, threading.Lock()
+
+        def _begin_backward(self) -> None:
+            self._factor = begin()
+
+    return Part()._before_gradient
