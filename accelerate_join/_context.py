@@ -18,7 +18,7 @@ from accelerate_join import _accelerator, _compat
 from accelerate_join._gather import Operations
 from accelerate_join._loaders import PreparedReader, even_batches_set, is_prepared, loops_joined
 from torch_join import Join, JoinError, JoinTypeError, UnsupportedError, Weighting
-from torch_join._arguments import listed
+from torch_join.integration import listed
 
 T = TypeVar("T")
 

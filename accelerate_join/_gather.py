@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelerate_join import _compat
 from torch_join import JoinError
-from torch_join.joinables import Part
+from torch_join.integration import Part
 
 if TYPE_CHECKING:
     from accelerate_join._context import AcceleratorJoin

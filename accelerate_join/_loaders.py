@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from accelerate_join import _compat
 from torch_join import JoinError
-from torch_join._reader import Reader
+from torch_join.integration import Reader
 
 if TYPE_CHECKING:
     from accelerate_join._context import AcceleratorJoin

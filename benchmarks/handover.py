@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from torch_join import Channel, open_channel
-from torch_join._handover import checksum, hand_over
+from torch_join._handover.handover import checksum, hand_over
+from torch_join.integration import Channel, open_channel
 
 STATUS = Path("/proc/self/status")
 PEAK_RESET = Path("/proc/self/clear_refs")

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from torch_join import LockstepJoin, StepServer, UnsupportedError
+from torch_join import UnsupportedError
+from torch_join.integration import LockstepJoin, StepServer
 
 
 class StepCollectives(DDPStrategy):

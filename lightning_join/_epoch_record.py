@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from torch_join import closed
+from torch_join.integration import closed
 
 # With more ranks, values are logged and written as minimum, mean and maximum.
 MOST_RANKS = 16

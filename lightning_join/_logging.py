@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_join._compat import ResultCollection, ResultMetric
 from lightning_join._step_values import Logged, is_synced, syncs_in_forward
-from torch_join import Channel, UnsupportedError, name_ranks
+from torch_join import UnsupportedError
+from torch_join.integration import Channel, name_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_join import Changes, ModelShadow, Part, StepMirror, StepServer, UnsupportedError, take_hyperparameters
+from torch_join import UnsupportedError
+from torch_join.integration import Changes, ModelShadow, Part, StepMirror, StepServer, take_hyperparameters
 
 if TYPE_CHECKING:
     from lightning_join._strategy import DDPJoinStrategy

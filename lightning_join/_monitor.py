@@ -15,7 +15,8 @@ from lightning_join._epoch_record import EpochRecord, RankRecord
 from lightning_join._packages import check_trainer
 from lightning_join._strategy import DDPJoinStrategy
 from lightning_join._timeline import check_plot, draw_timeline
-from torch_join import Channel, JoinTypeError, JoinValueError
+from torch_join import JoinTypeError, JoinValueError
+from torch_join.integration import Channel
 
 
 class JoinMonitor(Callback):

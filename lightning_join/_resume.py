@@ -14,7 +14,8 @@ from lightning_join import _compat
 from lightning_join._compat import FitLoop
 from lightning_join._fetcher import Place, ReadAheadFetcher
 from lightning_join._resumable import epochs_of
-from torch_join import UnsupportedError, name_ranks
+from torch_join import UnsupportedError
+from torch_join.integration import name_ranks
 
 _KEY = "torch_join"
 

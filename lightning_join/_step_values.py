@@ -15,8 +15,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_join._compat import Metadata, ResultCollection, ResultMetric, Sync, default_dtype, mark_updated
-from torch_join import UnsupportedError, closed
-from torch_join.joinables import Part
+from torch_join import UnsupportedError
+from torch_join.integration import Part, closed
 
 if TYPE_CHECKING:
     from lightning_join._strategy import DDPJoinStrategy

@@ -25,15 +25,13 @@ from lightning_join._samplers import mark_injected, without_padding
 from lightning_join._step_values import StepValues
 from lightning_join._supported import check_module, check_optimizers, check_strategy, check_timeout
 from lightning_join._takeover import take_over
-from torch_join import (
+from torch_join import PeerFailedError, UnsupportedError, Weighting
+from torch_join.integration import (
     Channel,
     LockstepJoin,
     ModelShadow,
     ModuleMetrics,
-    PeerFailedError,
     StepServer,
-    UnsupportedError,
-    Weighting,
     open_channel,
     resolve_weighting,
     telling_failures,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from torch_join._call import OBJECT_OPERATIONS
-from torch_join._neutral import ENTRIES
+from torch_join._collectives.call import OBJECT_OPERATIONS
+from torch_join._collectives.neutral import ENTRIES
 
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -10,22 +10,20 @@ from unittest import mock
 
 from torch import Tensor
 
-from torch_join import (
-    _beats,
-    _codec,
-    _compat_c10d,
-    _compat_metrics,
-    _digest,
-    _nesting,
-    _optimizers,
-    _quiesce,
-    _replicas,
-    _transfer,
-)
-from torch_join._beats import Beats
-from torch_join._store_channel import StoreChannel
-from torch_join._tap import CollectiveTap
-from torch_join.joinables import metric
+from torch_join._base import compat_metrics as _compat_metrics
+from torch_join._collectives import compat as _compat_c10d
+from torch_join._collectives.tap import CollectiveTap
+from torch_join._control import beats as _beats
+from torch_join._control import codec as _codec
+from torch_join._control import quiesce as _quiesce
+from torch_join._control.beats import Beats
+from torch_join._control.store_channel import StoreChannel
+from torch_join._handover import digest as _digest
+from torch_join._handover import optimizers as _optimizers
+from torch_join._handover import replicas as _replicas
+from torch_join._handover import transfer as _transfer
+from torch_join._tail import nesting as _nesting
+from torch_join.joinables._metrics import metric
 from torch_join.joinables.model import ModelPart
 
 # What tests read or call.

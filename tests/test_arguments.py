@@ -17,7 +17,7 @@ from tests.accelerated import accelerator_of
 from tests.joinables import WorldJoinable
 from tests.workers import Workers
 from torch_join import Join, JoinableModel, JoinTypeError, JoinValueError
-from torch_join._arguments import check_options
+from torch_join.joinables.arguments import check_options
 
 MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model": (

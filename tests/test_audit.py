@@ -20,9 +20,11 @@ from torch.utils.data import DistributedSampler
 
 from tests.inside import PLACES_PLACE, SET_TRAINING_PLACE, TILES_PLACE
 from tests.workers import Workers
-from torch_join import Channel, Join, _optimizers, open_channel
-from torch_join._audit import Audit
-from torch_join._digest import checksums
+from torch_join import Join
+from torch_join._handover.handover import optimizers as _optimizers
+from torch_join._handover.handover.audit import Audit
+from torch_join._handover.handover.digest import checksums
+from torch_join.integration import Channel, open_channel
 
 UNEVEN = ((2, 4), (3, 3), (4, 1))
 

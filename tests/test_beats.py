@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.inside import FULL, FULL_PLACE, store_of
-from torch_join._beats import Beats
-from torch_join._channel import Beat
+from torch_join._control.beats import Beats
+from torch_join._control.channel import Beat
 
 positions: dict[int, Any] = {}  # by loop, of the rank that left last
 

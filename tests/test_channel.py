@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from tests.inside import keys_to_delete, store_of
 from tests.workers import Workers, connect
-from torch_join import Channel, JoinTimeoutError, JoinValueError, PeerFailedError, open_channel, telling_failures
-from torch_join._channel import Beat
-from torch_join._codec import MAX_BYTES
-from torch_join._store_channel import StoreChannel
+from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
+from torch_join._control.channel import Beat
+from torch_join._control.codec import MAX_BYTES
+from torch_join._control.store_channel import StoreChannel
+from torch_join.integration import Channel, open_channel, telling_failures
 
 
 def test_a_world_of_one_needs_no_store() -> None:

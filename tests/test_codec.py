@@ -16,12 +16,14 @@ import torch
 
 import torch_join
 from tests.inside import REVIVERS, dtypes
-from torch_join import JoinError, JoinTypeError, _codec, take_hyperparameters
-from torch_join._call import Call, TensorSpec
-from torch_join._channel import Status
-from torch_join._codec import Malformed, check, decode, encode, is_closed
-from torch_join._mirror import Changes
-from torch_join.joinables._verdicts import CLEARED, FULL, KEPT, NONE, Runs, State, runs_of, states_of
+from torch_join import JoinError, JoinTypeError
+from torch_join._collectives.call import Call, TensorSpec
+from torch_join._control import codec as _codec
+from torch_join._control.channel import Status
+from torch_join._control.codec import Malformed, check, decode, encode, is_closed
+from torch_join._handover.handover.mirror import Changes
+from torch_join.integration import take_hyperparameters
+from torch_join.joinables._gradients.evidence.verdicts import CLEARED, FULL, KEPT, NONE, Runs, State, runs_of, states_of
 
 CALL = Call(
     "all_reduce",
@@ -295,7 +297,7 @@ def test_types_are_checked(value: Any, of: Any, fits: bool) -> None:
 
 UNPICKLERS = {"loads", "load", "Unpickler", "_unpickle", "eval", "exec", "marshal"}
 # What comes over the process group only; see there.
-ALLOWED = {("_objects.py", "pickle.loads"), ("_state.py", "pickle.Unpickler")}
+ALLOWED = {("objects.py", "pickle.loads"), ("state.py", "pickle.Unpickler")}
 
 
 def unpickling(path: Path) -> set[tuple[str, str]]:
@@ -330,10 +332,11 @@ def test_nothing_from_the_store_is_unpickled(tmp_path: Path) -> None:
 
 
 def test_what_unpickles_knows_no_store() -> None:
-    for name in ("_objects.py", "_state.py"):
-        text = (Path(torch_join.__file__).parent / name).read_text()
+    for name in ("objects.py", "state.py"):
+        text = (Path(torch_join.__file__).parent / "_handover" / name).read_text()
         assert "store" not in {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
         assert "_channel" not in text
+        assert "_control.channel" not in text
 
 
 def test_states_of_gradients_go_as_runs() -> None:

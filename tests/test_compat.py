@@ -24,7 +24,7 @@ from torchmetrics import Metric
 
 from lightning_join import _compat
 from tests.inside import MODEL_AVERAGING_FOLDER
-from torch_join import _compat as torch_compat
+from torch_join._base import compat as torch_compat
 
 TRAINER = pl.Trainer(
     accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, barebones=False

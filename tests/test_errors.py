@@ -19,7 +19,8 @@ from lightning_join import DDPJoinStrategy
 from tests.cases import Batch, Case, Module, build_trainer
 from tests.joinables import WorldJoinable
 from tests.workers import Outcome, Workers
-from torch_join import EarlyTerminationError, JoinTypeError, JoinValueError, UnsupportedError, resolve_weighting
+from torch_join import EarlyTerminationError, JoinTypeError, JoinValueError, UnsupportedError
+from torch_join.integration import resolve_weighting
 
 # ---------------------------------------------------------------- arguments
 

@@ -12,8 +12,9 @@ from torch.optim import lr_scheduler as schedulers
 
 from tests.inside import transfer_sizes
 from tests.workers import Workers
-from torch_join import _compat_state, open_channel
-from torch_join._handover import checksum, hand_over
+from torch_join._handover.handover import compat as _compat_state
+from torch_join._handover.handover.handover import checksum, hand_over
+from torch_join.integration import open_channel
 
 
 class Odd(nn.Module):

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.workers import Workers
 from torch_join import Join, JoinError
-from torch_join._codec import decode, encode
-from torch_join._hyperparameters import Hyperparameters, Steps, Words, compare, hyperparameters
+from torch_join._base.hyperparameters import Hyperparameters, Steps, Words, compare, hyperparameters
+from torch_join._control.codec import decode, encode
 
 
 def optimizer_of(groups: int = 1, **options: Any) -> torch.optim.AdamW:

@@ -19,8 +19,8 @@ from tests.test_neutral import FORMS, supported
 from tests.test_refusals import issue_refused
 from tests.workers import Workers
 from torch_join import Join, UnsupportedError
-from torch_join._call import REFUSALS
-from torch_join._neutral import ENTRIES, REDUCTIONS
+from torch_join._collectives.call import REFUSALS
+from torch_join._collectives.neutral import ENTRIES, REDUCTIONS
 
 MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
 WORLDS = [(1, 3), (3, 1), (1, 3, 2), (3, 1, 1), (0, 2, 2)]

@@ -29,7 +29,8 @@ from tests.loops import Models, Program, Stream, reference
 from tests.loops import Outcome as Trained
 from tests.test_join import assert_same_bits
 from tests.workers import Outcome, Workers, connect
-from torch_join import Join, _compat_c10d
+from torch_join import Join
+from torch_join._collectives import compat as _compat_c10d
 
 TIMEOUT = 2.0  # of the process group and of `Join`, in seconds
 GRACE = 5.0  # "a few seconds"

@@ -18,7 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.inside import entered_joins, installed_tap
 from tests.workers import Workers
-from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError, _compat, _compat_c10d
+from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError
+from torch_join._base import compat as _compat
+from torch_join._collectives import compat as _compat_c10d
 
 LOG: list[str] = []
 

@@ -30,7 +30,8 @@ from torchmetrics.retrieval import RetrievalMAP
 
 from tests.inside import PASSING_ON, concatenates
 from tests.workers import Workers, connect
-from torch_join import Join, JoinValueError, UnsupportedError, _compat_metrics
+from torch_join import Join, JoinValueError, UnsupportedError
+from torch_join._base import compat_metrics as _compat_metrics
 
 # torchmetrics says so of metrics that keep all samples.
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets:UserWarning")

@@ -23,7 +23,8 @@ from tests.cases import (
     result_of,
 )
 from tests.workers import Workers
-from torch_join import JoinTypeError, ModelShadow, UnsupportedError
+from torch_join import JoinTypeError, UnsupportedError
+from torch_join.integration import ModelShadow
 
 TINY = {"bucket_cap_mb": 0.0001}
 UNUSED = {"find_unused_parameters": True}

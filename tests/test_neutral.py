@@ -27,10 +27,10 @@ from tests.collectives import (
 )
 from tests.party import Party
 from tests.workers import Workers
-from torch_join._call import REFUSALS
-from torch_join._errors import JoinError
-from torch_join._neutral import ENTRIES, REDUCTIONS, mirror
-from torch_join._tap import Call
+from torch_join._base.errors import JoinError
+from torch_join._collectives.call import REFUSALS
+from torch_join._collectives.neutral import ENTRIES, REDUCTIONS, mirror
+from torch_join._collectives.tap import Call
 
 
 def _cases(world_size: int, joined: int) -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:

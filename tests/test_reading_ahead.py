@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.workers import Workers
 from torch_join import Join, JoinValueError
-from torch_join._reader import Reader
+from torch_join._tail.reader import Reader
 
 
 class Loader:

@@ -15,8 +15,8 @@ from torch.nn.modules import _functions
 from tests.party import listening
 from tests.workers import Workers
 from torch_join import UnsupportedError
-from torch_join._call import REFUSALS
-from torch_join._tap import Call, CollectiveTap
+from torch_join._collectives.call import REFUSALS
+from torch_join._collectives.tap import Call, CollectiveTap
 
 
 def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:

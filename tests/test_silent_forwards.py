@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.cases import difference
 from tests.inside import gradient_hook
 from tests.workers import Workers
-from torch_join import EarlyTerminationError, Join, _compat
+from torch_join import EarlyTerminationError, Join
+from torch_join._base import compat as _compat
 
 SHORT = timedelta(seconds=10)
 Apply = Callable[[Tensor], Tensor]

@@ -11,8 +11,8 @@ from torch.distributed.nn.functional import all_reduce
 from tests.cases import Batch, Case, Net, Result, assert_same_bits, build_trainer, difference, loss_of, result_of
 from tests.joint import JointModule, joint_reference, returns_none
 from tests.workers import Workers
-from torch_join._compat import another_group
-from torch_join._compat_c10d import groups_of_this_rank
+from torch_join._base.compat import another_group
+from torch_join._collectives.compat import groups_of_this_rank
 
 
 def contrast(own: Tensor, gathered: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.inside import channel_of, forget_failure, presence_store, who_answers
 from tests.workers import Workers, connect
-from torch_join import Join, JoinError, open_channel, telling_failures
-from torch_join._channel import Channel, Status
-from torch_join._codec import encode
-from torch_join._hyperparameters import Words
-from torch_join._store_channel import StoreChannel
+from torch_join import Join, JoinError
+from torch_join._base.hyperparameters import Words
+from torch_join._control.channel import Channel, Status
+from torch_join._control.codec import encode
+from torch_join._control.store_channel import StoreChannel
+from torch_join.integration import open_channel, telling_failures
 
 SOON = 12.0  # seconds
 

@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.inside import channel_of
 from tests.workers import Workers, connect
-from torch_join import Join, JoinError, PeerFailedError, _compat, open_channel, telling_failures
-from torch_join._store_channel import StoreChannel
-from torch_join._tap import CollectiveTap
+from torch_join import Join, JoinError, PeerFailedError
+from torch_join._base import compat as _compat
+from torch_join._collectives.tap import CollectiveTap
+from torch_join._control.store_channel import StoreChannel
+from torch_join.integration import open_channel, telling_failures
 
 
 def model_and_optimizer() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
@@ -290,7 +292,7 @@ import atexit, os, sys, tempfile
 atexit.register(sum, range(6_000_000))  # in C: it does not let go of the interpreter's lock
 import torch, torch.distributed as dist
 from tests.inside import QUIESCE_PLACE, asked_at_exit
-from torch_join import open_channel
+from torch_join.integration import open_channel
 calls = []
 quiesce = getattr(*QUIESCE_PLACE)
 setattr(*QUIESCE_PLACE, lambda: (calls.append(1), quiesce()))

@@ -22,11 +22,12 @@ from tests.collectives import (
 from tests.inside import see
 from tests.party import listening
 from tests.workers import Workers
-from torch_join import UnsupportedError, _compat_c10d
-from torch_join._call import OBJECT_OPERATIONS
-from torch_join._errors import JoinError
-from torch_join._neutral import ENTRIES, REDUCTIONS
-from torch_join._tap import Call, CollectiveTap
+from torch_join import UnsupportedError
+from torch_join._base.errors import JoinError
+from torch_join._collectives import compat as _compat_c10d
+from torch_join._collectives.call import OBJECT_OPERATIONS
+from torch_join._collectives.neutral import ENTRIES, REDUCTIONS
+from torch_join._collectives.tap import Call, CollectiveTap
 
 
 class _Checkpointed(torch.nn.Sequential):

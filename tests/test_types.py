@@ -46,15 +46,15 @@ def look(tensors: Iterable[Tensor], pairs: DataLoader[tuple[Tensor, int]], own: 
 """
 
 REVEALED = [
-    "torch_join._join.Join",
+    "torch_join.join.Join",
     "torch._tensor.Tensor",
     "tuple[torch._tensor.Tensor, int]",
     "dict[str, torch._tensor.Tensor]",
     "torch._tensor.Tensor",
-    "torch_join._join.Join",
+    "torch_join.join.Join",
     "tuple[torch._tensor.Tensor, int]",
     "tuple[torch._tensor.Tensor, int]",
-    "torch_join._join.Join",
+    "torch_join.join.Join",
     "torch._tensor.Tensor",
 ]
 

@@ -222,7 +222,7 @@ def connect() -> None:
 
     Where names resolve slowly, torch takes five seconds for one now and then, which an outcome's `seconds` leave out.
     """
-    from torch_join import open_channel
+    from torch_join.integration import open_channel
 
     channel = open_channel()
     while len(channel.roll_call()) < dist.get_world_size():

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from torch_join import Channel, LockstepJoin, ModuleMetrics
+from torch_join.integration import Channel, LockstepJoin, ModuleMetrics
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_join import _compat
 from lightning_join._compat import Stateful, parse_num_batches, sized_len
 from lightning_join._samplers import sharded_samples
-from torch_join import Channel, JoinValueError, closed, name_ranks
+from torch_join import JoinValueError
+from torch_join.integration import Channel, closed, name_ranks
 
 
 class DataloaderError(JoinValueError, MisconfigurationException):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_join.loops import _loaders
-from torch_join import StepServer, UnsupportedError
+from torch_join import UnsupportedError
+from torch_join.integration import StepServer
 
 if TYPE_CHECKING:
     from lightning_join._strategy import DDPJoinStrategy

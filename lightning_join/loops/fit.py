@@ -20,7 +20,7 @@ from lightning_join._resume import ResumingFitLoop
 from lightning_join.loops import _loaders
 from lightning_join.loops._access import channel_of, metrics_of, strategy_of
 from lightning_join.loops._tuning import is_finding_learning_rate
-from torch_join import name_ranks
+from torch_join.integration import name_ranks
 
 
 class JoinFitLoop(ResumingFitLoop):

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._compat_state import is_sharded
-from torch_join._errors import JoinTypeError
-from torch_join.joinables._clears import Clears, innermost_optimizer
-from torch_join.joinables._joinable import unwrap
-from torch_join.joinables._part import Part
-from torch_join.joinables._refused import check_supported
+from torch_join._base.errors import JoinTypeError
+from torch_join._handover.compat import is_sharded
+from torch_join.joinables._gradients.clears import Clears, innermost_optimizer
+from torch_join.joinables._metrics.metric import JoinableMetric, MetricPart, holds_metrics
+from torch_join.joinables._metrics.module_metrics import ModuleMetrics
+from torch_join.joinables._torch.joinable import unwrap
+from torch_join.joinables._torch.joinable_model import JoinableModel
 from torch_join.joinables.custom import CustomPart
-from torch_join.joinables.forgotten import ForgottenPart
 from torch_join.joinables.gather import GatherPart
-from torch_join.joinables.joinable_model import JoinableModel
-from torch_join.joinables.metric import JoinableMetric, MetricPart, holds_metrics
+from torch_join.joinables.missing import ForgottenPart
 from torch_join.joinables.model import ModelPart
-from torch_join.joinables.module_metrics import ModuleMetrics
 from torch_join.joinables.optimizer import JoinableOptimizer, ShardedOptimizerPart
+from torch_join.joinables.part import Part
+from torch_join.joinables.refused import check_supported
 from torch_join.joinables.state import JoinableState
 from torch_join.joinables.ungiven import UngivenModelPart, ungiven
 
 if TYPE_CHECKING:
-    from torch_join._join import Join
+    from torch_join.join import Join
 
 __all__ = [
     "Clears",

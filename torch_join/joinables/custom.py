@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.algorithms.join import Joinable
 
-from torch_join.joinables._part import Part
+from torch_join.joinables.part import Part
 
 if TYPE_CHECKING:
-    from torch_join._join import Join
+    from torch_join.join import Join
 
 
 class CustomPart(Part):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_join import _compat
-from torch_join._errors import UnsupportedError
-from torch_join.joinables._part import Part
+from torch_join._base import compat as _compat
+from torch_join._base.errors import UnsupportedError
+from torch_join.joinables.part import Part
 
 
 class GatherPart(Part):

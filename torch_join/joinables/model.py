@@ -17,19 +17,19 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from torch_join import _compat
-from torch_join._reader import count_samples
-from torch_join._shadow import ModelShadow
-from torch_join.joinables._gradients import Gradients
-from torch_join.joinables._hook import Hook
-from torch_join.joinables._leftovers import settle
-from torch_join.joinables._part import Part
-from torch_join.joinables._second_backward import SecondBackward
-from torch_join.joinables._testimony import Testimony
-from torch_join.joinables._verdicts import CLEARED, UNKNOWN, Runs, State, common_verdict, runs_of, states_of
+from torch_join._base import compat as _compat
+from torch_join._shadow.model import ModelShadow
+from torch_join._tail.reader import count_samples
+from torch_join.joinables._gradients.evidence import Gradients
+from torch_join.joinables._gradients.leftovers import settle
+from torch_join.joinables._gradients.second_backward import SecondBackward
+from torch_join.joinables._gradients.testimony import Testimony
+from torch_join.joinables._gradients.verdicts import CLEARED, UNKNOWN, Runs, State, common_verdict, runs_of, states_of
+from torch_join.joinables.hook import Hook
+from torch_join.joinables.part import Part
 
 if TYPE_CHECKING:
-    from torch_join._join import Join
+    from torch_join.join import Join
 
 
 class ModelPart(Part):

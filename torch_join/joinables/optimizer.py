@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_join import _compat
-from torch_join._compat_state import is_sharded
-from torch_join._errors import JoinTypeError, UnsupportedError
-from torch_join._hyperparameters import take_hyperparameters
-from torch_join.joinables._joinable import WrappingJoinable
-from torch_join.joinables._part import Part
+from torch_join._base import compat as _compat
+from torch_join._base.errors import JoinTypeError, UnsupportedError
+from torch_join._base.hyperparameters import take_hyperparameters
+from torch_join._handover.compat import is_sharded
+from torch_join.joinables._torch.joinable import WrappingJoinable
+from torch_join.joinables.part import Part
 
 if TYPE_CHECKING:
-    from torch_join._join import Join
+    from torch_join.join import Join
 
 
 class ShardedOptimizerPart(Part):

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._compat_state import is_sharded
-from torch_join._errors import JoinTypeError
-from torch_join._state import has_state
-from torch_join.joinables._joinable import WrappingJoinable
-from torch_join.joinables.metric import holds_metrics
+from torch_join._base.errors import JoinTypeError
+from torch_join._handover.compat import is_sharded
+from torch_join._handover.state import has_state
+from torch_join.joinables._metrics.metric import holds_metrics
+from torch_join.joinables._torch.joinable import WrappingJoinable
 
 
 class JoinableState(WrappingJoinable):

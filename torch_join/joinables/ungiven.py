@@ -16,11 +16,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._errors import UnsupportedError, name_ranks
-from torch_join.joinables._part import Part
+from torch_join._base.errors import UnsupportedError, name_ranks
+from torch_join.joinables.part import Part
 
 if TYPE_CHECKING:
-    from torch_join._join import Join
+    from torch_join.join import Join
 
 
 class UngivenModelPart(Part):

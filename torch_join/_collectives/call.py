@@ -1,0 +1,257 @@
+"""A collective as a description that another rank can act upon, and what cannot be described."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_join._collectives import compat as _compat_c10d
+from torch_join._control.codec import brief, closed
+
+OBJECT_OPERATIONS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+OPERATIONS = frozenset({*_compat_c10d.OPERATORS.values(), *OBJECT_OPERATIONS})
+_FROM_ROOT = ("broadcast", "scatter", "broadcast_object_list", "scatter_object_list")
+
+
+class Refusal(NamedTuple):
+    """Something that a joined rank cannot take part in.
+
+    Attributes:
+        what: What it is, for the docs.
+        why: Why a joined rank cannot.
+        instead: What to use instead.
+
+    """
+
+    what: str
+    why: str
+    instead: str
+
+
+_POINT_TO_POINT = Refusal(
+    "`send`, `recv`, `isend`, `irecv`, `batch_isend_irecv`, `send_object_list`, `recv_object_list`",
+    "only the ranks at both ends know of it",
+    "a collective such as `broadcast` or `all_gather`, or communicate outside of the loop",
+)
+_JOINED_ROOT = Refusal(
+    "`broadcast`, `scatter`, `broadcast_object_list` and `scatter_object_list` from a rank that has joined",
+    "the source has joined and has nothing new to send",
+    "a source that is active: `join.active_ranks[0]`",
+)
+_UNEQUAL = Refusal(
+    "`all_to_all` and `all_to_all_single` with unequal sizes",
+    "each receiver alone knows how much it expects of a joined rank",
+    "equal sizes, padded where necessary",
+)
+_INTEGER_AVERAGE = Refusal(
+    "`ReduceOp.AVG` of integers",
+    "the mean over the active ranks alone cannot be had by scaling integers",
+    "`ReduceOp.SUM`, and divide by the number of active ranks",
+)
+_PREMUL_SUM = Refusal(
+    "`ReduceOp.PREMUL_SUM`",
+    "its factor is not visible from outside",
+    "`ReduceOp.SUM` of the multiplied tensor",
+)
+_BACKWARD = Refusal(
+    "any collective in backward, such as those of `torch.distributed.nn.functional`",
+    "in backward a joined rank cannot know its place among DistributedDataParallel's own all-reduces",
+    "a collective on detached tensors in the forward pass",
+)
+_FSDP = Refusal(
+    "the forward of a model that is sharded by FSDP",
+    "it needs the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
+    "DistributedDataParallel, or the same number of batches on every rank",
+)
+_MODEL_AVERAGING = Refusal(
+    "the averaging of parameters by `torch.distributed.algorithms.model_averaging`",
+    "it divides the sum of all ranks' parameters by the world size, and a rank that has joined does not train its own",
+    "DistributedDataParallel, which averages gradients, or the same number of batches on every rank",
+)
+_SYNC_BATCH_NORM = Refusal(
+    "`SyncBatchNorm`",
+    "SyncBatchNorm issues collectives in backward, where a joined rank cannot know their place",
+    "`BatchNorm`, or a layer that normalizes within a sample, such as `GroupNorm`",
+)
+REFUSALS = (
+    _POINT_TO_POINT,
+    _JOINED_ROOT,
+    _UNEQUAL,
+    _INTEGER_AVERAGE,
+    _PREMUL_SUM,
+    _BACKWARD,
+    _FSDP,
+    _MODEL_AVERAGING,
+    _SYNC_BATCH_NORM,
+)
+
+
+_MOST_ELEMENTS = 1 << 40  # of one tensor: more than any device holds
+_MOST_OBJECTS = 1 << 20
+
+
+@closed("stand-in")
+class TensorSpec(NamedTuple):
+    """What a stand-in for a tensor must look like (`sparse_dim` is `None` for a dense one)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sparse_dim: int | None = None
+
+    def validate(self) -> None:
+        """Raise a `ValueError` if there can be no such tensor."""
+        # The product last: that of many or long numbers takes seconds, in which no other thread runs.
+        few = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
+        if not few or math.prod(self.shape) > _MOST_ELEMENTS:
+            raise ValueError(f"no tensor has the shape {brief(self.shape)}")
+        if self.sparse_dim is not None and not 0 <= self.sparse_dim <= len(self.shape):
+            raise ValueError(f"{self.sparse_dim} sparse dimensions of {len(self.shape)}")
+
+
+@closed("call")
+@dataclass(frozen=True)
+class Call:
+    """A collective that an active rank issues, and all that a joined rank needs to take part.
+
+    Attributes:
+        operation: Its name in `torch.distributed` (an object collective is one operation).
+        group: The name of its process group.
+        device: The type of the device that its tensors are on.
+        inputs: The tensors it sends, or in which it both sends and receives; lists are flattened.
+        outputs: The tensors it receives.
+        reduce_op: The name of the reduce operation.
+        root: The source or destination, as a global rank.
+        objects: The number of objects of a `broadcast_object_list`.
+        timeout: How long a `monitored_barrier` waits, in seconds.
+        wait_all_ranks: The argument of a `monitored_barrier`.
+
+    """
+
+    operation: str
+    group: str
+    device: str = "cpu"
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    reduce_op: str | None = None
+    root: int | None = None
+    objects: int = 0
+    timeout: float | None = None
+    wait_all_ranks: bool = False
+
+    def validate(self) -> None:
+        """Raise a `ValueError` if there can be no such collective."""
+        if self.operation not in OPERATIONS:
+            raise ValueError(f"no collective is called {self.operation[:60]!r}")
+        if self.reduce_op is not None and self.reduce_op not in dist.ReduceOp.RedOpType.__members__:
+            raise ValueError(f"no reduction is called {self.reduce_op[:60]!r}")
+        if not 0 <= self.objects <= _MOST_OBJECTS or not 0 <= (self.timeout or 0) < 1e9:
+            raise ValueError(f"{self.objects} objects, {self.timeout} seconds")
+        torch.device(self.device)
+
+
+def describe(operation: str, group: str, root: int | None, args: dict[str, Any]) -> Call:
+    """Describe a collective by its operator's arguments; an object collective by its first operator's."""
+    inputs, outputs = _tensors(args, "input", "tensor"), _tensors(args, "output")
+    device = next((tensor.device.type for tensor in (*inputs, *outputs)), "cpu")
+    if operation in OBJECT_OPERATIONS:
+        return Call(operation, group, device, root=root, objects=inputs[0].numel())
+    if operation == "barrier":
+        return Call(operation, group, device)
+    if operation == "monitored_barrier":
+        wait_all_ranks = bool(args.get("wait_all_ranks", False))
+        return Call(operation, group, device, timeout=args["timeout"] / 1000, wait_all_ranks=wait_all_ranks)
+    if operation == "gather":
+        outputs = []  # only the destination has some
+    if operation == "scatter":
+        inputs = []  # only the source has some
+    reduce_op = _compat_c10d.unbox_reduce_op(args["reduce_op"]) if "reduce_op" in args else None
+    return Call(operation, group, device, _specs(inputs), _specs(outputs), reduce_op, root)
+
+
+def starts_objects(name: str, operation: str, args: dict[str, Any]) -> bool:
+    """Whether a collective is the first of those that the object collective `name` is made of."""
+    if operation != ("all_gather" if "gather" in name else "broadcast"):
+        return False
+    # It is the exchange of sizes; the next one of its kind carries bytes.
+    return _tensors(args, "input", "tensor")[0].dtype == torch.int64
+
+
+def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _compat_c10d.Origin) -> Refusal | None:
+    """Return why joined ranks cannot take part in a collective, if they cannot.
+
+    Args:
+        call: Its description.
+        args: Its operator's arguments.
+        joined: The members of its group that have joined.
+        origin: Where it comes from.
+
+    """
+    if _compat_c10d.in_backward():
+        return _BACKWARD
+    if origin.is_fsdp:
+        return _FSDP
+    if origin.is_model_averaging:
+        return _MODEL_AVERAGING
+    if origin.is_sync_batch_norm:
+        return _SYNC_BATCH_NORM
+    if call.operation in ("send", "recv"):
+        return _POINT_TO_POINT
+    if call.operation in _FROM_ROOT and call.root in joined:
+        return _JOINED_ROOT
+    if call.operation in ("all_to_all", "all_to_all_single") and not _is_equal_exchange(call, args):
+        return _UNEQUAL
+    if call.reduce_op == "PREMUL_SUM":
+        return _PREMUL_SUM
+    if call.reduce_op == "AVG" and not all(spec.dtype.is_floating_point for spec in call.inputs):
+        return _INTEGER_AVERAGE
+    return None
+
+
+def scale_inputs(call: Call, args: dict[str, Any], factor: float, is_destination: bool) -> dict[str, Any]:
+    """Multiply what a reducing collective sends and return its operator's arguments with that.
+
+    A tensor is changed only where its content is lost to the result anyway.
+    """
+    in_place = "tensors" in args and (call.operation != "reduce" or is_destination)
+    if in_place:
+        # Inference mode, since tensors from there can be changed in there only.
+        with torch.inference_mode():
+            for tensor in _flat(args["tensors"]):
+                tensor.mul_(factor)
+        return args
+    with torch.no_grad():
+        return {
+            name: _multiplied(value, factor) if name.startswith(("input", "tensor")) else value
+            for name, value in args.items()
+        }
+
+
+def _multiplied(value: Any, factor: float) -> Any:
+    return value * factor if isinstance(value, Tensor) else [_multiplied(v, factor) for v in value]
+
+
+def _is_equal_exchange(call: Call, args: dict[str, Any]) -> bool:
+    if call.operation == "all_to_all":
+        return len({*call.inputs, *call.outputs}) == 1
+    splits = {*args.get("input_split_sizes", ()), *args.get("output_split_sizes", ())}
+    return call.inputs == call.outputs and len(splits) <= 1
+
+
+def _tensors(args: dict[str, Any], *prefixes: str) -> list[Tensor]:
+    return list(_flat([value for name, value in args.items() if name.startswith(prefixes) and "split" not in name]))
+
+
+def _flat(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            yield from _flat(value)
+
+
+def _specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(t.dtype, tuple(t.shape), t.sparse_dim() if t.is_sparse else None) for t in tensors)

@@ -1,0 +1,275 @@
+"""What a joined rank contributes to each collective, such that it does not change the active ranks' result."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_join._base.errors import JoinError
+from torch_join._collectives import compat as _compat_c10d
+from torch_join._collectives.call import Call, TensorSpec
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        # Not every float of eight bits has an infinity.
+        return -torch.inf if dtype.itemsize > 1 else torch.finfo(dtype).min
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _highest(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return -_lowest(dtype)
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _all_bits(dtype: torch.dtype) -> float:
+    # As a signed integer, all bits set is minus one. Backends have no bitwise operations on floats.
+    return -1 if dtype.is_signed else _highest(dtype)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a joined rank contributes to one reduce operation.
+
+    Attributes:
+        op: The name of the reduce operation.
+        contribution: What it contributes, in words.
+        result: What the active ranks get, in words.
+        value: What it contributes, by the tensors' dtype.
+
+    """
+
+    op: str
+    contribution: str
+    result: str
+    value: Callable[[torch.dtype], float]
+
+
+REDUCTIONS = (
+    Reduction("SUM", "zeros", "the sum over the active ranks", lambda _: 0),
+    Reduction("AVG", "zeros, and active ranks scale what they send", "the mean over the active ranks", lambda _: 0),
+    Reduction("PRODUCT", "ones", "the product over the active ranks", lambda _: 1),
+    Reduction("MIN", "the dtype's highest value", "the minimum over the active ranks", _highest),
+    Reduction("MAX", "the dtype's lowest value", "the maximum over the active ranks", _lowest),
+    Reduction("BAND", "all bits set", "the bitwise and over the active ranks", _all_bits),
+    Reduction("BOR", "zeros", "the bitwise or over the active ranks", lambda _: 0),
+    Reduction("BXOR", "zeros", "the bitwise exclusive or over the active ranks", lambda _: 0),
+)
+_VALUES = {reduction.op: reduction.value for reduction in REDUCTIONS}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a joined rank takes part in one operation.
+
+    Attributes:
+        operation: Its name in `torch.distributed`.
+        contribution: What a joined rank contributes, in words.
+        result: What the active ranks get, in words.
+        issue: Issues it on a joined rank, and waits if it can only be waited for.
+
+    """
+
+    operation: str
+    contribution: str
+    result: str
+    issue: Callable[[Call, dist.ProcessGroup], dist.Work | None]
+
+
+def begin(call: Call) -> dist.Work | None:
+    """Take part in a collective of the active ranks, without waiting for it.
+
+    Args:
+        call: Their description of it.
+
+    Returns:
+        The work to wait for; `None` if it is done, or if this rank is not a member of the group.
+
+    Raises:
+        JoinError: There is no such operation in the table.
+
+    """
+    entry = ENTRIES.get(call.operation)
+    if entry is None:
+        raise JoinError(f"An active rank announced {call.operation!r}, in which no joined rank can take part.")
+    group = _compat_c10d.group_named(call.group)
+    return None if group is None else entry.issue(call, group)
+
+
+def mirror(call: Call) -> None:
+    """Take part in a collective of the active ranks, and wait for it.
+
+    Args:
+        call: Their description of it. If this rank is not a member of its group, nothing happens.
+
+    Raises:
+        JoinError: There is no such operation in the table.
+
+    """
+    work = begin(call)
+    if work is not None:
+        work.wait()
+
+
+def _blank(specs: Sequence[TensorSpec], call: Call) -> list[Tensor]:
+    """Make what is received, or where nothing but zeros is sent."""
+    return [_filled(spec, 0, call.device) for spec in specs]
+
+
+def _neutral(specs: Sequence[TensorSpec], call: Call) -> list[Tensor]:
+    value = _VALUES[str(call.reduce_op)]
+    return [_filled(spec, value(spec.dtype), call.device) for spec in specs]
+
+
+def _filled(spec: TensorSpec, value: float, device: str) -> Tensor:
+    if spec.sparse_dim is None:
+        return torch.full(spec.shape, value, dtype=spec.dtype, device=device)
+    # What a sparse tensor does not name is zero, and neutral only in a sum, which is all that backends have.
+    indices = torch.empty((spec.sparse_dim, 0), dtype=torch.int64, device=device)
+    values = torch.empty((0, *spec.shape[spec.sparse_dim :]), dtype=spec.dtype, device=device)
+    return torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=False)
+
+
+def _options(kind: Any, call: Call, group: dist.ProcessGroup) -> Any:
+    options = kind()
+    options.asyncOp = True
+    if call.reduce_op is not None:
+        options.reduceOp = _compat_c10d.reduce_op(call.reduce_op)
+    if call.root is not None:
+        options.rootRank = dist.get_group_rank(group, call.root)
+    return options
+
+
+def _all_reduce(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    return group.allreduce(_neutral(call.inputs, call), _options(dist.AllreduceOptions, call, group))
+
+
+def _all_reduce_coalesced(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    options = _options(dist.AllreduceCoalescedOptions, call, group)
+    return group.allreduce_coalesced(_neutral(call.inputs, call), options)
+
+
+def _reduce(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    return group.reduce(_neutral(call.inputs, call), _options(dist.ReduceOptions, call, group))
+
+
+def _reduce_scatter(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    ours = [call.inputs[group.rank()]]
+    options = _options(dist.ReduceScatterOptions, call, group)
+    return group.reduce_scatter(_blank(ours, call), [_neutral(call.inputs, call)], options)
+
+
+def _reduce_scatter_single(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    options = _options(dist.ReduceScatterOptions, call, group)
+    outputs, inputs = _blank(call.outputs, call), _neutral(call.inputs, call)
+    if call.operation == "reduce_scatter_single":
+        return group.reduce_scatter_single(outputs[0], inputs[0], options)
+    return group.reduce_scatter_single_coalesced(outputs, inputs, options)
+
+
+def _all_gather(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    ours = [call.outputs[group.rank()]]
+    options = _options(_compat_c10d.AllgatherOptions, call, group)
+    return group.allgather([_blank(call.outputs, call)], _blank(ours, call), options)
+
+
+def _all_gather_coalesced(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    options = _options(_compat_c10d.AllgatherOptions, call, group)
+    outputs = [_blank(call.inputs, call) for _ in range(group.size())]
+    return group.allgather_coalesced(outputs, _blank(call.inputs, call), options)
+
+
+def _all_gather_single(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    options = _options(_compat_c10d.AllgatherOptions, call, group)
+    outputs, inputs = _blank(call.outputs, call), _blank(call.inputs, call)
+    if call.operation == "all_gather_single":
+        return group.all_gather_single(outputs[0], inputs[0], options)
+    return group.all_gather_single_coalesced(outputs, inputs, options)
+
+
+def _gather(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    options = _options(dist.GatherOptions, call, group)
+    outputs = [_blank(call.inputs * group.size(), call)] if options.rootRank == group.rank() else []
+    return group.gather(outputs, _blank(call.inputs, call), options)
+
+
+def _scatter(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    return group.scatter(_blank(call.outputs, call), [], _options(dist.ScatterOptions, call, group))
+
+
+def _broadcast(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    return group.broadcast(_blank(call.inputs, call), _options(dist.BroadcastOptions, call, group))
+
+
+def _all_to_all(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    outputs, inputs = _blank(call.outputs, call), _blank(call.inputs, call)
+    options = _options(dist.AllToAllOptions, call, group)
+    if call.operation == "all_to_all":
+        return group.alltoall(outputs, inputs, options)
+    return group.all_to_all_single(outputs[0], inputs[0], [], [], options)
+
+
+def _barrier(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    if call.operation == "barrier":
+        work: dist.Work | None = dist.barrier(group, async_op=True)
+        return work
+    dist.monitored_barrier(group, timedelta(seconds=call.timeout or 0.0), call.wait_all_ranks)
+    return None
+
+
+def _objects(call: Call, group: dist.ProcessGroup) -> None:
+    if call.operation == "all_gather_object":
+        dist.all_gather_object([None] * group.size(), None, group)
+    elif call.operation == "gather_object":
+        ours = call.root == dist.get_rank()
+        dist.gather_object(None, [None] * group.size() if ours else None, call.root, group)
+    elif call.operation == "broadcast_object_list":
+        device = torch.device(call.device)
+        dist.broadcast_object_list([None] * call.objects, call.root, group, device)
+    else:
+        dist.scatter_object_list([None], None, call.root, group)
+
+
+_REDUCED = "as for the reduce operation"
+_GATHERED = "zeros in the joined ranks' places"
+ENTRIES = {
+    entry.operation: entry
+    for entry in (
+        Entry("all_reduce", _REDUCED, "the reduction over the active ranks", _all_reduce),
+        Entry("all_reduce_coalesced", _REDUCED, "the reductions over the active ranks", _all_reduce_coalesced),
+        Entry("reduce", _REDUCED, "on the destination: the reduction over the active ranks", _reduce),
+        Entry("reduce_scatter", _REDUCED, "their part of the reduction over the active ranks", _reduce_scatter),
+        Entry(
+            "reduce_scatter_single",
+            _REDUCED,
+            "their part of the reduction over the active ranks",
+            _reduce_scatter_single,
+        ),
+        Entry(
+            "reduce_scatter_single_coalesced",
+            _REDUCED,
+            "their parts of the reductions over the active ranks",
+            _reduce_scatter_single,
+        ),
+        Entry("all_gather", "zeros", _GATHERED, _all_gather),
+        Entry("all_gather_coalesced", "zeros", _GATHERED, _all_gather_coalesced),
+        Entry("all_gather_single", "zeros", _GATHERED, _all_gather_single),
+        Entry("all_gather_single_coalesced", "zeros", _GATHERED, _all_gather_single),
+        Entry("gather", "zeros", f"on the destination: {_GATHERED}", _gather),
+        Entry("scatter", "nothing, it receives and forgets", "what the source sends them", _scatter),
+        Entry("broadcast", "nothing, it receives and forgets", "what the source sends", _broadcast),
+        Entry("all_to_all", "zeros", _GATHERED, _all_to_all),
+        Entry("all_to_all_single", "zeros", _GATHERED, _all_to_all),
+        Entry("barrier", "its arrival", "nothing", _barrier),
+        Entry("monitored_barrier", "its arrival", "nothing", _barrier),
+        Entry("all_gather_object", "`None`", "`None` in the joined ranks' places", _objects),
+        Entry("gather_object", "`None`", "on the destination: `None` in the joined ranks' places", _objects),
+        Entry("broadcast_object_list", "nothing, it receives and forgets", "what the source sends", _objects),
+        Entry("scatter_object_list", "nothing, it receives and forgets", "what the source sends them", _objects),
+    )
+}

@@ -1,0 +1,142 @@
+"""Collectives in process groups of which some active ranks are no members.
+
+Those cannot count them, so that the log which all active ranks keep is no place for them. Each such
+group has a log of its own, which its lowest active member writes. Each record tells after which one
+of the common log it comes, and at each of those the member notes how many have come before: so a
+joined rank takes part in everything in the order of the members, and never waits in one collective
+while a member waits for it in another.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_join._base.errors import UnsupportedError
+from torch_join._collectives import compat as _compat_c10d
+from torch_join._collectives.call import Call
+from torch_join._collectives.neutral import begin
+from torch_join._control.channel import Channel
+
+_RECORD = tuple[int, Call]  # after how many of the common log it comes, and what
+
+
+class Subgroups:
+    """The groups that are a part of a larger one, on one rank of that.
+
+    Args:
+        channel: The channel of the larger group.
+        members: The larger group's members, as global ranks.
+        rank: This rank in the larger group.
+    """
+
+    def __init__(self, channel: Channel, members: list[int], rank: int) -> None:
+        self._channel = channel
+        self._members = members
+        self._rank = rank
+        self._groups: dict[str, list[int]] = {}  # by name: the members, as ranks of the larger group
+        self._counts: dict[str, int] = {}
+        self._next: dict[str, tuple[int, Call]] = {}  # read, and not yet taken part in
+        self._works: list[dist.Work] = []
+        self._forgotten: list[str] = []
+        self._active: tuple[int, ...] = ()  # at the last record
+
+    def find(self, active: tuple[int, ...]) -> None:
+        """Look which groups there are; `active` are the ranks that had an input in the last step."""
+        self._active = active
+        everyone = set(self._members)
+        for name, ranks in _compat_c10d.groups_of_this_rank().items():
+            if set(ranks) < everyone:
+                self._groups[name] = [self._members.index(rank) for rank in ranks]
+                self._counts.setdefault(name, 0)
+
+    def holds(self, call: Call) -> bool:
+        """Whether a collective is in one of these groups, and not in one of all ranks.
+
+        Raises:
+            UnsupportedError: It is in a group of some of the ranks and others.
+        """
+        if call.group in self._groups:
+            return True
+        ranks = _compat_c10d.groups_of_this_rank().get(call.group, self._members)
+        if set(self._members) <= set(ranks):
+            return False
+        raise UnsupportedError(
+            f"{call.operation} on a process group of ranks {ranks}, while Join serves ranks {self._members}: it can"
+            " serve groups of all of these or of some of these, which exist before the first rank has joined."
+        )
+
+    def announce(self, call: Call, active: tuple[int, ...]) -> None:
+        """Announce a collective of one of these groups; every active member calls this."""
+        key = self._key(call.group)
+        self._counts[call.group] += 1
+        if self._speaks(call.group, active):
+            self._channel.post(key, (self._channel.records, call))
+
+    def mark(self, active: tuple[int, ...]) -> None:
+        """Note what comes before the next record of the common log; every active rank calls this, also as it joins."""
+        for name, ranks in self._groups.items():
+            if self._speaks(name, active) and _in_part(ranks, active):
+                self._channel.post(f"sub/{name}/at/{self._channel.records}", self._counts[name])
+
+    def follow(self, of: Any) -> Any:
+        """Wait for the next record of the common log; meanwhile, take part in what comes in these groups.
+
+        Args:
+            of: The type of a record, which ends with the active ranks.
+        """
+        number = self._channel.records
+        record = self._channel.follow((lambda: self._take_part(number)) if self._groups else None, of)
+        before_, self._active = self._active, record[-1]  # who has joined since has left a note, too
+        for name, ranks in self._groups.items():
+            if _in_part(ranks, before_) or _in_part(ranks, self._active):
+                mark = f"sub/{name}/at/{number}"
+                before = self._channel.read(mark, lambda: self._take_part(number), int)
+                self._forgotten.append(mark)
+                while self._counts[name] < before:
+                    self._take_part(number)
+        while self._works:
+            self._works.pop().wait()
+        return record
+
+    def expect(self, group: str, active: tuple[int, ...]) -> Call | None:
+        """Return the next collective of a group, which this rank's own code takes part in; none if all have joined."""
+        if not any(rank in active for rank in self._groups[group]):
+            return None
+        if group not in self._next:
+            self._next[group] = self._channel.read(self._key(group), of=_RECORD, is_polled=True)
+        return self._take(group)
+
+    def forget(self) -> None:
+        """Delete what has been read; all joined ranks must have read it."""
+        keys, self._forgotten = self._forgotten, []
+        for key in keys:
+            self._channel.delete(key)
+
+    def _take_part(self, number: int) -> None:
+        """Take part in what comes before a record of the common log, as far as it has been announced."""
+        for name in self._groups:
+            while name in self._next or self._channel.posted(self._key(name)):
+                if name not in self._next:
+                    self._next[name] = self._channel.read(self._key(name), of=_RECORD, is_polled=True)
+                if self._next[name][0] > number:
+                    break
+                work = begin(self._take(name))
+                if work is not None:
+                    self._works.append(work)
+
+    def _take(self, name: str) -> Call:
+        self._forgotten.append(self._key(name))
+        self._counts[name] += 1
+        _, call = self._next.pop(name)
+        return call
+
+    def _key(self, name: str) -> str:
+        return f"sub/{name}/{self._counts[name]}"
+
+    def _speaks(self, name: str, active: tuple[int, ...]) -> bool:
+        return self._rank == min((rank for rank in self._groups[name] if rank in active), default=-1)
+
+
+def _in_part(ranks: list[int], active: tuple[int, ...]) -> bool:
+    """Whether some of a group's members are active and others are not."""
+    return 0 < len(set(ranks) & set(active)) < len(ranks)

@@ -1,0 +1,177 @@
+"""See the collectives that this rank's own code issues, so that joined ranks can take part in them.
+
+Every collective of `torch.distributed`, also a functional or a compiled one, goes through the
+dispatcher's `c10d` operators. A kernel at "BackendSelect" comes before the backend's own, in every
+grad mode, and is called in a way that gives up the interpreter's lock before it waits; a kernel in
+the backend's place would keep it, and deadlock with Python callbacks in the backend's threads.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, ClassVar
+
+from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._collectives import compat as _compat_c10d
+from torch_join._collectives.call import OBJECT_OPERATIONS, Call, describe, refusal, scale_inputs, starts_objects
+
+__all__ = ["Call", "CollectiveTap"]
+
+
+class CollectiveTap:
+    """Hands a description of each collective to `observe` before it runs, while installed.
+
+    It listens to the thread that installs it, and to the process groups of which a member has
+    joined. The collectives that DistributedDataParallel issues in backward are passed over. Those
+    that it issues in its forward are not, so they belong inside `ignoring()`.
+
+    With `ReduceOp.AVG` it multiplies what this rank sends by the group's size over the number of
+    its active members, so that the result is the mean over these.
+
+    Args:
+        observe: Called with each collective before it runs; what it raises, the collective raises.
+        joined: Whether a rank (a global one) has joined; asked at each collective. `None` is for a rank
+            that has joined itself and runs code that follows the active ranks' collectives on its own:
+            every group is listened to, and nothing is scaled.
+        check: Called in backward with each collective's group, as global ranks, and whether it is
+            DistributedDataParallel's; what it raises, the collective raises.
+
+    Limits:
+        The creation of a process group is not a collective and not seen; nor is what goes around
+        the dispatcher: symmetric memory, and the methods of a backend object. Install and remove
+        it while no other thread issues collectives.
+
+    """
+
+    _installed: ClassVar["CollectiveTap | None"] = None
+
+    def __init__(
+        self,
+        observe: Callable[[Call], None],
+        joined: Callable[[int], bool] | None,
+        check: Callable[[list[int], bool], None] | None = None,
+    ) -> None:
+        self._observe = observe
+        self._joined = joined
+        self._check = check
+        self._library: Any = None
+        self._thread = 0
+        self._ignoring = 0
+
+    @property
+    def installed(self) -> bool:
+        """Whether it listens."""
+        return self._library is not None
+
+    def install(self) -> None:
+        """Start to listen to this thread; does nothing if installed already.
+
+        Raises:
+            JoinError: Another tap is installed in this process.
+
+        """
+        if self.installed:
+            return
+        if CollectiveTap._installed is not None:
+            raise JoinError(
+                "The collectives of this process are already listened to by another join context. Leave that one"
+                " before another can serve a tail of its own."
+            )
+        CollectiveTap._installed = self
+        self._thread = threading.get_ident()
+        self._library = _compat_c10d.c10d_library()
+        try:
+            for operator in _compat_c10d.operators():
+                self._library.impl(operator, self._kernel(operator), "BackendSelect", with_keyset=True)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Stop to listen and leave nothing behind; does nothing if not installed."""
+        if not self.installed:
+            return
+        library, self._library = self._library, None
+        CollectiveTap._installed = None
+        _compat_c10d.destroy(library)
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Pass over the collectives issued inside; may be nested."""
+        self._ignoring += 1
+        try:
+            yield
+        finally:
+            self._ignoring -= 1
+
+    def _kernel(self, operator: str) -> Callable[..., Any]:
+        op = _compat_c10d.overload(operator)
+        operation = _compat_c10d.OPERATORS.get(operator)
+        names = _compat_c10d.argument_names(operator)
+        # torch keeps kernels that have run, and with them what they close over.
+        weak = weakref.ref(self)
+
+        def kernel(keyset: Any, *args: Any) -> Any:
+            tap = weak()
+            if tap is not None and not tap._ignoring and tap._is_ours():
+                caller = sys._getframe().f_back
+                backward = _compat_c10d.in_backward()
+                ddps = backward and _compat_c10d.is_ddps(operation, caller)
+                # Trailing arguments that have their default are left out.
+                named = dict(zip(names, args, strict=False))
+                if backward and tap._check is not None and "process_group" in named:
+                    tap._check(_compat_c10d.group_ranks(_compat_c10d.unbox_group(named["process_group"])), ddps)
+                if not ddps:
+                    args = tuple(tap._see(operator, named, caller).values())
+            return op.redispatch(_compat_c10d.below(keyset), *args)
+
+        return kernel
+
+    def _is_ours(self) -> bool:
+        if threading.get_ident() == self._thread:
+            return True
+        # For an accelerator's tensors the engine runs backward in threads of its own.
+        return _compat_c10d.in_backward() and _compat_c10d.waits_for_backward(self._thread)
+
+    def _see(self, operator: str, args: dict[str, Any], caller: FrameType | None) -> dict[str, Any]:
+        operation = _compat_c10d.OPERATORS.get(operator)
+        if operation is None:
+            raise UnsupportedError(
+                f"c10d::{operator} is newer than this version of torch_join, which cannot tell how a rank that has"
+                " joined contributes to it. Update torch_join, or use another collective."
+            )
+        group = _compat_c10d.unbox_group(args["process_group"])
+        ranks = _compat_c10d.group_ranks(group)
+        if not ranks:
+            raise UnsupportedError(
+                f"{operation} on a process group that torch.distributed does not know of, so that ranks that have"
+                " joined cannot find it. Use a group from torch.distributed.new_group."
+            )
+        joined = [rank for rank in ranks if self._joined(rank)] if self._joined is not None else []
+        if self._joined is not None and not joined:
+            return args
+        origin = _compat_c10d.origin(caller)
+        function = origin.function
+        name = function.f_code.co_name if function is not None else operation
+        root = ranks[args["root_rank"]] if "root_rank" in args else None
+        if function is not None and name in OBJECT_OPERATIONS:
+            if not starts_objects(name, operation, args):
+                return args
+            operation = name
+            if name == "gather_object":
+                root = ranks[_compat_c10d.gather_object_destination(function)]
+        call = describe(operation, group.group_name, root, args)
+        if (refused := refusal(call, args, joined, origin)) is not None:
+            raise UnsupportedError(
+                f"{name} on a process group in which {f'ranks {joined}' if joined else 'some ranks'} have joined,"
+                f" that is, have no more inputs: {refused.why}. Use {refused.instead}."
+            )
+        with self.ignoring():
+            self._observe(call)
+        if call.reduce_op == "AVG" and joined:
+            factor = len(ranks) / (len(ranks) - len(joined))
+            return scale_inputs(call, args, factor, is_destination=root == ranks[group.rank()])
+        return args

@@ -1,0 +1,297 @@
+"""What goes over the store: JSON, with a table of the kinds of values that there may be.
+
+A job's `TCPStore` has no password: whoever reaches its port can write to it. So nothing that comes from
+there is unpickled, which would run code of whoever wrote it. A list is a JSON array and a simple value is itself;
+any other value is an object with one entry, its kind and what it is made of. What is of no kind in the table cannot be
+sent over the store: it goes over the process group (`_objects`).
+
+What is read is checked: its size, its kinds, and where a type is given also that it is of that type. (The depth is
+limited by the parser.)
+"""
+
+import json
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_join._base.errors import JoinError, JoinTypeError
+
+C = TypeVar("C", bound=type)
+
+MAX_BYTES = (1 << 23) - 1024  # torch's server hangs up on whoever sends 8 MiB or more
+_SIMPLE = frozenset({type(None), bool, int, float, str})
+
+
+class Malformed(ValueError):  # noqa: N818  who reads turns it into an error
+    """What was read is not what `encode` writes, or not of the type that was expected."""
+
+
+def foreign(what: str, why: object) -> JoinError:
+    """Return the error of a rank that has read in the store what no rank can have written."""
+    return JoinError(
+        f"What the job's key-value store holds as {what} is not a message of its ranks: {why}. Something else writes to"
+        " that store, which has no password: let nobody but the job's own machines reach its port."
+    )
+
+
+# ------------------------------------------------------------ the table
+
+
+def closed(tag: str) -> Callable[[C], C]:
+    """Have objects of a dataclass or a `NamedTuple` go over the store, made of what its annotations say.
+
+    Args:
+        tag: What they are called there.
+    """
+
+    def register(kind: C) -> C:
+        names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(kind._fields)  # type: ignore[attr-defined]
+        if tag in _REVIVERS:
+            raise JoinError(f"Two kinds of values are called {tag!r} in the store.")
+        _CLASSES[kind] = tag, names
+
+        def revive(content: Any) -> Any:
+            checks = _checks_of(kind)
+            if type(content) is not list or len(content) != len(names):
+                raise Malformed(f"a {tag} has {len(names)} values")
+            for name, value in zip(names, content, strict=True):
+                if not checks[name](value):
+                    raise Malformed(f"the {name} of a {tag} is {brief(value)}")
+            found = kind(*content)
+            if hasattr(found, "validate"):
+                found.validate()
+            return found
+
+        _REVIVERS[tag] = revive
+        return kind
+
+    return register
+
+
+def _tuple(content: Any) -> tuple[Any, ...]:
+    return tuple(_list(content))
+
+
+def _dict(content: Any) -> dict[Any, Any]:
+    return {key: value for key, value in map(_list, _list(content))}  # noqa: C416  checks that they are pairs
+
+
+def _list(content: Any) -> list[Any]:
+    if type(content) is not list:
+        raise Malformed(f"{brief(content)} in place of a list")
+    return content
+
+
+def _scalar(content: Any) -> Tensor:
+    dtype, value = _list(content)
+    if type(value) not in (bool, int, float, complex):
+        raise Malformed(f"a number is {brief(value)}")
+    # Whoever uses it moves it: who reads starts no device that a message names.
+    return torch.tensor(value, dtype=_dtypes()[dtype], device="cpu")
+
+
+def _device(content: Any) -> torch.device:
+    if type(content) is not str:  # by a number, torch looks for an accelerator
+        raise Malformed(f"a device is {brief(content)}")
+    return torch.device(content)
+
+
+def _size(content: Any) -> torch.Size:
+    if not all(type(length) is int and 0 <= length < 1 << 63 for length in _list(content)):
+        raise Malformed(f"a size is {brief(content)}")  # and could not be printed
+    return torch.Size(content)
+
+
+def _complex(content: Any) -> complex:
+    real, imaginary = _list(content)
+    return complex(float(real), float(imaginary))
+
+
+@cache
+def _dtypes() -> dict[str, torch.dtype]:
+    return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+_CLASSES: dict[type, tuple[str, list[str]]] = {}
+_REVIVERS: dict[str, Callable[[Any], Any]] = {
+    "t": _tuple,
+    "d": _dict,
+    "complex": _complex,
+    "dtype": lambda content: _dtypes()[content],
+    "device": _device,
+    "size": _size,
+    "scalar": _scalar,
+}
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if kind in _SIMPLE:
+        return value
+    if kind is list:
+        return value if _SIMPLE.issuperset(map(type, value)) else [_plain(item) for item in value]
+    if kind is tuple:
+        return {"t": [_plain(item) for item in value]}
+    if kind in _CLASSES:
+        tag, names = _CLASSES[kind]
+        return {tag: [_plain(getattr(value, name)) for name in names]}
+    if kind is dict:
+        return {"d": [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if kind is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"device": str(value)}
+    if kind is torch.Size:
+        return {"size": list(value)}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind is Tensor and value.ndim == 0 and not (value.requires_grad or value.is_quantized or value.is_meta):
+        # A hyperparameter: a learning rate, for example.
+        return {"scalar": [str(value.dtype).removeprefix("torch."), _plain(value.item())]}
+    raise JoinTypeError(
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent over the job's key-value store, where only numbers,"
+        " strings, lists, tuples, dictionaries, dtypes, devices, and this package's own descriptions are understood."
+    )
+
+
+# ------------------------------------------------------------ writing and reading
+
+
+_encoder = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+
+
+def encode(value: Any) -> bytes:
+    """Return what `decode` turns back into an equal value.
+
+    Raises:
+        JoinTypeError: Something in it is of no kind that goes over the store, or it is too large.
+    """
+    try:
+        data = _encoder.encode(_plain(value)).encode("ascii")
+    except (RecursionError, ValueError) as error:
+        raise JoinTypeError(f"A value cannot be sent over the job's key-value store: {error}.") from error
+    if len(data) > MAX_BYTES:
+        raise JoinTypeError(f"A value of {len(data)} bytes is too large for the job's key-value store.")
+    return data
+
+
+def is_closed(value: Any) -> bool:
+    """Whether `encode` takes `value`."""
+    try:
+        encode(value)
+    except JoinTypeError:
+        return False
+    return True
+
+
+def decode(data: bytes, of: Any = Any) -> Any:
+    """Return the value that `encode` was given; a tensor is on the CPU.
+
+    Args:
+        data: What somebody has written.
+        of: A type that it must be of: a class, or one that is composed of `list`, `tuple`, `dict` and `|`.
+
+    Raises:
+        Malformed: It is something else. Nothing of it has been executed.
+    """
+    if len(data) > MAX_BYTES:
+        raise Malformed(f"it has {len(data)} bytes")
+    try:
+        value = _decoder.decode(data.decode("ascii"))
+    except Malformed:
+        raise
+    except Exception as error:  # of the parser or torch, whose kinds nobody lists
+        raise Malformed(f"{type(error).__name__} in {brief(data)}") from None
+    return check(value, of)
+
+
+def check(value: Any, of: Any) -> Any:
+    """Return `value` if it is of the type `of`.
+
+    Raises:
+        Malformed: It is not.
+    """
+    checker = _checker(of)
+    try:
+        fits = checker(value)
+    except Exception:
+        fits = False
+    if not fits:
+        raise Malformed(f"{brief(value)} in place of {of if typing.get_origin(of) else getattr(of, '__name__', of)}")
+    return value
+
+
+def _revive(pairs: Sequence[tuple[str, Any]]) -> Any:
+    if len(pairs) != 1:
+        raise Malformed("an object has one entry, its kind")
+    ((tag, content),) = pairs
+    if tag not in _REVIVERS:
+        raise Malformed(f"there is no kind {brief(tag)}")
+    return _REVIVERS[tag](content)
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_revive)
+
+
+# ------------------------------------------------------------ types
+
+
+@cache
+def _checks_of(kind: type) -> dict[str, Callable[[Any], bool]]:
+    return {name: _checker(of) for name, of in typing.get_type_hints(kind).items()}
+
+
+@cache
+def _checker(of: Any) -> Callable[[Any], bool]:
+    """Return what tells whether a value is of this type."""
+    origin, args = typing.get_origin(of), typing.get_args(of)
+    if of is Any:
+        return lambda value: True
+    if of in (None, type(None)):
+        return lambda value: value is None
+    if origin in (typing.Union, types.UnionType):
+        anyone = [_checker(arg) for arg in args]
+        return lambda value: any(check(value) for check in anyone)
+    if of is float:
+        return _is_number
+    if origin is None:
+        return lambda value: type(value) is of
+    if origin is list or (origin is tuple and args[-1] is Ellipsis):
+        each, simple = _checker(args[0]), {args[0]} if args[0] in (bool, int, str) else None
+        if simple is not None:
+            return lambda value: type(value) is origin and simple.issuperset(map(type, value))
+        return lambda value: type(value) is origin and all(map(each, value))
+    if origin is tuple:
+        ordered = [_checker(arg) for arg in args]
+        return lambda value: (
+            type(value) is tuple
+            and len(value) == len(ordered)
+            and all(check(item) for check, item in zip(ordered, value, strict=True))
+        )
+    if origin is dict:
+        of_key, of_item = map(_checker, args)
+        return lambda value: type(value) is dict and all(map(of_key, value)) and all(map(of_item, value.values()))
+    raise JoinTypeError(f"{of} is no type of what goes over the store.")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def brief(value: Any) -> str:
+    """Return the begin of what `value` looks like, whatever somebody may have written."""
+    try:
+        return _short.repr(value[:60] if isinstance(value, bytes) else value)
+    except Exception:  # it is too deep, or has a number that is too long
+        return f"something of type {type(value).__name__}"

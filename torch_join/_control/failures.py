@@ -1,0 +1,45 @@
+"""Saying which rank failed, and why, on all the others."""
+
+from types import TracebackType
+
+from torch_join._base import compat as _compat
+from torch_join._base.errors import PeerFailedError, name_ranks
+from torch_join._control.channel import Channel
+
+
+class telling_failures:  # noqa: N801  it is used like a function
+    """Tell the other ranks if the body raises, and say whose failure a broken collective comes from.
+
+    Raises:
+        PeerFailedError: In place of a communication error, if another rank has failed.
+        JoinError: The same, if what the ranks say of themselves explains it.
+
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, PeerFailedError):
+            return
+        channel, reason = self._channel, error
+        if _compat.is_communication_error(error):
+            answers = channel.roll_call()  # the rank that broke the collective may still be writing why
+            if (failure := channel.failure()) is not None:
+                raise failure from error
+            silent = [rank for rank in range(channel.world_size) if rank not in answers]
+            if silent:
+                channel.fail("it does not answer: it was killed, or is stopped. Its own log says why.", silent[0])
+                raise PeerFailedError(
+                    f"A collective failed on rank {channel.rank}, and {name_ranks(silent)} did not answer since:"
+                    " killed, or stopped. Its own log says why."
+                ) from error
+            reason = channel.explain({rank: status for rank, (_, status) in answers.items()}) or error
+        channel.fail(f"{type(reason).__name__}: {reason}")
+        if reason is not error:
+            raise reason from error

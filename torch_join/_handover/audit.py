@@ -1,0 +1,296 @@
+"""Whether the ranks still are replicas of each other, asked by value and not by a list of what may go wrong.
+
+A handover makes ranks equal, so that whoever looks after it sees nothing of what went wrong before. Digests
+are therefore taken twice: at the step at which the first rank joins, when all have done the same, and right after the
+handover. Both are compared in one message at the end of the tail; names follow only where they differ.
+
+when a rank joins     parameters of the given models, and of the given optimizers; where it joins at the top of
+                      a step, also their state, hyperparameters, schedulers, scalers, what is frozen or in training
+after the handover    the same again, with every bit, and buffers; where `.grad` is None; and what hangs on the
+                      given things in attributes and closures, if it was the same on all ranks before
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base.errors import name_ranks
+from torch_join._base.tree import Keep, Nested, Pickled, Place, Slot
+from torch_join._control.channel import Channel
+from torch_join._handover.digest import checksums
+from torch_join._handover.reachable import reachable
+from torch_join._handover.replicas import ignored_parameters, kind_of, named
+from torch_join._handover.state import Capture
+
+Often = Literal["tail"] | bool
+Items = dict[str, str]  # the name of a value, and what it is in few characters
+
+_KINDS = ("model", "optimizer", "LR scheduler", "GradScaler")
+_AT_ANY_TIME = ("parameters",)
+_SHOWN = 8
+_LENGTH = 40
+
+
+class Audit:
+    """Compares the ranks' replicas.
+
+    Args:
+        objects: Everything that was given to `Join`, without metrics.
+        often: `"tail"` for each loop in which some rank joins before another, `True` for all loops, `False`.
+        hands_over_ignored: Whether parameters that DDP ignores are handed over: `None` where all ranks hold the same.
+    """
+
+    def __init__(
+        self, objects: Sequence[Any] = (), often: Often = False, hands_over_ignored: bool | None = False
+    ) -> None:
+        self._objects = objects
+        self._often = often
+        self._hands_over_ignored = hands_over_ignored
+        self._forget()
+
+    def _forget(self) -> None:
+        self._before: dict[str, Items] = {}
+        self._ignored: list[int] | None = None  # checksums
+        self._joined: list[int] = []
+
+    def begin(self, joined: Sequence[int], settled: bool, untouched: bool = True) -> None:
+        """Look at what there is, on every rank, at the step at which the first ones join.
+
+        Args:
+            joined: Who joins.
+            settled: Whether this is the top of a step, before any code of the user's in it.
+            untouched: Whether that has changed nothing else since the last step (after a `break`, on this rank alone).
+        """
+        self._forget()
+        self._joined = list(joined)
+        if self._hands_over_ignored is None and (ignored := ignored_parameters(self._objects)):
+            self._ignored = checksums(list(ignored.values()))
+        if self._often:
+            self._before = {**(self._look(settled) if untouched else {}), "found": self._found(exact=False)}
+
+    def local(self, channel: Channel) -> frozenset[int]:
+        """Return the `id` of each parameter that stays as it is on each rank; every rank calls this."""
+        ignored = list(ignored_parameters(self._objects).values())
+        if not ignored or self._hands_over_ignored:
+            return frozenset()
+        everyone = [None] if self._hands_over_ignored is False else channel.gather(self._ignored, of=list[int] | None)
+        if None in everyone:  # not asked, or not in a tail
+            return frozenset(map(id, ignored))
+        alike = [len(set(sums)) == 1 for sums in zip(*everyone, strict=True)]
+        return frozenset(id(p) for p, is_alike in zip(ignored, alike, strict=True) if not is_alike)
+
+    def end(self, channel: Channel, local: frozenset[int], has_gradients: bool) -> None:
+        """Compare, on every rank, once all have the same state.
+
+        Args:
+            channel: The channel between the ranks.
+            local: What stays as it is on each rank.
+            has_gradients: Whether the last backward has averaged the gradients.
+        """
+        before, joined = self._before, self._joined
+        self._forget()
+        if not self._often:
+            return
+        after = {"handed over": self._handed_over(local), "found": self._found(exact=True)}
+        after["gradients"] = self._gradients() if has_gradients else {}
+        when = f"When {name_ranks(joined)} ran out of inputs"
+        found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after)
+        said = [_DIFFERED.format(when=when, what=_list(found[0]))] if found[0] else []
+        said += [
+            text.format(what=_list(items))
+            for text, items in zip((_LOSSY, _STALE, _EMPTY), found[1:], strict=True)
+            if items
+        ]
+        self._warn(channel, said)
+
+    def even(self, channel: Channel, has_gradients: bool, left: bool = False) -> None:
+        """Compare, on every rank, at the end of a loop in which no rank has joined before another.
+
+        Args:
+            channel: The channel between the ranks.
+            has_gradients: Whether the last backward has averaged the gradients.
+            left: Whether this rank has left it by `break`, and so is elsewhere than those that came to its end.
+        """
+        if self._often is True:
+            looked = {**self._look(settled=True), "gradients": self._gradients() if has_gradients else {}}
+            if left:
+                looked = {f"{which}, after a break": items for which, items in looked.items()}
+            found, *_ = _differences(channel, {**looked, "found": {}}, {})
+            self._warn(channel, [_DIFFERED.format(when="After an even loop", what=_list(found))] if found else [])
+
+    def _warn(self, channel: Channel, said: list[str]) -> None:
+        if said and channel.rank == 0:
+            warnings.warn(" ".join(said), stacklevel=2)
+
+    # ------------------------------------------------------------ what there is
+
+    def _look(self, settled: bool) -> dict[str, Items]:
+        local = frozenset(map(id, ignored_parameters(self._objects).values()))
+        parameters, rest = self._captured(local, exact=False, takes=settled)
+        return {"parameters": parameters, "settled": rest}
+
+    def _handed_over(self, local: frozenset[int]) -> Items:
+        parameters, rest = self._captured(local, exact=True, takes=True)
+        return parameters | rest
+
+    def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Items, Items]:
+        """Return the parameters, and all else if `takes`; buffers only where every bit counts."""
+        capture = Capture(canonical=True, local=local)
+        leaves: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+        names: dict[int, str] = {}
+        for name, thing in named(self._objects):
+            kind = kind_of(thing)
+            if kind.name not in _KINDS or not (takes or kind.name in _KINDS[:2]):
+                continue
+            try:
+                state = kind.capture(thing, capture, name).state
+            except Exception:
+                continue
+            for one, tree in enumerate(state) if isinstance(state, list) else ((0, state),):
+                parts = tree if kind.name in _KINDS[:2] else {"state_dict()": tree}
+                for part, content in parts.items():
+                    if part == "parameters":
+                        for key, slot in content.items():
+                            names.setdefault(slot.index, f"{name}: {key}")
+                            leaves[True].setdefault(names[slot.index], slot)
+                    elif takes and (exact or part not in ("buffers", "extra")):
+                        prefix = f"{name}: {part}" if not one else f"{name}: {part} of optimizer {one} in it"
+                        leaves[False] |= dict(_flat(content, prefix, names, capture))
+        found = [_described(leaves[which], capture.tensors, exact) for which in (True, False)]
+        return found[0], found[1]
+
+    def _found(self, exact: bool) -> Items:
+        tensors: list[Tensor] = []
+        leaves: dict[str, Any] = {}
+        local = frozenset(map(id, ignored_parameters(self._objects).values()))
+        for name, thing in named(self._objects):
+            try:
+                values = dict(reachable(thing, name, local))
+            except Exception:
+                continue
+            for path, value in values.items():
+                leaves[path] = Slot(len(tensors)) if isinstance(value, Tensor) else value
+                tensors += [value] if isinstance(value, Tensor) else []
+        return _described(leaves, tensors, exact)
+
+    def _gradients(self) -> Items:
+        return {
+            f"{name}: .grad of {key}": "None" if p.grad is None else "there"
+            for name, thing in named(self._objects)
+            if isinstance(thing, DistributedDataParallel)
+            for key, p in thing.module.named_parameters()
+            if p.requires_grad and key not in thing.parameters_to_ignore
+        }
+
+
+_DIFFERED = (
+    "{when}, the ranks already differed in {what}. They have trained differently up to there; what was given to"
+    " Join and is handed over at the end of a tail is the same again now. Usual causes: something that the loop"
+    " computes differs by rank (from its own len(loader), its own loss, a counter that was not handed over), a"
+    " parameter that is changed outside of DDP, two backwards after one forward."
+)
+_LOSSY = (
+    "After the handover the ranks still differ in {what}: its load_state_dict does not restore what its state_dict"
+    " returned."
+)
+_STALE = (
+    "After the tail of a loop the ranks differ in {what}, where they were the same before it: ranks that had"
+    " joined did not run your code. If it has a part in training they will drift apart: keep it in an object with"
+    " state_dict and load_state_dict, and give that to Join."
+)
+_EMPTY = (
+    "After the tail of a loop the ranks differ in {what}: an optimizer steps what has a gradient, even one of zeros,"
+    " and leaves what has none. Use zero_grad(set_to_none=True)."
+)
+
+
+def _flat(tree: Any, path: str, names: dict[int, str], capture: Capture) -> Iterable[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            place = isinstance(key, Place) or (isinstance(key, tuple) and len(key) == 2)
+            yield from _flat(item, f"{path}[{key}]" if place else f"{path}[{key!r}]", names, capture)
+    elif isinstance(tree, (list, tuple)):
+        yield f"{path} (length)", len(tree)
+        for index, item in enumerate(tree):
+            yield from _flat(item, f"{path}[{index}]", names, capture)
+    elif isinstance(tree, Nested):
+        yield from _flat(tree.tree, path, names, capture)
+    elif isinstance(tree, Pickled):
+        yield path, hashlib.blake2b(tree.data, digest_size=8).hexdigest()
+        for number, slot in enumerate(tree.slots):
+            yield f"{path}, tensor {number}", Slot(slot)
+    elif isinstance(tree, Slot):
+        yield names.setdefault(tree.index, path), tree
+    else:
+        yield path, tree.kind if isinstance(tree, Keep) else tree
+
+
+def _described(leaves: dict[str, Any], tensors: Sequence[Tensor], exact: bool) -> Items:
+    wanted = sorted({leaf.index for leaf in leaves.values() if isinstance(leaf, Slot)})
+    with torch.no_grad():
+        sums = dict(zip(wanted, checksums([tensors[index] for index in wanted], exact), strict=True))
+    return {
+        name: f"#{sums[leaf.index] & 0xFFFFFFFFFFFFFFFF:x} {tuple(tensors[leaf.index].shape)}"
+        if isinstance(leaf, Slot)
+        else _short(leaf + 0.0 if isinstance(leaf, float) else leaf)
+        for name, leaf in leaves.items()
+    }
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LENGTH else f"#{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def _differences(channel: Channel, before: dict[str, Items], after: dict[str, Items]) -> list[dict[str, list[Any]]]:
+    """Return what differs by rank: before, of what was handed over, of what was found, of the gradients."""
+    digests = {**{f"before, {k}": _hash(v) for k, v in before.items()}, **{k: _hash(v) for k, v in after.items()}}
+    everyone = channel.gather(digests, of=dict[str, str])
+    # Where one rank cannot tell, nobody asks.
+    known = [key for key in digests if all(said.get(key) for said in everyone)]
+    differing = [key for key in known if len({said[key] for said in everyone}) > 1]
+    wanted = [key for key in differing if key != "before, found" and (key != "found" or "before, found" in known)]
+    result: dict[str, dict[str, list[Any]]] = {}
+    for key in wanted:
+        items = before[key.removeprefix("before, ")] if key.startswith("before, ") else after[key]
+        was = before["found"] if key == "found" else {}
+        result[key] = _unlike(channel.gather(items, of=Items))
+        if key == "found":
+            odd = _unlike(channel.gather(was, of=Items))
+            result[key] = {name: said for name, said in result[key].items() if name in was and name not in odd}
+    at_join = {name: said for key in result if key.startswith("before, ") for name, said in result[key].items()}
+    return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients"))]
+
+
+def _unlike(everyone: list[Items]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for items in everyone for name in items)
+    said = {name: [items.get(name) for items in everyone] for name in names}
+    return {name: values for name, values in said.items() if len(set(values)) > 1}
+
+
+def _hash(items: Items) -> str:
+    hashed = hashlib.blake2b(digest_size=8)
+    for name in sorted(items):
+        hashed.update(f"{name}={items[name]};".encode())
+    return hashed.hexdigest() if items else ""
+
+
+def _list(found: dict[str, list[Any]]) -> str:
+    by_thing: dict[str, list[str]] = {}
+    for name, values in list(found.items())[:_SHOWN]:
+        thing, _, what = name.rpartition(": ")
+        by_thing.setdefault(thing, []).append(_value(what, values))
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(f"{thing}: {', '.join(what)}" for thing, what in by_thing.items()) + more
+
+
+def _value(name: str, values: list[Any]) -> str:
+    if any(value is not None and value.startswith("#") for value in values):
+        return name
+    shown: Callable[[Any], str] = lambda value: "missing" if value is None else value  # noqa: E731
+    return f"{name} ({', '.join(f'{shown(value)} on rank {rank}' for rank, value in enumerate(values))})"

@@ -1,0 +1,144 @@
+"""A cheap digest of captured state: by value, whatever the memory layout and the device."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_join._base.raw import flat_elements
+from torch_join._base.tree import Keep, Nested, Pickled, Slot
+
+_WORD = 8  # bytes
+_TILE = 2**17  # words that are weighed one by one, as a core's cache holds; tiles have weights of their own
+_TILES = 32  # at once, to keep an accelerator busy
+_ALIKE = 1.5e-5  # what stands for NaN where all NaN count as one
+
+
+def digest(trees: Sequence[Any], tensors: Sequence[Tensor]) -> int:
+    """Return a number from 0 to 2**63 - 1 for canonical trees and the tensors in their slots."""
+    return Digests({"": trees}, tensors).read()[""]
+
+
+class Digests:
+    """Digests of canonical trees and of the tensors in their slots as they are now.
+
+    No device is waited for until `read`.
+
+    Args:
+        trees: By name.
+        tensors: By slot.
+    """
+
+    def __init__(self, trees: Mapping[str, Sequence[Any]], tensors: Sequence[Tensor]) -> None:
+        self._trees = trees
+        self._specs = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in tensors]
+        self._sums = _sums(tensors, exact=True)
+
+    def read(self) -> dict[str, int]:
+        """Return a number from 0 to 2**63 - 1 for each name."""
+        described = [f"{spec}:{value};" for spec, value in zip(self._specs, _read(self._sums), strict=True)]
+        found = {}
+        for name, trees in self._trees.items():
+            hashed = hashlib.blake2b(digest_size=_WORD)
+            for tree in trees:
+                _feed(hashed, tree, described)
+            found[name] = int.from_bytes(hashed.digest(), "big") >> 1
+        return found
+
+
+def _feed(hashed: Any, tree: Any, tensors: Sequence[str]) -> None:
+    if isinstance(tree, Slot):
+        hashed.update(tensors[tree.index].encode())
+    elif isinstance(tree, dict):
+        hashed.update(f"dict{len(tree)};".encode())
+        for key in sorted(tree, key=repr):  # equal dictionaries may have been filled in another order
+            hashed.update(f"{key!r}:".encode())
+            _feed(hashed, tree[key], tensors)
+    elif isinstance(tree, (list, tuple)):
+        hashed.update(f"{type(tree).__name__}{len(tree)};".encode())
+        for item in tree:
+            _feed(hashed, item, tensors)
+    elif isinstance(tree, Nested):
+        _feed(hashed, tree.tree, tensors)
+    elif isinstance(tree, Pickled):
+        hashed.update(tree.data)
+        _feed(hashed, [Slot(index) for index in tree.slots], tensors)
+    else:
+        hashed.update(f"{tree.kind if isinstance(tree, Keep) else repr(tree)};".encode())
+
+
+def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
+    """Return a number for each tensor, by its bytes and their places.
+
+    Args:
+        tensors: The tensors.
+        exact: Whether every bit counts; otherwise -0.0 is 0.0, and any NaN is any other.
+    """
+    return _read(_sums(tensors, exact))
+
+
+def _sums(tensors: Sequence[Tensor], exact: bool) -> list[tuple[list[int], Tensor]]:
+    """Return the checksums on each device, and the places of those tensors."""
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        by_device[tensor.device].append(index)
+    found = []
+    for device, indices in by_device.items():
+        largest = max(tensors[index].numel() * tensors[index].element_size() for index in indices) // _WORD + 1
+        weights = _weights(0, min(_TILE, largest), device)
+        scratch = weights.new_empty(min(_tiles(device) * _TILE, largest))
+        # One transfer for each device, not one for each tensor.
+        values = torch.stack([_weighted_sum(tensors[index], weights, scratch, exact) for index in indices])
+        found.append((indices, values))
+    return found
+
+
+def _read(sums: Sequence[tuple[list[int], Tensor]]) -> list[int]:
+    values = {index: value for indices, part in sums for index, value in zip(indices, part.tolist(), strict=True)}
+    return [values[index] for index in range(len(values))]
+
+
+def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
+    """Sum the tensor's bytes as 64-bit words, each with a weight that belongs to its place."""
+    flat = flat_elements(tensor)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    tile = _TILE * _WORD // flat.element_size()
+    sums = [flat.new_zeros(0, dtype=torch.int64)]
+    for piece in torch.split(flat, tile * _tiles(flat.device)):
+        whole = piece.numel() // tile * tile
+        sums += [_tile_sums(part, weights, scratch, exact) for part in (piece[:whole], piece[whole:]) if part.numel()]
+    together = torch.cat(sums)
+    return (_mixed(together) * _weights(_TILE, together.numel(), flat.device)).sum()
+
+
+def _tiles(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else _TILES
+
+
+def _tile_sums(piece: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
+    if not exact and piece.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        piece = torch.nan_to_num(piece, _ALIKE, torch.inf, -torch.inf).add_(0.0)
+    data = piece.view(torch.uint8)
+    if data.storage_offset() % _WORD or data.numel() % _WORD:
+        padded = torch.zeros(-(-data.numel() // _WORD) * _WORD, dtype=torch.uint8, device=data.device)
+        padded[: data.numel()] = data
+        data = padded
+    words = data.view(torch.int64)
+    tile = min(words.numel(), _TILE)
+    return _mixed(words, scratch[: words.numel()]).view(-1, tile).mul_(weights[:tile]).sum(1)
+
+
+def _mixed(words: Tensor, out: Tensor | None = None) -> Tensor:
+    # Without it two changes of the highest bit, as two signs are, cancel whatever the weights.
+    return torch.bitwise_right_shift(words, 32, out=out).bitwise_xor_(words)
+
+
+def _weights(first: int, count: int, device: torch.device) -> Tensor:
+    """Return odd numbers without a pattern, so that neither order nor small opposite changes cancel."""
+    weights = torch.arange(first + 1, first + count + 1, device=device) * 0x1E3779B97F4A7C15
+    weights = (weights ^ (weights >> 30)) * 0x3F58476D1CE4E5B9
+    return (weights ^ (weights >> 27)) | 1

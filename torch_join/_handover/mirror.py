@@ -1,0 +1,156 @@
+"""Gradients and parameters as a step's own code leaves them, on ranks that do not run that code.
+
+In a step that clears, clips or replaces gradients by hand, or that changes parameters besides the
+optimizer (weight clipping, a target network), nobody can announce each of these. So an active rank
+compares them with what all ranks had, and the lowest active rank sends what has changed.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base import compat as _compat
+from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._control.codec import closed
+from torch_join._handover.digest import checksums
+
+_Known = tuple["weakref.ref[Tensor]", int] | None
+
+
+@closed("changes")
+@dataclass(frozen=True)
+class Changes:
+    """The places, in the order of the model's parameters, of what a step changed by hand."""
+
+    cleared: list[int]  # gradients that are now `None`
+    zeroed: list[int]
+    gradients: list[int]
+    parameters: list[int]
+
+    def __bool__(self) -> bool:
+        return any((self.cleared, self.zeroed, self.gradients, self.parameters))
+
+
+class StepMirror:
+    """What one rank knows of the gradients and parameters that all ranks have in common.
+
+    Args:
+        ddp: The model.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        named = ddp.module.named_parameters()
+        self._parameters = [p for name, p in named if name not in ddp.parameters_to_ignore]
+        self._places = {id(p): place for place, p in enumerate(self._parameters)}
+        self._gradients: list[_Known] = []
+        self._sums: list[int] = []
+        self._local: set[int] = set()  # gradients that were accumulated without a sync: each rank has its own
+
+    def remember(self) -> None:
+        """All ranks have the same now."""
+        self._remember_gradients()
+        self._sums = self._checksums()
+
+    def before_tail(self, synced: bool) -> None:
+        """A backward has run while all ranks are active."""
+        self._local = set() if synced else set(range(len(self._parameters)))
+
+    def after_backward(self, synced: bool) -> None:
+        """A backward has run on all ranks; without a sync each has its own gradients from it."""
+        touched = {i for i, p in enumerate(self._parameters) if not _is_known(p.grad, self._gradients[i])}
+        self._local = self._local - touched if synced else self._local | touched
+        self._remember_gradients()
+
+    def check_averaged(self, parameters: Sequence[Tensor]) -> None:
+        """Raise if an optimizer is about to step gradients that differ by rank."""
+        local = [p for p in parameters if p.grad is not None and self._places.get(id(p)) in self._local]
+        if local:
+            raise UnsupportedError(
+                f"An optimizer was stepped with {len(local)} gradients that were not averaged (as with"
+                " `toggle_model(sync_grad=False)` or `no_sync`). Each rank then takes a step of its own, which one that"
+                " has no more batches cannot. Step only after a backward that syncs."
+            )
+
+    def changes(self, with_parameters: bool) -> Changes:
+        """Return what has been changed by hand since all ranks had the same.
+
+        Args:
+            with_parameters: Whether to compare the parameters too.
+
+        Raises:
+            JoinError: A gradient of this rank's own was changed, so that others cannot do the same.
+            UnsupportedError: A sparse gradient was changed.
+        """
+        found = Changes([], [], [], [])
+        for place, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if _is_known(gradient, self._gradients[place]):
+                continue
+            if gradient is None:
+                found.cleared.append(place)
+            elif gradient.is_sparse:
+                raise UnsupportedError(
+                    f"A sparse gradient (of a parameter of shape {tuple(parameter.shape)}) was changed by hand, which"
+                    " a rank that has no more batches cannot repeat. Leave it as backward made it, or use sparse=False."
+                )
+            elif not gradient.any():
+                found.zeroed.append(place)
+            elif place in self._local:
+                raise JoinError(
+                    f"A gradient (of a parameter of shape {tuple(parameter.shape)}) was changed by hand (clipping,"
+                    " scaling, noise) between backwards without a sync, where each rank has its own: ranks that have"
+                    " no more batches cannot do the same. Change gradients after a backward that syncs."
+                )
+            else:
+                found.gradients.append(place)
+        self._local.difference_update(found.cleared, found.zeroed)
+        if with_parameters:
+            before, self._sums = self._sums, self._checksums()
+            found.parameters.extend(i for i, (a, b) in enumerate(zip(before, self._sums, strict=True)) if a != b)
+        return found
+
+    def take(self, changes: Changes, src: int) -> None:
+        """Give this rank the changes of rank `src` of the process group; all ranks call this."""
+        for places, leave in ((changes.cleared, False), (changes.zeroed, True), (changes.gradients, True)):
+            for place in places:
+                parameter = self._parameters[place]
+                if not leave:
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        for place in changes.zeroed:
+            self._gradient(place).detach().zero_()
+        tensors = [self._gradient(place) for place in changes.gradients]
+        tensors += [self._parameters[place].data for place in changes.parameters]
+        if tensors:
+            _compat.broadcast_coalesced(self._ddp.process_group, tensors, self._ddp.broadcast_bucket_size, src)
+        self._remember_gradients()
+
+    def _remember_gradients(self) -> None:
+        self._gradients = [_known(p.grad) for p in self._parameters]
+
+    def _gradient(self, place: int) -> Tensor:
+        gradient: Tensor | None = self._parameters[place].grad
+        assert gradient is not None
+        return gradient
+
+    def _checksums(self) -> list[int]:
+        # By value: `parameter.data.clamp_()` leaves no other trace.
+        return checksums([p.detach() for p in self._parameters])
+
+
+def _known(gradient: Tensor | None) -> _Known:
+    return None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
+def _is_known(gradient: Tensor | None, known: Any) -> bool:
+    if gradient is None or known is None:
+        return gradient is None and known is None
+    reference, version = known
+    return reference() is gradient and gradient._version == version

@@ -1,0 +1,97 @@
+"""Values that hang on the things given to `Join` and that no state dict needs to contain.
+
+Attributes of modules, optimizers (and the state of those that they wrap), schedulers and other objects with a
+state, and what functions among them keep in their closures. Nobody knows what they mean: whether one should be
+the same on all ranks only shows in that it was.
+"""
+
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base.compat_metrics import is_metric
+from torch_join._base.specs import flaw
+from torch_join._handover.compat import is_sharded
+from torch_join._handover.optimizers import is_optimizer, with_wrapped
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+_DEPTH = 4
+_ITEMS = 256  # of one container
+_VALUES = 2**12  # of one attribute: more is a dataset too, whose every value would be named
+_ELEMENTS = 2**24  # of one tensor: more is a dataset
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def reachable(thing: Any, name: str, local: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each, which is a tensor or a plain value.
+
+    Args:
+        thing: What was given.
+        name: Its name.
+        local: The `id` of each parameter whose state is each rank's own.
+    """
+    if isinstance(thing, nn.Module):
+        yield from _of_module(thing, name)
+    elif is_optimizer(thing):
+        for index, one in enumerate(with_wrapped(thing)):
+            if not is_sharded(one):
+                own = f"{name}: optimizer {index} in it ({type(one).__name__})" if index else name
+                yield from _of_object(one, own, {"param_groups", "state"})
+                state = {place: entry for place, entry in enumerate(_entries(one, local)) if entry}
+                yield from _values(state, f"{own}: .state", _DEPTH)
+    elif hasattr(thing, "__dict__"):
+        yield from _of_object(thing, name, set())
+
+
+def _entries(optimizer: Any, local: frozenset[int]) -> Iterator[Any]:
+    state = getattr(optimizer, "state", {})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield state.get(parameter) if id(parameter) not in local else None
+
+
+def _of_module(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    apart = {id(part) for module in inner.modules() if is_metric(module) for part in module.modules()}
+    for path, module in inner.named_modules():
+        if id(module) not in apart:
+            yield from _of_object(module, f"{name}: {path}" if path else name, _OF_MODULES)
+
+
+def _of_object(thing: Any, name: str, hidden: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    is_torchs = type(thing).__module__.startswith("torch.")  # what it needs is in its state dict
+    for key, value in list(vars(thing).items()):
+        if key not in hidden and not (is_torchs and key.startswith("_")):
+            found = list(islice(_values(value, f"{name}: .{key}", _DEPTH), _VALUES + 1))
+            yield from found if len(found) <= _VALUES else ()
+
+
+def _values(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _PLAIN):
+        yield name, value
+    elif isinstance(value, Tensor):
+        if flaw(value) is None and value.numel() <= _ELEMENTS:
+            yield name, value
+    elif depth and isinstance(value, (torch.device, torch.dtype)):
+        yield name, str(value)
+    elif depth and isinstance(value, Mapping):
+        for index, (key, item) in enumerate(list(value.items())[:_ITEMS]):
+            label = repr(key) if isinstance(key, _PLAIN) else f"entry {index}"
+            yield from _values(item, f"{name}[{label}]", depth - 1)
+    elif depth and isinstance(value, (list, tuple, deque)):
+        yield f"len({name})", len(value)
+        for index, item in enumerate(list(value)[:_ITEMS]):
+            yield from _values(item, f"{name}[{index}]", depth - 1)
+    elif depth and isinstance(value, types.FunctionType):
+        for cell_name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not yet bound
+                continue
+            yield from _values(content, f"{name}'s {cell_name}", depth - 1)

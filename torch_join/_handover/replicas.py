@@ -1,0 +1,200 @@
+"""What is handed over of each kind of object: how it is captured on the source and restored elsewhere.
+
+model        parameters, buffers (also those outside the state dict), extra state, what is frozen or in training
+optimizer    see `_optimizers`
+LR scheduler, GradScaler, anything else    what its `state_dict` returns
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from torch_join._base.errors import JoinTypeError, JoinValueError
+from torch_join._base.specs import TensorSpec
+from torch_join._base.tree import Captured
+from torch_join._handover import compat as _compat_state
+from torch_join._handover.optimizers import capture_optimizer, is_optimizer, restore_optimizer
+from torch_join._handover.state import MISSING, Capture, Restore, has_state
+
+_ACCEPTED = (
+    "a model (torch.nn.Module, DistributedDataParallel), an optimizer, an LR scheduler, a GradScaler, or"
+    " anything with state_dict and load_state_dict"
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How objects of one kind are handed over.
+
+    Attributes:
+        name: The kind.
+        capture: Turns such an object into `Captured`; the string names it in errors.
+        restore: Puts that into the object of another rank.
+
+    """
+
+    name: str
+    capture: Callable[[Any, Capture, str], Captured]
+    restore: Callable[[Captured, Any, Restore, str], None]
+
+
+def kind_of(value: Any) -> Kind:
+    """Return how `value` is handed over.
+
+    Raises:
+        JoinTypeError: It is of no kind that can be.
+
+    """
+    for kind, accepts in KINDS.items():
+        if accepts(value):
+            return kind
+    raise JoinTypeError(f"A {type(value).__name__} has no state to hand over. Expected {_ACCEPTED}.")
+
+
+def order_of(value: Any) -> int:
+    """Return the place of `value`'s kind: what others build on comes before them."""
+    return list(KINDS).index(kind_of(value))
+
+
+def named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return objects in the order in which they are handed over, named as errors do: "optimizer 1 (Adam)"."""
+    ordered = sorted(objects, key=order_of)
+    kinds = [kind_of(value).name for value in ordered]
+    return [
+        (f"{kind} {kinds[:index].count(kind)} ({type(value).__name__})", value)
+        for index, (kind, value) in enumerate(zip(kinds, ordered, strict=True))
+    ]
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def ignored_parameters(objects: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the parameters that the DDP models among `objects` leave to each rank, by name."""
+    models = [model for model in objects if isinstance(model, DistributedDataParallel)]
+    return {
+        f"model {index} ({type(model.module).__name__}): {name}": p
+        for index, model in enumerate(models)
+        for name, p in model.module.named_parameters(remove_duplicate=False)
+        if name in model.parameters_to_ignore
+    }
+
+
+def _named_tensors(model: nn.Module, local: frozenset[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    ignored: Any = ()
+    keeps_buffers = False
+    if isinstance(model, DistributedDataParallel):
+        ignored, keeps_buffers = model.parameters_to_ignore, not model.broadcast_buffers
+    # Under all its names: what is one tensor on the source may be two elsewhere.
+    parameters: Any = _inner(model).named_parameters(remove_duplicate=False)
+    buffers = () if keeps_buffers else _inner(model).named_buffers(remove_duplicate=False)
+    return {n: p for n, p in parameters if id(p) not in local}, {n: b for n, b in buffers if n not in ignored}
+
+
+def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    default = nn.Module.get_extra_state
+    return {name: m for name, m in _inner(model).named_modules() if type(m).get_extra_state is not default}
+
+
+def _capture_model(model: nn.Module, capture: Capture, name: str) -> Captured:
+    parameters, buffers = _named_tensors(model, capture.local)
+    persistent = [key for key in buffers if _compat_state.is_persistent(*_owner(model, key))]
+    return Captured(
+        {
+            "parameters": {key: capture.tensor(p, f"{name}: {key}") for key, p in parameters.items()},
+            "buffers": {key: capture.tensor(b, f"{name}: {key}") for key, b in buffers.items()},
+            "extra": {
+                key: capture.tree(module.get_extra_state(), f"{name}: {key}.get_extra_state()")
+                for key, module in _extra_states(model).items()
+            },
+            "requires_grad": {key: p.requires_grad for key, p in parameters.items()},
+            "training": {key: module.training for key, module in model.named_modules()},
+        },
+        {"persistent": persistent},
+    )
+
+
+def _restore_model(captured: Captured, model: nn.Module, restore: Restore, name: str) -> None:
+    parameters, buffers = _named_tensors(model, restore.local)
+    state = captured.state
+    if state["parameters"].keys() != parameters.keys():
+        names = sorted(state["parameters"].keys() ^ parameters.keys())
+        raise JoinValueError(f"{name} has other parameters than on the source: {names} are not on both.")
+    for key, slot in state["parameters"].items():
+        if restore.tensor(slot, parameters[key]) is not parameters[key]:
+            here, there = TensorSpec.of(parameters[key]), restore.specs[slot.index]
+            raise JoinValueError(f"{name}: {key} is {here} here and {there} on the source.")
+        if parameters[key].requires_grad != (flag := state["requires_grad"][key]):
+            restore.later(lambda p=parameters[key], flag=flag: p.requires_grad_(flag))  # type: ignore[misc]
+    restore.later(lambda: _set_training(model, state["training"]))
+    device = next(iter(parameters.values())).device if parameters else None
+    for key in buffers.keys() - state["buffers"].keys():
+        module, own = _owner(model, key)
+        restore.later(lambda module=module, own=own: setattr(module, own, None))  # type: ignore[misc]
+    for key, slot in state["buffers"].items():
+        buffer = restore.tensor(slot, buffers.get(key, MISSING), device)
+        if buffer is not buffers.get(key):
+            restore.later(lambda key=key, b=buffer: _set_buffer(model, key, b, key in captured.hints["persistent"]))  # type: ignore[misc]
+    modules = _extra_states(model)
+    for key, tree in state["extra"].items():
+        value = restore.value(tree, modules[key].get_extra_state(), f"{name}: {key}", device, reuse=False)
+        restore.later(lambda key=key, value=value: modules[key].set_extra_state(value))  # type: ignore[misc]
+
+
+def _owner(model: nn.Module, key: str) -> tuple[nn.Module, str]:
+    path, _, own = key.rpartition(".")
+    return _inner(model).get_submodule(path), own
+
+
+def _set_buffer(model: nn.Module, key: str, buffer: Tensor, persistent: bool) -> None:
+    module, own = _owner(model, key)
+    if hasattr(module, own):
+        setattr(module, own, buffer)
+    else:
+        module.register_buffer(own, buffer, persistent)
+
+
+def _set_training(model: nn.Module, training: dict[str, bool]) -> None:
+    for key, module in model.named_modules():
+        module.training = training.get(key, module.training)
+
+
+def _capture_state(value: Any, capture: Capture, name: str) -> Captured:
+    return Captured(capture.tree(value.state_dict(), f"{name}.state_dict()"))
+
+
+def _restore_state(captured: Captured, value: Any, restore: Restore, name: str) -> None:
+    # What `state_dict` returns may be shared with anything, so its tensors are not written to.
+    state = restore.value(captured.state, value.state_dict(), f"{name}.state_dict()", reuse=False)
+    restore.later(lambda: value.load_state_dict(state))
+
+
+def _capture_scaler(scaler: GradScaler, capture: Capture, name: str) -> Captured:
+    state = _capture_state(scaler, capture, name).state
+    return Captured(state, {"enabled": scaler.is_enabled(), "device": _compat_state.scale_device(scaler)})
+
+
+def _restore_scaler(captured: Captured, scaler: GradScaler, restore: Restore, name: str) -> None:
+    if scaler.is_enabled() != captured.hints["enabled"]:
+        raise JoinValueError(f"{name} is enabled on the source or here, but not on both.")
+    _restore_state(captured, scaler, restore, name)
+    if captured.hints["device"] is not None and _compat_state.scale_device(scaler) is None:
+        # It makes its tensors at first use; without them `update` would raise here and not on the source.
+        restore.later(lambda: scaler.scale(torch.zeros((), device=captured.hints["device"])))
+
+
+# In the order in which they are handed over.
+KINDS: dict[Kind, Callable[[Any], bool]] = {
+    Kind("model", _capture_model, _restore_model): lambda value: isinstance(value, nn.Module),
+    Kind("optimizer", capture_optimizer, restore_optimizer): is_optimizer,
+    Kind("LR scheduler", _capture_state, _restore_state): lambda value: isinstance(value, LRScheduler),
+    Kind("GradScaler", _capture_scaler, _restore_scaler): lambda value: isinstance(value, GradScaler),
+    Kind("other", _capture_state, _restore_state): has_state,
+}

@@ -1,0 +1,130 @@
+"""Broadcasts the contents of tensors from one rank to all others, a bucket at a time.
+
+Everything travels as bytes, so that every dtype arrives bit for bit. A large tensor is sent from its
+own memory and received into it; small ones are packed into a bucket. Besides that bucket only a large
+tensor that is not laid out alike on all ranks takes memory, while it is under way. (DDP's own packing,
+`broadcast_coalesced`, keeps two buckets, copies large tensors too, and writes to the source's.)
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_join._base.specs import TensorSpec, storage_view
+from torch_join._handover import compat as _compat_state
+
+BUCKET_BYTES = 25 * 2**20
+# From here on a broadcast of its own costs less than copying into a bucket and out of it.
+_LARGE = 4 * 2**20
+_ALIGNMENT = 16  # bytes: the size of the largest element
+
+# For groups without a backend for CPU tensors: a gloo group of the same ranks, as long as the group lives.
+_cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def broadcast(
+    specs: Sequence[TensorSpec], tensors: Sequence[Sequence[Tensor]], source: int, group: dist.ProcessGroup | None
+) -> None:
+    """Fill tensors with the contents of the source's; every rank calls this at the same time.
+
+    Args:
+        specs: What the source's tensors are, the same on every rank.
+        tensors: For each of them this rank's tensors: on the source the one, elsewhere those to fill.
+        source: The source's rank in `group`.
+        group: The process group, by default the whole world.
+
+    """
+    group = group or cast(dist.ProcessGroup, dist.group.WORLD)
+    for device in sorted({spec.device for spec in specs}):
+        backend = _group_for(device, group)
+        for indices in _buckets(specs, device):
+            _broadcast_bucket([(specs[i], tensors[i]) for i in indices], source, backend)
+
+
+def _buckets(specs: Sequence[TensorSpec], device: str) -> Iterator[list[int]]:
+    bucket: list[int] = []
+    filled = 0
+    for index, spec in enumerate(specs):
+        size = spec.nbytes
+        if spec.device != device or size == 0:
+            continue
+        if size >= _LARGE:
+            yield [index]
+            continue
+        if filled + size > BUCKET_BYTES:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(index)
+        filled += _aligned(size)
+    if bucket:
+        yield bucket
+
+
+def _broadcast_bucket(
+    bucket: Sequence[tuple[TensorSpec, Sequence[Tensor]]], source: int, group: dist.ProcessGroup
+) -> None:
+    spec, tensors = bucket[0]
+    if len(bucket) == 1 and (memory := _memory(tensors[0], spec)) is not None:
+        dist.broadcast(memory, group_src=source, group=group)
+        if dist.get_rank(group) != source:
+            torch.autograd.graph.increment_version(tensors[0])  # autograd knows nothing of a broadcast
+            _copy_to_others(tensors)
+        return
+    # One tensor travels as it would from its own memory, because elsewhere it may.
+    total = sum(_aligned(spec.nbytes) for spec, _ in bucket[:-1]) + bucket[-1][0].nbytes
+    packed = torch.empty(total, dtype=torch.uint8, device=tensors[0].device)
+    if dist.get_rank(group) == source:
+        for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
+            view = storage_view(tensors[0], spec)
+            piece.view(spec.dtype).view(view.shape).copy_(view)
+        dist.broadcast(packed, group_src=source, group=group)
+        return
+    dist.broadcast(packed, group_src=source, group=group)
+    for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
+        # Where only the source repeats elements in memory, copying repeats them.
+        storage_view(tensors[0], spec).copy_(piece.view(spec.dtype).view(spec.storage_shape))
+        _copy_to_others(tensors)
+
+
+def _pieces(packed: Tensor, bucket: Sequence[tuple[TensorSpec, Sequence[Tensor]]]) -> Iterator[Tensor]:
+    start = 0
+    for spec, _ in bucket:
+        yield packed[start : start + spec.nbytes]
+        start += _aligned(spec.nbytes)
+
+
+def _memory(tensor: Tensor, spec: TensorSpec) -> Tensor | None:
+    """Return the bytes of `tensor`, if they lie in memory as they travel, and are worth a broadcast of their own."""
+    view = storage_view(tensor, spec)
+    alike = view.shape == spec.storage_shape and view.is_contiguous() and not view.is_conj() and not view.is_neg()
+    return view.view(-1).view(torch.uint8) if spec.nbytes >= _LARGE and alike else None
+
+
+def _copy_to_others(tensors: Sequence[Tensor]) -> None:
+    for other in tensors[1:]:
+        other.copy_(tensors[0])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _group_for(device: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    served = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    if device != "cpu" or "cpu" in served:
+        return group
+    if group not in _cpu_groups:
+        _cpu_groups[group] = cast(
+            dist.ProcessGroup,
+            dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=_compat_state.group_timeout(group),
+                backend="gloo",
+                use_local_synchronization=True,  # the ranks outside the group are not here
+            ),
+        )
+    return _cpu_groups[group]

@@ -1,0 +1,63 @@
+"""A shadow's backward under `find_unused_parameters=True`, in which this rank uses no parameter.
+
+DDP counts a parameter as used on a rank if its hook fires there while it has a gradient, also in a backward without
+a sync; the count lasts until the next sync. Parameters that are not in the graph of a forward it averages
+without counting them. So a shadow's graph leads to one parameter only (and to the sparse ones, which DDP takes for
+used). With a zero there DDP counts it as used, and leaves zeros to all: the active ranks have zeros too, unless it is
+this rank's own share of an accumulation.
+
+What was counted and then cleared would still be reported as used, and where the gradient is `None` by then, DDP
+raises ("undefined, but still allreduced"). Such parameters get a zero for the time of the backward, and the report
+that this rank sends says that it has not used them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base import compat as _compat
+from torch_join._collectives.compat import changing_all_reduces
+
+
+@contextmanager
+def using_nothing(
+    ddp: DistributedDataParallel, parameters: Sequence[Tensor], connected: Sequence[Tensor], accumulated: bool
+) -> Iterator[None]:
+    """Put around the backward of a shadow.
+
+    Args:
+        ddp: The model.
+        parameters: Those that DDP averages, in its order.
+        connected: Those that the shadow's graph leads to: one, and the sparse ones.
+        accumulated: Whether this rank may have used parameters without a sync since the last one.
+    """
+    sparse = {*map(id, connected[1:])}
+    absent = [index for index, p in enumerate(parameters) if p.grad is None and p.requires_grad and id(p) not in sparse]
+    reports = accumulated and ddp.require_backward_grad_sync and bool(absent)
+    used = [False] * len(parameters)
+    try:
+        with ExitStack() as stack:
+            if reports:
+                for index in absent:
+                    parameters[index].grad = torch.zeros_like(parameters[index])
+                stack.enter_context(_reporting_unused(parameters, absent))
+            yield
+        used = _compat.used_parameters(ddp) if reports else used
+    finally:
+        for index in absent if reports else ():
+            if len(used) == len(parameters) and not used[index]:
+                parameters[index].grad = None
+
+
+@contextmanager
+def _reporting_unused(parameters: Sequence[Tensor], unused: Sequence[int]) -> Iterator[None]:
+    def change(tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.dtype == torch.int32 and tensor.numel() == len(parameters):
+                tensor[list(unused)] = 0
+
+    with changing_all_reduces(change):
+        yield

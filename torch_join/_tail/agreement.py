@@ -1,0 +1,138 @@
+"""Whether the active ranks do the same things in the tail, in the same order."""
+
+from collections import deque
+from typing import Any
+from zlib import crc32
+
+from torch_join._base.errors import JoinError
+from torch_join._control import codec as _codec
+from torch_join._control.channel import Channel
+from torch_join._handover.objects import Apart
+
+_ONE = 1 << 48  # above the sum of as many checksums as there may be ranks
+_COMPARED = ("forward", "collective", "log")  # of these the payload too
+_EVERY = 8  # steps; but each of the first ones, where a mistake of the program shows
+
+
+class Agreement:
+    """One active rank's announcements of a tail, as a number that all active ranks must have in common.
+
+    Joined ranks follow the lowest active rank alone. What another one does differently would be
+    paired with something else by the backend, which hangs, or goes wrong in silence. So in each of a tail's
+    first steps, and in every eighth after these, the other active ranks add their checksums to a number in
+    the store, and the lowest one looks at the last.
+
+    A rank that leaves compares what it has announced up to its last step with the lowest rank's word, before it
+    follows the log: it would look for its next record in the wrong place.
+
+    Args:
+        channel: The channel between the ranks.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a tail."""
+        self._sum = self._count = 0
+        self._last = ""
+        self._active: tuple[int, ...] = ()
+        self._due: deque[tuple[str, int]] = deque()  # what is to be compared, as the lowest active rank
+        self._tail = f"said/{self._channel.records}"
+
+    def note(self, index: int, kind: str, payload: Any) -> None:
+        """Add an announcement."""
+        # Other payloads hold what only the first rank needs to know, or may know.
+        compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
+        self._sum = crc32(_codec.encode((index, kind, compared)), self._sum)
+        self._last = kind if compared is None else f"{kind} {compared}"
+        self._count += 1
+
+    def compare(self, rank: int, active: tuple[int, ...]) -> None:
+        """Compare what was announced before the last step, at the begin of a new one; waits for nobody.
+
+        Raises:
+            JoinError: The active ranks have announced different things.
+        """
+        if len(active) < 2:
+            return
+        if active != self._active:
+            self._name = f"{self._tail}/{len(active)}"
+            self._active, self._steps = active, 0
+            self._due.clear()
+        step, self._steps = self._steps, self._steps + 1
+        if step > _EVERY and step % _EVERY:
+            return
+        if rank != active[0]:
+            self._channel.add(f"{self._name}/{step}", _ONE + self._sum)
+            return
+        # The others may be behind, where a step has no sync: what they have not said yet is due later.
+        others = len(active) - 1
+        while self._due:
+            key, own = self._due[0]
+            count, sums = divmod(self._channel.add(key, 0), _ONE)
+            if count < others:
+                break
+            self._due.popleft()
+            self._channel.delete(key)
+            if count > others or sums != others * own:
+                raise self._disagreement()
+        self._due.append((f"{self._name}/{step}", self._sum))
+
+    def part(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        """Compare what has been announced up to the last step of those who leave; every active rank calls this.
+
+        Args:
+            rank: This rank.
+            before: The active ranks in that step.
+            after: Those in the next one; if there are none, all compare.
+
+        Raises:
+            JoinError: This rank and the lowest active one have announced different things.
+        """
+        lowest = min(after or before)
+        key = f"{self._tail}/last/{len(after)}"
+        if rank == lowest:
+            self._channel.post(key, self.word, until_met=True)
+        elif rank not in after and self._channel.read(key, of=tuple[int, int, str])[:2] != self.word[:2]:
+            raise self._disagreement()
+
+    def _disagreement(self) -> JoinError:
+        answers = self._channel.roll_call()
+        words = {rank: status.word for rank, (_, status) in answers.items() if status and status.word}
+        return JoinError(
+            "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"
+            f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step."
+        )
+
+    @property
+    def word(self) -> tuple[int, int, str]:
+        """What all active ranks must have in common: a checksum, the number of announcements, the last."""
+        return self._sum, self._count, self._last
+
+
+def explain_places(words: dict[int, tuple[int, int, str]]) -> str | None:
+    """Say where the active ranks were when a collective failed, if in different places."""
+    if len({tuple(word) for word in words.values()}) < 2:
+        return None
+    return (
+        f"A collective failed, with the active ranks in different places of the tail: {_places(words)}. Usual causes: a"
+        " collective that only some ranks issue, or a rank that takes longer than the process group's timeout."
+    )
+
+
+def _places(words: dict[int, tuple[int, int, str]]) -> str:
+    return "; ".join(
+        f"rank {rank} had announced {count}, the last: {last or 'nothing'}" for rank, (_, count, last) in words.items()
+    )
+
+
+def explain_counts(synced: dict[int, list[int]]) -> str:
+    """Say that ranks sync at different steps, given their synced backwards by model."""
+    counts = ", ".join(f"rank {rank}: {' and '.join(map(str, by_model))}" for rank, by_model in sorted(synced.items()))
+    return (
+        f"The ranks have run different numbers of synced backwards ({counts}), by model. A usual cause is to sync on a"
+        " rank's own last batch (`if i + 1 == len(loader)`), which ranks reach at different steps: sync at steps that"
+        " are the same on all ranks."
+    )

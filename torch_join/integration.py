@@ -1,0 +1,38 @@
+"""What adapters to frameworks build on, besides the public names of `torch_join`; users need nothing of it.
+
+It changes with the packages of this repository, which are released together.
+"""
+
+from torch_join._base.errors import name_ranks
+from torch_join._base.hyperparameters import take_hyperparameters
+from torch_join._base.weighting import resolve_weighting
+from torch_join._control.channel import Channel
+from torch_join._control.codec import closed
+from torch_join._control.failures import telling_failures
+from torch_join._control.rendezvous import open_channel
+from torch_join._handover.mirror import Changes, StepMirror
+from torch_join._shadow.model import ModelShadow
+from torch_join._tail.reader import Reader
+from torch_join._tail.step_server import StepServer
+from torch_join.joinables import ModuleMetrics, Part
+from torch_join.joinables.arguments import listed
+from torch_join.lockstep import LockstepJoin
+
+__all__ = [
+    "Changes",
+    "Channel",
+    "LockstepJoin",
+    "ModelShadow",
+    "ModuleMetrics",
+    "Part",
+    "Reader",
+    "StepMirror",
+    "StepServer",
+    "closed",
+    "listed",
+    "name_ranks",
+    "open_channel",
+    "resolve_weighting",
+    "take_hyperparameters",
+    "telling_failures",
+]

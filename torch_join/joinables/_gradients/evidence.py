@@ -1,0 +1,269 @@
+"""What has become of a model's gradients since a moment at which all ranks had done the same with them.
+
+A rank that has joined holds gradients too: the last average, or what it has accumulated without a sync. Whether
+these still count depends on what the active ranks do to theirs, and users clear gradients in ways that nobody
+announces: `zero_grad` either way, `p.grad = None`, `p.grad.data.zero_()`, another tensor in its place. So an active
+rank remembers, per parameter, the tensor (weakly: addresses are used again), its version, and after a backward
+without a sync its norm; later it tells from these what was cleared. After a sync the norm need not be known:
+where a rank that has joined holds an average, and an active rank has nothing or zero in its place, it was cleared.
+
+Where nothing can be seen (no gradient before and now; zero before and now), the optimizer's `zero_grad` decides, if
+the loop uses it, and then the other parameters. Where these show nothing either, the verdict is `UNKNOWN`: a rank
+that has joined and holds something of its own asks the other active ranks, and raises if they do not know.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_join._base import compat as _compat
+from torch_join._base.errors import JoinError
+from torch_join._shadow.zero_gradient import empty_sparse
+from torch_join.joinables._gradients.clears import Clears
+from torch_join.joinables._gradients.verdicts import CHANGED, CLEARED, FULL, KEPT, NONE, UNKNOWN, ZERO, State
+
+
+class Gradients:
+    """The gradients of a model's parameters on one rank.
+
+    Args:
+        parameters: The parameters.
+        clears: The calls of `zero_grad` of the optimizers that may step them, and of models.
+        views: Whether gradients share memory with others, so that a version tells of these too.
+        sparse: The `id` of each parameter whose gradients are sparse.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        clears: Sequence[Clears] = (),
+        views: bool = False,
+        sparse: frozenset[int] = frozenset(),
+    ) -> None:
+        self.parameters = parameters
+        self._sparse = sparse
+        self._views = views
+        self._known: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(parameters)
+        self._norms: Sequence[Tensor | None] = [None] * len(parameters)  # of the same moment; None after a sync
+        self.accumulates = False  # the ranks' gradients differed in that moment
+        self._clears = clears
+        self._calls = [each.calls for each in clears]  # at that moment
+        self._begin: list[tuple[int, int]] = []
+        self.begin_loop()
+
+    def begin_loop(self) -> None:
+        """A loop begins: from here on it shows how it clears gradients."""
+        self._begin = [(each.calls, each.steps) for each in self._clears]
+
+    def remember(self, accumulates: bool) -> None:
+        """Remember what there is now.
+
+        Args:
+            accumulates: Whether the ranks' gradients differ, since the last backward did not sync.
+        """
+        gradients = [p.grad for p in self.parameters]
+        self._know(gradients)
+        self._norms = _compat.norms([_dense(g) for g in gradients]) if accumulates else [None] * len(gradients)
+        self.accumulates = accumulates
+
+    def refresh(self) -> None:
+        """Remember what there is now, and of norms what is known: no gradient is read."""
+        gradients = [p.grad for p in self.parameters]
+        norms = [
+            norm if known is not None and gradient is not None and _is_untouched(gradient, known) else None
+            for gradient, known, norm in zip(gradients, self._known, self._norms, strict=True)
+        ]
+        self._know(gradients)
+        self._norms = norms
+
+    def rebind(self) -> None:
+        """Take the gradients there are, if views, for those that were remembered: others, with the same contents."""
+        if not self._views:
+            return
+        self._known = [
+            known if p.grad is None or known is None else (weakref.ref(p.grad), p.grad._version)
+            for p, known in zip(self.parameters, self._known, strict=True)
+        ]
+
+    def _know(self, gradients: Sequence[Tensor | None]) -> None:
+        self._known = [None if g is None else (weakref.ref(g), g._version) for g in gradients]
+        self._calls = [each.calls for each in self._clears]
+
+    def states(self) -> list[State]:
+        """Return what has become of each since then."""
+        gradients = [p.grad for p in self.parameters]
+        now = _read(_compat.norms([_dense(g) for g in gradients]))
+        before = _read(self._norms)
+        found = [self._state(*each) for each in zip(gradients, self._known, now, before, strict=True)]
+        if any(state.verdict == UNKNOWN for state in found):
+            found = self._decide(found)
+        return found
+
+    def _state(self, gradient: Tensor | None, known: Any, norm: float | None, before: float | None) -> State:
+        if gradient is None or norm is None:
+            return State(UNKNOWN if known is None else CLEARED, NONE)
+        content = FULL if norm != 0 else ZERO
+        if known is None or known[0]() is not gradient or (known[1] != gradient._version and not self._views):
+            return State(CHANGED if content == FULL else CLEARED, content)
+        if before is None:  # an average, as ranks that have joined hold it too
+            return State(KEPT, FULL, norm) if content == FULL else State(UNKNOWN, ZERO)
+        if content == ZERO:
+            return State(UNKNOWN if before == 0 else CLEARED, ZERO)
+        return State(KEPT if _same(norm, before) else CHANGED, FULL)
+
+    def _decide(self, found: list[State]) -> list[State]:
+        """Replace `UNKNOWN` where there is evidence elsewhere."""
+        called: dict[int, bool] = {}  # a parameter may have several that clear it
+        for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True):
+            if each.calls > calls or each.clears_each_step(*begin):
+                for p in each.parameters():
+                    called[id(p)] = called.get(id(p), False) or each.calls > calls
+        verdicts = {state.verdict for state in found}
+        kept, cleared = KEPT in verdicts, CLEARED in verdicts
+        decided = []
+        for parameter, state in zip(self.parameters, found, strict=True):
+            verdict = state.verdict
+            if verdict == UNKNOWN and id(parameter) in called:
+                verdict = CLEARED if called[id(parameter)] else KEPT
+            elif verdict == UNKNOWN and (kept or cleared):
+                # What is zero was there when others were cleared. What is not there may be part of an accumulation.
+                verdict = (CLEARED if cleared else KEPT) if state.content == ZERO else KEPT if kept else CLEARED
+            decided.append(state._replace(verdict=verdict))
+        return decided
+
+    def raise_if_changed(self, states: Sequence[State], joined: Sequence[int]) -> None:
+        """Raise if one was changed by hand before the next backward accumulates into it.
+
+        Raises:
+            JoinError: So it was, and `joined`, ranks that have joined, cannot know of it.
+        """
+        where = next((index for index, state in enumerate(states) if state.verdict == CHANGED), None)
+        if where is not None:
+            raise JoinError(
+                "A gradient was changed by hand since the last backward (clipping, scaling, noise) and not cleared"
+                f" before the next one accumulates into it (parameter {where}, of shape"
+                f" {tuple(self.parameters[where].shape)}), while ranks {list(joined)} have joined: they"
+                " cannot know of the change. Call zero_grad() after each optimizer step, or change gradients only"
+                " right before it. (Activation checkpointing with use_reentrant=True looks the same: use False.)"
+            )
+
+    def follow(self, states: Sequence[State], accumulates: bool, ask: Callable[[], str] | None) -> None:
+        """Do on a rank that has joined what has become of an active rank's gradients.
+
+        Args:
+            states: The active rank's.
+            accumulates: Whether this rank holds what it has accumulated without a sync.
+            ask: Returns the verdict of the other active ranks. `None` where no backward comes next, for which it
+                would have to be known.
+
+        Raises:
+            JoinError: Nobody can tell whether what this rank holds was cleared.
+        """
+        verdict = None
+        for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
+            if state.verdict == CHANGED or (state.verdict == KEPT and state.content == FULL):
+                continue
+            if state.verdict == KEPT and accumulates and parameter.grad is not None:
+                continue  # zeros too: they have been used, where others are not
+            if state.verdict == UNKNOWN and accumulates and holds_something(parameter.grad):
+                if ask is None:
+                    continue
+                if verdict is None:
+                    verdict = ask()
+                if verdict == UNKNOWN:
+                    self.raise_unknown(index)
+                if verdict == KEPT:
+                    continue
+            if state.content == NONE:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+            elif id(parameter) in self._sparse:
+                parameter.grad = empty_sparse(parameter)
+            else:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def differing(self, states: Sequence[State], accumulates: bool) -> list[int]:
+        """Return which averages, that an active rank has kept, are others than this rank's: changed without a trace.
+
+        `GradScaler.unscale_` leaves none, for example.
+        """
+        if accumulates or all(state.norm is None for state in states):
+            return []
+        kept = [None if s.norm is None else p.grad for p, s in zip(self.parameters, states, strict=True)]
+        mine = _read(_compat.norms([_dense(g) for g in kept]))
+        return [
+            index
+            for index, (norm, state) in enumerate(zip(mine, states, strict=True))
+            if norm is not None and not _alike(norm, state.norm)
+        ]
+
+    def raise_if_differing(self, states: Sequence[State], accumulates: bool) -> None:
+        """Raise if there are any before the next backward accumulates into them.
+
+        Raises:
+            JoinError: There are.
+        """
+        for index in self.differing(states, accumulates)[:1]:
+            raise JoinError(
+                f"The active ranks' gradient of parameter {index}, of shape {tuple(self.parameters[index].shape)}, is"
+                " no longer the average that this rank got too, and the next backward accumulates into it: it was"
+                " changed by hand (through `.data` or GradScaler.unscale_, for example), which ranks that have joined"
+                " cannot know. Call zero_grad() after each optimizer step, or change gradients only right before it."
+            )
+
+    def raise_unknown(self, index: int = 0) -> None:
+        """Raise, since nobody can tell whether what this rank holds of a parameter still counts.
+
+        Raises:
+            JoinError: Always.
+        """
+        raise JoinError(
+            "This rank has joined while it holds a gradient that no sync has averaged yet (parameter"
+            f" {index}, of shape {tuple(self.parameters[index].shape)}), and no active rank can tell whether such"
+            " gradients have been cleared since: the active rank has none, or zeros, before and now (a backward"
+            " that was skipped, a batch that is masked out), and this loop has not shown that it clears by the"
+            " zero_grad() of a given optimizer. Give Join the optimizer and call its zero_grad() at the begin of each"
+            " accumulation, or run a backward in each of its steps."
+        )
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+
+
+def _is_untouched(gradient: Tensor, known: tuple[weakref.ref[Tensor], int]) -> bool:
+    return known[0]() is gradient and known[1] == gradient._version
+
+
+def _read(norms: Sequence[Tensor | None]) -> list[float | None]:
+    """Read norms, in one transfer for each device (and dtype)."""
+    out: list[float | None] = [None] * len(norms)
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for index, norm in enumerate(norms):
+        if norm is not None:
+            alike.setdefault((norm.device, norm.dtype), []).append((index, norm))
+    for items in alike.values():
+        values = torch.stack([norm for _, norm in items]).tolist()
+        for (index, _), value in zip(items, values, strict=True):
+            out[index] = value
+    return out
+
+
+def _alike(one: float, other: float | None) -> bool:
+    return _same(one, other) or (other is not None and math.isclose(one, other, rel_tol=1e-6))
+
+
+def _same(one: float, other: float | None) -> bool:
+    return one == other or (other is not None and math.isnan(one) and math.isnan(other))
+
+
+def holds_something(gradient: Tensor | None) -> bool:
+    dense = _dense(gradient)
+    return dense is not None and bool(dense.any())

@@ -1,0 +1,51 @@
+"""What a rank says of its gradients."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from torch_join._control.codec import closed, foreign
+
+CLEARED, KEPT, CHANGED, UNKNOWN = "cleared", "kept", "changed", "unknown"
+NONE, ZERO, FULL = "none", "zero", "full"
+
+
+@closed("gradient")
+class State(NamedTuple):
+    """What has become of one gradient.
+
+    Attributes:
+        verdict: `CLEARED`, `KEPT`, `CHANGED` by hand, or `UNKNOWN`.
+        content: What it is now: `NONE`, `ZERO` or `FULL`, which is anything else.
+        norm: Its 1-norm, where it is the kept average of all ranks.
+    """
+
+    verdict: str
+    content: str
+    norm: float | None = None
+
+
+# States that follow one another and are the same, with their number: as a rule all of a model's are.
+Runs = list[tuple[State, int]]
+
+
+def runs_of(states: Iterable[State]) -> Runs:
+    """Return the states as they are sent."""
+    return [(state, len([*same])) for state, same in groupby(states)]
+
+
+def states_of(runs: Sequence[tuple[State, int]], count: int) -> list[State]:
+    """Return what was sent as `runs`.
+
+    Raises:
+        JoinError: These are not `count` states.
+    """
+    if any(number < 1 for _, number in runs) or sum(number for _, number in runs) != count:
+        raise foreign("the state of gradients", f"{runs} in place of those of {count} parameters")
+    return [state for state, number in runs for _ in range(number)]
+
+
+def common_verdict(verdicts: Iterable[str]) -> str:
+    """Return `CLEARED` or `KEPT` if there is evidence of one and none of the other, and else `UNKNOWN`."""
+    found = {*verdicts} & {CLEARED, KEPT}
+    return found.pop() if len(found) == 1 else UNKNOWN
