@@ -1,8 +1,10 @@
-"""Accelerate on uneven dataloaders: the replacement for `accelerator.join_uneven_inputs`."""
+"""Accelerate on uneven dataloaders: the replacement for `accelerator.join_uneven_inputs`.
 
-from accelerate_join._accelerator import Accelerator
-from accelerate_join._batches import join_batches
-from accelerate_join._context import join_uneven_inputs
+Begin reading with `_context.py`: it imports the other modules, and none of them imports it. What they ask of it is in
+`_protocol.py`. What this package needs of `torch_join.Join` besides its public names is in `_hooks.py`.
+"""
+
+from accelerate_join._context import Accelerator, join_batches, join_uneven_inputs
 from torch_join import JoinError
 
 __all__ = ["Accelerator", "JoinError", "join_batches", "join_uneven_inputs"]

@@ -1,81 +1,25 @@
-"""Accelerate's `Accelerator` with the method replaced, and what an accelerator does differently in the context."""
+"""What an accelerator does differently in the context."""
 
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import accelerate
 import torch
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import GradientState
-from torch.utils.data import DataLoader
 
-from accelerate_join import _batches, _compat, _context
+from accelerate_join import _compat
 from accelerate_join._loaders import remainder
-from torch_join import Join, JoinError, UnsupportedError, Weighting
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from accelerate_join._context import AcceleratorJoin
-    from accelerate_join._gather import Operations
-
-T = TypeVar("T")
+from accelerate_join._operations import Operations
+from accelerate_join._protocol import JoinContext
+from torch_join import JoinError, UnsupportedError
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
-    """Accelerate's, but for `join_uneven_inputs`."""
-
-    def join_uneven_inputs(
-        self,
-        joinables: Any = None,
-        even_batches: bool | None = False,
-        *,
-        weighting: Weighting = "world",
-        throw_on_early_termination: bool = False,
-        **kwargs: Any,
-    ) -> AbstractContextManager[Join]:
-        """Train on uneven inputs, exactly: see `accelerate_join.join_uneven_inputs`.
-
-        Args:
-            joinables: Whatever takes part besides all that was prepared.
-            even_batches: Overrides the setting of prepared loaders within; `None` leaves it as it is.
-            weighting: How the gradients of the active ranks are combined.
-            throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs.
-            **kwargs: What else `torch_join.Join` takes.
-        """
-        _batches.finish(self)
-        return _context.join_uneven_inputs(
-            self,
-            joinables,
-            even_batches,
-            weighting=weighting,
-            throw_on_early_termination=throw_on_early_termination,
-            **kwargs,
-        )
-
-    @overload
-    def join_batches(self, loader: DataLoader[T], **kwargs: Any) -> "Iterable[T]": ...
-    @overload
-    def join_batches(self, loader: "Iterable[T]", **kwargs: Any) -> "Iterable[T]": ...
-    def join_batches(self, loader: "Iterable[T]", **kwargs: Any) -> "Iterable[T]":
-        """Go through the batches of `loader`, in a context of its own: see `accelerate_join.join_batches`.
-
-        Args:
-            loader: One that was prepared, or anything else that can be iterated over.
-            **kwargs: What `join_uneven_inputs` takes.
-        """
-        return _batches.join_batches(self, loader, **kwargs)
-
-    def end_training(self) -> None:
-        """Finish a loop over `join_batches` that was left by `break`, and do what Accelerate's method does."""
-        _batches.finish(self)
-        super().end_training()
-
-
-class _Joining:
+class _InContext:
     """What an accelerator does differently in the context, before its own class."""
 
-    _operations: ClassVar["Operations"]
+    _operations: ClassVar[Operations]
 
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
         with self._operations.gathering_for_metrics():
@@ -91,15 +35,15 @@ class _Joining:
         self._operations.log(*args, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        with self._operations.for_main():
+        with self._operations.acting_for_main_process():
             super().print(*args, **kwargs)  # type: ignore[misc]
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        with self._operations.for_main():
+        with self._operations.acting_for_main_process():
             super().save(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        with self._operations.for_main():
+        with self._operations.acting_for_main_process():
             super().save_model(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,20 +62,20 @@ class _Joining:
 
 
 @contextmanager
-def joining(accelerator: accelerate.Accelerator, join: "AcceleratorJoin") -> "Iterator[None]":
-    """Within, `accelerator`, and all that know the gradient state, know of the other ranks."""
+def class_replaced(accelerator: accelerate.Accelerator, context: JoinContext, operations: Operations) -> Iterator[None]:
+    """Within, the methods of `accelerator` and its gradient state take the other ranks into account."""
 
     def end_of_dataloader(state: GradientState) -> bool:
         """Whether this is the last step of the longest rank."""
         loader = state.active_dataloader
-        return loader is not None and loader is join.loader and join.at_last_step
+        return loader is not None and loader is context.loader and context.at_last_step
 
     def remainder_of(state: GradientState) -> int:
         """The number of samples in the last step, where it holds others that are there for the second time."""
         return -1 if state.active_dataloader is None else remainder(state.active_dataloader)
 
     own = type(accelerator)
-    accelerator.__class__ = type(own.__name__, (_Joining, own), {"_operations": join.operations})
+    accelerator.__class__ = type(own.__name__, (_InContext, own), {"_operations": operations})
     try:
         with (
             _compat.replaced(

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias, get_args
 
 import accelerate
 from accelerate.data_loader import (
@@ -19,27 +19,25 @@ from accelerate.data_loader import (
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
-    SkipDataLoader,
 )
 from torch.utils.data import BatchSampler, IterableDataset
 
 from accelerate_join import _compat
+from accelerate_join._protocol import JoinContext, PreparedLoader
 from torch_join import JoinError
 from torch_join.integration import Reader
 
-if TYPE_CHECKING:
-    from accelerate_join._context import AcceleratorJoin
-
-_KINDS = (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader)
+_KINDS = get_args(PreparedLoader)
 # Samplers of these modules have as many indices as they say, as has Accelerate's SeedableRandomSampler.
 _TRUSTED = ("torch.utils.data.sampler", "torch.utils.data.distributed")
+_Iter: TypeAlias = Callable[[Any], Iterator[Any]]
 
 
 class PreparedReader(Reader[Any]):
     """Reads a prepared loader, which knows at each batch whether it is the last.
 
     Args:
-        iterate: Accelerate's own `__iter__`.
+        own_iter: Accelerate's own `__iter__` of the loader's class.
         loader: The loader.
 
     Attributes:
@@ -49,8 +47,8 @@ class PreparedReader(Reader[Any]):
     sight = 1
     corrects = False
 
-    def __init__(self, iterate: Callable[[Any], Iterator[Any]], loader: Any) -> None:
-        super().__init__(iterate(loader))
+    def __init__(self, own_iter: _Iter, loader: PreparedLoader) -> None:
+        super().__init__(own_iter(loader))
         self.prepared = loader
 
     def certain_length(self) -> int | None:
@@ -66,7 +64,7 @@ class PreparedReader(Reader[Any]):
         return self.has_next() and bool(self.prepared.end_of_dataloader)
 
 
-def certain_length(loader: Any) -> int | None:
+def certain_length(loader: PreparedLoader) -> int | None:
     """Return how many batches this rank's `loader` has, if it can only be as many.
 
     That is, if batches of a fixed size are drawn from a sampler of torch or Accelerate. Elsewhere `len` is
@@ -88,12 +86,12 @@ def certain_length(loader: Any) -> int | None:
     return len(loader) if trusted else None
 
 
-def is_prepared(loader: Any) -> bool:
+def is_prepared(loader: object) -> bool:
     """Whether `loader` is one of those whose loops go through `Join`."""
     return issubclass(type(loader), _KINDS)
 
 
-def remainder(loader: Any) -> int:
+def remainder(loader: PreparedLoader) -> int:
     """Return how many samples the last step has besides those that have been given out before, as Accelerate does.
 
     0 stands for all of them, -1 for an unknown number.
@@ -104,14 +102,14 @@ def remainder(loader: Any) -> int:
     if isinstance(sampler, BatchSamplerShard):
         # Accelerate does not know it after skip_first_batches, and counts a dataset of which the sampler takes a part.
         samples = getattr(sampler.batch_sampler, "sampler", dataset)
-        return _left_over(samples, sampler) if sampler.even_batches and not sampler.drop_last else 0
+        return _samples_in_last_round(samples, sampler) if sampler.even_batches and not sampler.drop_last else 0
     if isinstance(dataset, IterableDatasetShard):
         # Accelerate takes this process's share for the whole.
-        return _left_over(dataset.dataset, dataset) if not dataset.drop_last else 0
+        return _samples_in_last_round(dataset.dataset, dataset) if not dataset.drop_last else 0
     return int(loader.remainder) if _dispatches(loader) else 0
 
 
-def _left_over(samples: Any, shard: Any) -> int:
+def _samples_in_last_round(samples: Any, shard: Any) -> int:
     try:
         return int(len(samples) % (shard.batch_size * (1 if shard.split_batches else shard.num_processes)))
     except TypeError:  # no length, or no batch size
@@ -119,17 +117,17 @@ def _left_over(samples: Any, shard: Any) -> int:
 
 
 @contextmanager
-def loops_joined(join: "AcceleratorJoin") -> Iterator[None]:
-    """Within, each loop over one of Accelerate's loaders goes through `join`, also over one that is made later."""
+def loops_replaced(context: JoinContext) -> Iterator[None]:
+    """Within, each loop over one of Accelerate's loaders goes through `Join`, also over one that is made later."""
 
-    def through(iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-        return lambda loader: join.go_through(loader, iterate)
+    def iterates(own_iter: _Iter) -> _Iter:
+        return lambda loader: context.iterate(loader, own_iter)
 
     with ExitStack() as stack:
         for kind in _KINDS:
-            stack.enter_context(_compat.replaced(kind, __iter__=through(kind.__iter__)))
-        whole = _without_loss(BatchSamplerShard.__iter__)
-        stack.enter_context(_compat.replaced(BatchSamplerShard, __iter__=whole))
+            stack.enter_context(_compat.replaced(kind, __iter__=iterates(kind.__iter__)))
+        checking = _checking_sizes(BatchSamplerShard.__iter__)
+        stack.enter_context(_compat.replaced(BatchSamplerShard, __iter__=checking))
         yield
 
 
@@ -163,28 +161,28 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
         accelerator.even_batches = own
 
 
-def _dispatches(loader: Any) -> bool:
+def _dispatches(loader: PreparedLoader) -> bool:
     return type(loader) is DataLoaderDispatcher
 
 
-def _batch_sampler(loader: Any) -> Any:
+def _batch_sampler(loader: PreparedLoader) -> Any:
     """Return what makes the batches of `loader`: its batch sampler, or a sampler in that role."""
     sampler = loader.batch_sampler
     return loader.sampler if sampler is None else sampler
 
 
-def _without_loss(iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+def _checking_sizes(own_iter: _Iter) -> _Iter:
     def __iter__(shard: Any) -> Iterator[Any]:  # noqa: N807
         if shard.batch_size is not None and type(shard.batch_sampler) is not BatchSampler:
             shard = copy.copy(shard)
-            shard.batch_sampler = _Whole(shard)
-        return iterate(shard)
+            shard.batch_sampler = _SizeCheckingSampler(shard)
+        return own_iter(shard)
 
     return __iter__
 
 
-class _Whole:
-    """The batch sampler of a shard; raises where the shard would leave out batches without a word.
+class _SizeCheckingSampler:
+    """The batch sampler of a shard; raises where the shard would leave out batches silently.
 
     A shard deals out a round of batches, one to each process, only if the round's last batch is of the size
     that the sampler's `batch_size` promises; and splits a batch only if it is of that size.
@@ -200,14 +198,14 @@ class _Whole:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        lost = -1
+        unequal = -1  # a batch of another size
         for index, batch in enumerate(self._sampler):
-            if lost >= 0:
+            if unequal >= 0:
                 raise JoinError(
-                    f"{type(self._sampler).__name__} has batch_size={self.batch_size}, but its batch {lost} is of"
-                    " another size and not its last: Accelerate would leave out batches without a word. Remove the"
+                    f"{type(self._sampler).__name__} has batch_size={self.batch_size}, but its batch {unequal} is of"
+                    " another size and not its last: Accelerate would leave out batches silently. Remove the"
                     " attribute `batch_size` (or set it to None) on a batch sampler whose batches vary in size."
                 )
             if index % self._batches_per_round == self._last_of_round and len(batch) != self.batch_size:
-                lost = index
+                unequal = index
             yield batch

@@ -1,12 +1,17 @@
 """`Trainer(strategy="ddp_join")`: Lightning on uneven dataloaders, exactly.
 
 Importing this package registers the strategies; it has no other effect.
+
+Begin with `_strategy.py`, which builds what the folders hold, and with `_protocol.py`, which is all that they know of
+it. `_reading` (dataloaders), `_logging` and `_training` do not import each other; `_loops` imports all three, the
+strategy all four. `_callback.py` and `_monitor` import the strategy. Of `torch_join` only the public names and
+`integration` are imported.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_join._callback import JoinCallback
-from lightning_join._monitor import JoinMonitor
+from lightning_join._monitor.monitor import JoinMonitor
 from lightning_join._strategy import DDPJoinStrategy
 
 __version__ = "0.1.0"

@@ -1,20 +1,19 @@
 """`JoinCallback`: a trainer's plain `ddp` joins."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.algorithms.join import Joinable
 
 from lightning_join import _compat
+from lightning_join._loops.takeover import give_back
 from lightning_join._packages import check_trainer
 from lightning_join._strategy import DDPJoinStrategy
 from lightning_join._supported import check_strategy
-from lightning_join._takeover import give_back
 from torch_join import JoinTypeError, JoinValueError, Weighting
 
 
@@ -71,29 +70,13 @@ class JoinCallback(Callback):
         _upgrade(trainer, cast(DDPStrategy, strategy), self._make())
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        if isinstance(trainer.strategy, _UpgradedStrategy):
+        if isinstance(trainer.strategy, DDPJoinStrategy) and trainer.strategy.undo is not None:
             trainer.strategy.undo()
-
-
-class _UpgradedStrategy(DDPJoinStrategy):
-    """A plain `DDPStrategy` for as long as a `JoinCallback` makes it join."""
-
-    undo: Callable[[], None]
-    _remedies: ClassVar[dict[str, str]] = {}  # the trainer's strategy is a plain `ddp`, and stays one
-
-    def teardown(self) -> None:
-        try:
-            super().teardown()
-        finally:
-            # No callback is torn down after an exception.
-            assert self.lightning_module is not None
-            if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
-                self.undo()
 
 
 def _check_upgradable(trainer: "pl.Trainer") -> None:
     strategy = trainer.strategy
-    if isinstance(strategy, _UpgradedStrategy):
+    if isinstance(strategy, DDPJoinStrategy) and strategy.undo is not None:
         raise JoinValueError("The trainer has two JoinCallbacks, which might want different things. Leave one out.")
     if isinstance(strategy, DDPJoinStrategy):
         raise JoinTypeError(
@@ -123,7 +106,7 @@ def _upgrade(trainer: Any, strategy: Any, model: DDPJoinStrategy) -> None:
     added = {name: value for name, value in vars(model).items() if name not in vars(strategy)}
 
     vars(strategy).update(added, undo=partial(_undo, trainer, strategy, list(added), on_exception, callbacks))
-    strategy.__class__ = _UpgradedStrategy
+    strategy.__class__ = DDPJoinStrategy
     check_strategy(strategy)
     strategy.begin_joining()
 

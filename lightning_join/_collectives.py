@@ -1,5 +1,10 @@
-"""The strategy's own collectives: in a step that some ranks do not have, over the ranks that have it."""
+"""The strategy's own collectives: in a step that some ranks do not have, over the ranks that have it.
 
+Also where all ranks are when: who has joined, who is in the step, and that all leave a run at the same time.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from torch_join import UnsupportedError
-from torch_join.integration import LockstepJoin, StepServer
+from torch_join.integration import Channel, LockstepJoin, StepDriver, telling_failures
 
 
 class StepCollectives(DDPStrategy):
@@ -20,13 +25,20 @@ class StepCollectives(DDPStrategy):
     """
 
     enable_join = True
-    server: StepServer | None = None
+    # Until a run of several processes begins there is nobody else.
+    channel = Channel()
+    driver: StepDriver | None = None
     join: LockstepJoin | None = None
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of batches while others have not: it makes a shadow step."""
+        return self.join is not None and self.join.in_tail and self.join.joined
 
     @property
     def step_ranks(self) -> tuple[int, ...] | None:
         """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
-        return self.server.ranks if self.server is not None else None
+        return self.driver.ranks if self.driver is not None else None
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks, as `DDPStrategy.reduce`, but with an exact mean of integers.
@@ -68,3 +80,17 @@ class StepCollectives(DDPStrategy):
         if ranks is None or not all:
             return super().reduce_boolean_decision(decision, all)
         return not super().reduce_boolean_decision(not decision, all=False)
+
+    @contextmanager
+    def around_run(self, last: bool = True) -> Iterator[None]:
+        """Put around a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
+
+        Args:
+            last: Whether no other loop runs after it before the teardown.
+        """
+        with telling_failures(self.channel):
+            yield
+        # Whoever hosts the channel's store must not exit while others still read from it.
+        self.barrier("join")
+        if last:
+            self.channel.close()

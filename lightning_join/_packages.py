@@ -1,6 +1,6 @@
 """Objects of `pytorch_lightning`, whose classes are others than those of `lightning.pytorch`.
 
-Nothing here imports that package. What is of it is told by the names of its modules.
+Nothing here imports that package: its objects are recognized by the names of their modules.
 """
 
 import lightning.pytorch as pl

@@ -1,14 +1,14 @@
 """The strategy: `Trainer(strategy="ddp_join")`."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
@@ -17,30 +17,28 @@ from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._collectives import StepCollectives
-from lightning_join._joinables import all_joinables, run_post_hooks_alone
-from lightning_join._manual import ManualPart
+from lightning_join._logging.step_values import StepValues
+from lightning_join._loops.resuming import load_in_one_process
+from lightning_join._loops.takeover import take_over
 from lightning_join._packages import check_packages
-from lightning_join._resume import load_alone
-from lightning_join._samplers import mark_injected, without_padding
-from lightning_join._step_values import StepValues
+from lightning_join._reading.samplers import mark_injected, without_padding
 from lightning_join._supported import check_module, check_optimizers, check_strategy, check_timeout
-from lightning_join._takeover import take_over
+from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
+from lightning_join._training.manual import ManualPart
 from torch_join import PeerFailedError, UnsupportedError, Weighting
 from torch_join.integration import (
-    Channel,
     LockstepJoin,
     ModelShadow,
     ModuleMetrics,
-    StepServer,
+    StepDriver,
     open_channel,
     resolve_weighting,
-    telling_failures,
 )
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
-_OF_A_RUN = ("channel", "server", "join", "step_values", "metrics", "manual")
+_OF_A_RUN = ("channel", "driver", "join", "metrics", "_step_values", "_manual")
 
 
 class DDPJoinStrategy(StepCollectives):
@@ -80,11 +78,11 @@ class DDPJoinStrategy(StepCollectives):
         "strategy='ddp_find": "strategy='ddp_join_find",
         "strategy=DDPStrategy(": "strategy=DDPJoinStrategy(",
     }
-    # Until a run of several processes begins there is nobody else.
-    channel = Channel()
-    step_values: StepValues | None = None
+    # Makes it the plain strategy again that a `JoinCallback` has found.
+    undo: Callable[[], None] | None = None
     metrics: ModuleMetrics | None = None
-    manual: ManualPart | None = None
+    _step_values: StepValues | None = None
+    _manual: ManualPart | None = None
 
     def __init__(
         self,
@@ -108,11 +106,6 @@ class DDPJoinStrategy(StepCollectives):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in _OF_A_RUN}
 
-    @property
-    def joined(self) -> bool:
-        """Whether this rank has run out of batches while others have not: it makes a shadow step."""
-        return self.join is not None and self.join.in_tail and self.join.joined
-
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.enable_join:
@@ -133,42 +126,44 @@ class DDPJoinStrategy(StepCollectives):
         check_module(self.lightning_module)
         take_over(trainer, self)
         self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
-        self.server = StepServer(self.channel, weighting=self.weighting)
-        self.step_values = self.server.add(partial(StepValues, strategy=self))
+        self.driver = StepDriver(self.channel, weighting=self.weighting)
+        self._step_values = self.driver.add(partial(StepValues, strategy=self))
 
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self.server is not None and fitting and self._layer_sync is not None:
+        if self.driver is not None and fitting and self._layer_sync is not None:
             raise UnsupportedError(
                 "sync_batchnorm=True cannot train on uneven inputs: SyncBatchNorm issues collectives in forward"
                 " and backward that a rank without a batch cannot take part in. Leave it False: the buffers of"
                 " plain BatchNorm are kept in step."
             )
         super().setup(trainer)
-        if self.server is not None:
+        if self.driver is not None:
             if fitting:
                 check_optimizers(self.optimizers)
             assert self.lightning_module is not None
-            self.metrics = self.server.add(partial(ModuleMetrics, module=self.lightning_module))
+            self.metrics = self.driver.add(partial(ModuleMetrics, module=self.lightning_module))
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         ddp = super()._setup_model(model)
         if self.join is not None:
             shadow = ModelShadow(ddp)
             self.join.use(shadow)
-            if self.manual is not None:
-                self.manual.use(shadow)
-        elif self.server is not None:
+            if self._manual is not None:
+                self._manual.use(shadow)
+        elif self.driver is not None:
             shadow = ModelShadow(ddp)
             self.join = LockstepJoin(
-                self.server,
+                self.driver,
                 shadow,
                 throw_on_early_termination=self.throw_on_early_termination,
-                joinables=all_joinables(self),
+                joinables=all_joinables(self.joinables, self.lightning_module, self.channel),
             )
-            self.manual = self.server.add(partial(ManualPart, strategy=self, shadow=shadow))
+            self._manual = self.driver.add(partial(ManualPart, strategy=self, lockstep=self.join, shadow=shadow))
         elif self.enable_join:
-            run_post_hooks_alone(self)
+            assert self.lightning_module is not None
+            joinables = all_joinables(self.joinables, self.lightning_module, self.channel)
+            run_post_hooks_in_one_process(self.lightning_module.trainer.callbacks, joinables)  # type: ignore[attr-defined]
         return ddp
 
     def wrap_again(self) -> None:
@@ -179,20 +174,26 @@ class DDPJoinStrategy(StepCollectives):
         gc.collect()  # the old one's hooks go with it
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self.join is None or self.manual is None:
+        if self.join is None or self._manual is None:
             return super().training_step(*args, **kwargs)
-        with self.join.active_step(), self.manual.training_step():
+        with self.join.active_step(), self._manual.training_step():
             return super().training_step(*args, **kwargs)
+
+    def shadow_training_step(self) -> Tensor:
+        """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
+        assert self.join is not None
+        assert self._manual is not None
+        return self._manual.shadow_step() if self._manual.is_used else self.join.shadow_forward()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self.manual is None or not self.manual.is_used:
+        if self._manual is None or not self._manual.is_used:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        return self.manual.backward(closure_loss, *args, **kwargs)
+        return self._manual.backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self.manual is None or not self.manual.is_used:
+        if self._manual is None or not self._manual.is_used:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self.manual.optimizer_step(optimizer, closure, kwargs) as announcing:
+        with self._manual.optimizer_step(optimizer, closure, kwargs) as announcing:
             return super().optimizer_step(optimizer, announcing, model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -218,26 +219,17 @@ class DDPJoinStrategy(StepCollectives):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
         if self.enable_join and self.world_size == 1 and (module := self.lightning_module) is not None:
-            load_alone(checkpoint, module.trainer.state.fn == TrainerFn.FITTING)
+            load_in_one_process(checkpoint, module.trainer.state.fn == TrainerFn.FITTING)
         return checkpoint
 
-    @contextmanager
-    def together(self, last: bool = True) -> Iterator[None]:
-        """Put around a run of a loop: failures reach the other ranks, and all ranks leave together.
-
-        Args:
-            last: Whether no other loop runs after it before the teardown.
-        """
-        with telling_failures(self.channel):
-            yield
-        # Whoever hosts the channel's store must not exit while others still read from it.
-        self.barrier("join")
-        if last:
-            self.channel.close()
+    def around_update(self, key: str, item: _compat.ResultMetric, value: Any) -> AbstractContextManager[None]:
+        """Put around the update of a logged value: joined ranks take part in the reduction of its step value."""
+        return nullcontext() if self._step_values is None else self._step_values.around_update(key, item, value)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        for plain, ours in self._remedies.items():
+        # Under a `JoinCallback` the trainer's strategy is a plain `ddp`, and stays one.
+        for plain, ours in self._remedies.items() if self.undo is None else ():
             exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
         if not isinstance(exception, PeerFailedError):
             self.channel.fail(f"{type(exception).__name__}: {exception}")
@@ -247,11 +239,15 @@ class DDPJoinStrategy(StepCollectives):
             super().teardown()
         finally:
             self.end_joining()
+            trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+            # No callback is torn down after an exception.
+            if self.undo is not None and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
+                self.undo()
 
     def end_joining(self) -> None:
         """Remove all that was installed for joining; doing it again does nothing."""
-        if self.server is not None:
-            self.server.close()
+        if self.driver is not None:
+            self.driver.close()
         self.channel.leave()
         for name in _OF_A_RUN:
             vars(self).pop(name, None)

@@ -2,21 +2,18 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 
 from torch_join import JoinTypeError, UnsupportedError
 
-if TYPE_CHECKING:
-    from lightning_join._strategy import DDPJoinStrategy
-
 
 def check_timeout(timeout: object) -> None:
-    """Raise if the strategy's timeout is none, such as a number of seconds.
+    """Raise if the strategy's timeout is not a `timedelta`, but a number of seconds for example.
 
     Raises:
         JoinTypeError: Saying how to write it.
@@ -28,7 +25,7 @@ def check_timeout(timeout: object) -> None:
         )
 
 
-def check_strategy(strategy: "DDPJoinStrategy") -> None:
+def check_strategy(strategy: DDPStrategy) -> None:
     """Raise if the strategy's arguments ask for something unsupported."""
     # Imported here, since it brings in all of torch.distributed.optim.
     import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local_sgd

@@ -91,18 +91,29 @@ def delay_next_wait(channel: Any, seconds: float) -> None:
 
 
 def channel_of(join: Any) -> StoreChannel:
-    assert isinstance(join._channel, StoreChannel)
-    return join._channel
+    channel = join._driver.channel
+    assert isinstance(channel, StoreChannel)
+    return channel
+
+
+def rank_of(join: Any) -> int:
+    rank: int = join._driver.members.rank
+    return rank
+
+
+def leader_of(join: Any) -> int:
+    leader: int = join._driver.members.leader
+    return leader
 
 
 def given_objects(join: Any) -> list[Any]:
-    found: list[Any] = join._objects
+    found: list[Any] = join._driver._objects
     return found
 
 
 def unwritten(join: Any) -> list[Any]:
     """What has been announced, and is not in the log yet."""
-    found: list[Any] = join._said
+    found: list[Any] = join._driver.server._said
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.accelerated import Script, Stream, accelerator_of, dataset, make_loader, network
+from tests.inside import leader_of
 from tests.workers import Workers
 
 LENGTHS = [(4, 1), (1, 4), (0, 3), (3, 3), (2, 5, 0), (0, 2, 4), (5, 3, 4)]
@@ -236,7 +237,7 @@ def log_and_save(rank: int, lengths: tuple[int, ...], folder: str) -> None:
             for step, (_, x, _) in enumerate(loader):
                 model(x).sum().backward()
                 model.zero_grad()
-                accelerator.log({"x": join.leader}, step=step)
+                accelerator.log({"x": leader_of(join)}, step=step)
                 accelerator.save({"step": step}, f"{folder}/object-{step}")
                 accelerator.save_model(model, f"{folder}/model-{step}")
                 accelerator.print(f"step {step}")

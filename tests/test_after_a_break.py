@@ -18,7 +18,7 @@ from tests.accelerated import accelerator_of
 from tests.cases import difference
 from tests.workers import Workers
 from torch_join import Join
-from torch_join._handover.handover.departure import Departure
+from torch_join._handover.departure import Departure
 
 Lengths = tuple[int, ...]
 NEVER = 99

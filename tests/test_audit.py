@@ -18,12 +18,12 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DistributedSampler
 
-from tests.inside import PLACES_PLACE, SET_TRAINING_PLACE, TILES_PLACE
+from tests.inside import PLACES_PLACE, SET_TRAINING_PLACE, TILES_PLACE, rank_of
 from tests.workers import Workers
 from torch_join import Join
-from torch_join._handover.handover import optimizers as _optimizers
-from torch_join._handover.handover.audit import Audit
-from torch_join._handover.handover.digest import checksums
+from torch_join._handover import optimizers as _optimizers
+from torch_join._handover.audit import Audit
+from torch_join._handover.digest import checksums
 from torch_join.integration import Channel, open_channel
 
 UNEVEN = ((2, 4), (3, 3), (4, 1))
@@ -370,7 +370,7 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
                     if kind == "gradients kept":
                         optimizer.zero_grad()
                     metric.update(torch.tensor(float(rank)))
-                    if kind == "an evaluation on one rank" and join.rank == join.active_ranks[0]:
+                    if kind == "an evaluation on one rank" and rank_of(join) == join.active_ranks[0]:
                         model.eval()
                         model(torch.randn(3, 2))
                         model.train()

@@ -12,8 +12,8 @@ from torch.optim import lr_scheduler as schedulers
 
 from tests.inside import transfer_sizes
 from tests.workers import Workers
-from torch_join._handover.handover import compat as _compat_state
-from torch_join._handover.handover.handover import checksum, hand_over
+from torch_join._handover import compat as _compat_state
+from torch_join._handover.handover import checksum, hand_over
 from torch_join.integration import open_channel
 
 

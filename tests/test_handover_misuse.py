@@ -18,8 +18,8 @@ from tests.test_handover_objects import Holder
 from tests.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
 from torch_join._base.specs import TensorSpec
-from torch_join._handover.handover import transfer as _transfer
-from torch_join._handover.handover.handover import checksum, hand_over
+from torch_join._handover import transfer as _transfer
+from torch_join._handover.handover import checksum, hand_over
 from torch_join.integration import Channel, open_channel
 
 

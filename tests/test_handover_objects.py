@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from tests.inside import cpu_groups, transfer_sizes
 from tests.test_handover import freeze, mlp
 from tests.workers import Workers
-from torch_join._handover.handover import compat as _compat_state
-from torch_join._handover.handover.handover import checksum, hand_over
+from torch_join._handover import compat as _compat_state
+from torch_join._handover.handover import checksum, hand_over
 from torch_join.integration import open_channel
 
 

@@ -30,7 +30,7 @@ from tests.loops import Outcome as Trained
 from tests.test_join import assert_same_bits
 from tests.workers import Outcome, Workers, connect
 from torch_join import Join
-from torch_join._collectives import compat as _compat_c10d
+from torch_join._base import compat_c10d as _dispatch
 
 TIMEOUT = 2.0  # of the process group and of `Join`, in seconds
 GRACE = 5.0  # "a few seconds"
@@ -170,7 +170,7 @@ class Training:
                 len(self.optimizer._optimizer_step_post_hooks),
             ],
             "configs": [id(thing._join_config) for thing in (self.ddp, self.optimizer, self.counter)],
-            "tap": _compat_c10d.has_kernel("allreduce_"),
+            "tap": _dispatch.has_kernel("allreduce_"),
         }
 
 

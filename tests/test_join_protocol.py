@@ -20,6 +20,7 @@ from tests.inside import entered_joins, installed_tap
 from tests.workers import Workers
 from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError
 from torch_join._base import compat as _compat
+from torch_join._base import compat_c10d as _dispatch
 from torch_join._collectives import compat as _compat_c10d
 
 LOG: list[str] = []
@@ -197,7 +198,7 @@ def state_of(model: DistributedDataParallel) -> list[Any]:
 def in_the_process() -> list[Any]:
     """What a `Join` could leave behind anywhere else."""
     return [
-        any(map(_compat_c10d.has_kernel, _compat_c10d.operators())),
+        any(map(_dispatch.has_kernel, _compat_c10d.operators())),
         installed_tap() is None,
         len(entered_joins),
         dict(optimizer_hooks()),

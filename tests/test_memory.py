@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.inside import LARGE, TILE
 from tests.workers import Workers
 from torch_join import Join
-from torch_join._handover.handover.transfer import BUCKET_BYTES
+from torch_join._handover.transfer import BUCKET_BYTES
 
 JOINS, STEPS = 3, 6  # batches of the rank that joins, and of the other
 ROUNDS = 3

@@ -10,7 +10,7 @@ from torchmetrics import Metric
 from tests.workers import Workers
 from torch_join import Join
 from torch_join._base.raw import raw_bytes
-from torch_join._handover.handover.digest import checksums
+from torch_join._handover.digest import checksums
 
 LAYOUTS = {
     "column": lambda n: torch.arange(2.0 * n).view(n, 2)[:, 1],

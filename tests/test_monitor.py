@@ -11,8 +11,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor, _timeline
-from lightning_join._epoch_record import EpochRecord, RankRecord
+from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
+from lightning_join._monitor import timeline
+from lightning_join._monitor.epoch_record import EpochRecord, RankRecord
 from tests.cases import Batch, Case, Module, build_trainer, fit_recording
 from tests.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
@@ -160,7 +161,7 @@ def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPat
         JoinMonitor(reshard_above=30)
     with pytest.raises(JoinTypeError, match=r"got True. Write JoinMonitor\(plot='timeline.png'\)"):
         JoinMonitor(plot=True)  # type: ignore[arg-type]
-    monkeypatch.setattr(_timeline, "find_spec", lambda name: None)
+    monkeypatch.setattr(timeline, "find_spec", lambda name: None)
     with pytest.raises(JoinValueError, match=r"pip install 'torch-join\[plot\]'"):
         JoinMonitor("timeline.png")
     JoinMonitor()

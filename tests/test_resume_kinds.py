@@ -12,7 +12,7 @@ import torchdata.nodes as tn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_join._resumable import begin_anew
+from lightning_join._reading.stateful import begin_anew
 from tests.cases import Case
 from tests.test_resume import Reader, Run, Sample, Samples, SavesEverywhere, build
 from tests.workers import Workers

@@ -23,6 +23,7 @@ from tests.inside import see
 from tests.party import listening
 from tests.workers import Workers
 from torch_join import UnsupportedError
+from torch_join._base import compat_c10d as _dispatch
 from torch_join._base.errors import JoinError
 from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.call import OBJECT_OPERATIONS
@@ -70,7 +71,7 @@ def _leaves_nothing_behind(rank: int) -> list[Any]:
     for _ in range(3):
         tap.install()
         tap.install()
-        assert all(map(_compat_c10d.has_kernel, operators))
+        assert all(map(_dispatch.has_kernel, operators))
         with pytest.raises(JoinError, match="another join context"):
             CollectiveTap(observed.append, lambda r: True).install()
         with tap.ignoring():
@@ -80,7 +81,7 @@ def _leaves_nothing_behind(rank: int) -> list[Any]:
         assert observed == []
         tap.remove()
         tap.remove()
-        assert not any(map(_compat_c10d.has_kernel, operators))
+        assert not any(map(_dispatch.has_kernel, operators))
     tap.install()
     dist.barrier()
     tap.remove()
@@ -106,7 +107,7 @@ def _observer_raises(rank: int) -> bool:
         for async_op in (False, True):
             with pytest.raises(KeyError, match="all_reduce"), listening(tap):
                 dist.all_reduce(tensor, async_op=async_op)
-    assert not any(map(_compat_c10d.has_kernel, _compat_c10d.operators()))
+    assert not any(map(_dispatch.has_kernel, _compat_c10d.operators()))
     dist.all_reduce(tensor)
     return tensor.tolist() == [2.0, 2.0]
 
@@ -200,7 +201,7 @@ def test_the_dispatcher_still_has_what_the_tap_relies_on() -> None:
     assert set(_compat_c10d.operators()) == set(_compat_c10d.OPERATORS)
     for name in _compat_c10d.operators():
         assert "process_group" in _compat_c10d.argument_names(name)
-        assert not _compat_c10d.has_kernel(name)
+        assert not _dispatch.has_kernel(name)
     assert set(ENTRIES) == {*_compat_c10d.OPERATORS.values(), *OBJECT_OPERATIONS} - {"send", "recv"}
     assert not _compat_c10d.in_backward()
     for name in OBJECT_OPERATIONS:

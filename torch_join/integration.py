@@ -12,23 +12,29 @@ from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._shadow.model import ModelShadow
+from torch_join._tail.loops import LoopDriver
 from torch_join._tail.reader import Reader
-from torch_join._tail.step_server import StepServer
+from torch_join._tail.steps import StepDriver
+from torch_join.join import Join
 from torch_join.joinables import ModuleMetrics, Part
 from torch_join.joinables.arguments import listed
+from torch_join.joinables.part import Driver
 from torch_join.lockstep import LockstepJoin
 
 __all__ = [
     "Changes",
     "Channel",
+    "Driver",
     "LockstepJoin",
+    "LoopDriver",
     "ModelShadow",
     "ModuleMetrics",
     "Part",
     "Reader",
+    "StepDriver",
     "StepMirror",
-    "StepServer",
     "closed",
+    "driver_of",
     "listed",
     "name_ranks",
     "open_channel",
@@ -36,3 +42,8 @@ __all__ = [
     "take_hyperparameters",
     "telling_failures",
 ]
+
+
+def driver_of(join: Join) -> LoopDriver:
+    """Return the driver of a `Join`: what an adapter may do with it that users may not."""
+    return join._driver

@@ -1,29 +1,30 @@
-"""`Join`: torch's context for uneven inputs, made exact."""
+"""`Join`: torch's context for uneven inputs, made exact. What it does is its driver's, in `_tail/loops.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.utils.data import DataLoader
 
-from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
+from torch_join._base.membership import Membership
 from torch_join._base.weighting import Weighting, resolve_weighting
-from torch_join._collectives.tap import CollectiveTap
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.audit import Often
-from torch_join._tail import nesting as _nesting
-from torch_join._tail.loops import Loops
-from torch_join.joinables import CustomPart, ModelPart, make_parts, unwrap
+from torch_join._tail.loops import LoopDriver
+from torch_join._tail.tails import Tails
+from torch_join.joinables._torch.joinable import unwrap
 from torch_join.joinables.arguments import check_given, check_options, check_timeout, common_group, listed
+from torch_join.joinables.parts import make_parts
 
 J = TypeVar("J", bound="Join")
+T = TypeVar("T")
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Join(Loops, TorchJoin):
+class Join(TorchJoin):
     """Train on uneven inputs in a plain loop, exactly.
 
     ```python
@@ -70,34 +71,25 @@ class Join(Loops, TorchJoin):
         hand_over_ignored: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        joinables = [unwrap(thing) for thing in listed(joinables)]
-        check_given(joinables)
+        things = [unwrap(thing) for thing in listed(joinables)]
+        check_given(things)
         check_timeout(timeout)
-        check_options(kwargs, joinables)
+        check_options(kwargs, things)
         weighting = resolve_weighting(weighting, kwargs.get("divide_by_initial_world_size"))
-        Loops.__init__(
-            self, common_group(joinables), joinables, enable, weighting, throw_on_early_termination, heartbeat
-        )
-        self._begin_audit(audit, hand_over_ignored)
         self._timeout = timeout
-        self._options = kwargs
-        if enable:
-            self._make_parts()
+        self._driver = LoopDriver(
+            Membership(common_group(things), weighting),
+            things,
+            Tails(things, audit, hand_over_ignored),
+            enable,
+            throw_on_early_termination,
+            heartbeat,
+            lambda driver: make_parts(driver, things, kwargs),
+        )
 
     def __enter__(self: J) -> J:
-        if self._enable:
-            _nesting.enter(self)
-            self._reset()
-            if not self._parts:  # it has been left before
-                self._make_parts()
-            try:
-                self._open(open_channel(self.group, self._timeout))
-                self._compare_lists()
-                for part in self._parts:
-                    part.enter()
-            except BaseException:
-                self._leave_nothing()
-                raise
+        if self._driver.enabled:
+            self._driver.enter(lambda: open_channel(self._driver.members.group, self._timeout))
         return self
 
     def __exit__(
@@ -106,49 +98,47 @@ class Join(Loops, TorchJoin):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._enable:
+        if not self._driver.enabled:
             return
         try:
-            with self._telling():
-                if value is not None:
-                    raise value
-                if self._in_loop:  # left by `break`, while a variable holds its iterator
-                    self._abandon(at_once=False)
-                self._begin_overdue()
-                self._return_to_loop()
-                verdict = self._last_joiner
-                self._leave()
-                if self._loop_done:
-                    self._last_joiner = verdict
-                for part in self._parts:
-                    part.after_all(self._last_joiner)
-                compare(self._channel.gather(hyperparameters(self._objects), of=Hyperparameters))
-                # Whoever hosts the channel's store must not be gone while others still read from it.
-                if self._world_size > 1:
-                    dist.barrier(self.group)
-                self._channel.forget()
-                self._channel.close()
+            self._driver.finish(value)
         except BaseException as error:
             if error is not value:
                 raise
         finally:
-            self._leave_nothing()
+            self._driver.leave()
 
-    def _leave_nothing(self) -> None:
-        self._tap.remove()
-        self._awaited, self._has_said, self._left_loop = None, False, False
-        self._unbegun.clear()
-        for part in self._parts:
-            part.exit()
-        while self._clears:
-            self._clears.pop().remove()
-        self._channel.leave()
-        _nesting.leave(self)
-        self._parts, self._first_custom = [], None  # they refer to this, and it to the group, with its threads
-        self._tap = CollectiveTap(lambda _: None, None)
+    # A DataLoader's own iterator is one of `Any`.
+    @overload
+    def batches(self, loader: DataLoader[T]) -> Iterable[T]: ...
+    @overload
+    def batches(self, loader: Iterable[T]) -> Iterable[T]: ...
+    def batches(self, loader: Iterable[T]) -> Iterable[T]:
+        """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
 
-    def _make_parts(self) -> None:
-        self._tap = self._new_tap()
-        self._parts = make_parts(self, self._objects, self._options)
-        self._first_custom = next((p for p in self._parts if isinstance(p, CustomPart)), None)
-        self._has_model = any(isinstance(p, ModelPart) for p in self._parts)
+        A length that is certain (of a map-style dataset, of a list) is exchanged once, and a step then
+        costs one request to the store. Elsewhere the ranks meet at each batch.
+
+        Args:
+            loader: This rank's batches, which may be none.
+
+        Returns:
+            This rank's batches, to loop over once. It is no iterator: a progress bar that holds it does not keep
+            a loop open that has been left by `break`.
+        """
+        return self._driver.batches(loader)
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of inputs."""
+        return self._driver.joined
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """The ranks that have an input at the current step."""
+        return self._driver.active_ranks
+
+    @property
+    def step(self) -> int:
+        """The current step, counted from the loop's begin."""
+        return self._driver.step_number

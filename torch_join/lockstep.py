@@ -13,10 +13,12 @@ from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
 from torch_join._shadow.model import ModelShadow
 from torch_join._tail.attendance import Attendance
-from torch_join._tail.lossless import LosslessCount
-from torch_join._tail.step_server import StepServer
-from torch_join.joinables import CustomPart, GatherPart
+from torch_join._tail.no_loss import NoLossCount
+from torch_join._tail.steps import StepDriver
 from torch_join.joinables._torch.joinable import WrappingJoinable
+from torch_join.joinables.custom import CustomPart
+from torch_join.joinables.gather import GatherPart
+from torch_join.joinables.lockstep_model import LockstepModelPart
 
 
 class LockstepJoin:
@@ -28,7 +30,7 @@ class LockstepJoin:
     ranks are identical after every step.
 
     Args:
-        server: Serves what the active ranks do in a step besides the model's forward and backward.
+        driver: The driver of its parts: what the active ranks do in a step, and joined ranks answer.
         model: The model's shadow.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out.
         joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides
@@ -40,12 +42,11 @@ class LockstepJoin:
 
     Raises:
         JoinTypeError: One of `joinables` does not follow torch's protocol.
-
     """
 
     def __init__(
         self,
-        server: StepServer,
+        driver: StepDriver,
         model: ModelShadow,
         *,
         throw_on_early_termination: bool = False,
@@ -59,17 +60,17 @@ class LockstepJoin:
                     f" {type(joinable).__name__}. Models, optimizers and schedulers need not be passed: in this loop"
                     " every rank steps its own."
                 )
-        self.server = server
-        self.channel = server.channel
-        self.weighting = server.weighting
-        self._model = model
+        self.driver = driver
+        self.channel = driver.channel
+        self.weighting = driver.members.weighting
+        self._model = driver.add(partial(LockstepModelPart, shadow=model))
         self._throw = throw_on_early_termination
-        self.gathers = self.server.add(GatherPart)
-        self._lossless = LosslessCount(self.channel)
-        self._customs = [self.server.add(partial(CustomPart, joinable=j, options=kwargs)) for j in joinables]
+        self.gathers = self.driver.add(GatherPart)
+        self._no_loss = NoLossCount(self.channel)
+        self._customs = [self.driver.add(partial(CustomPart, joinable=j, options=kwargs)) for j in joinables]
         self._attendance = Attendance(self.channel.world_size)
         self._samples = self._total_samples = 0
-        self.lossless = self.in_loss_step = self._sends_nothing = False
+        self.no_loss = self.in_loss_step = self._sends_nothing = False
         self.keeps_buffers = False
 
     @property
@@ -108,17 +109,16 @@ class LockstepJoin:
 
         Returns:
             Every rank's `value`.
-
         """
         for part in self._customs:
             part.renew()
         self._attendance = Attendance(self.channel.world_size, first_step)
-        mine = (end, samples, value, self._model.fired)
+        mine = (end, samples, value, self._shadow.fired)
         everyone = self.channel.gather(mine, of=tuple[int | None, int, Any, list[int] | None])
         for _, _, _, fired in everyone:
-            self._model.note_fired(fired)
+            self._shadow.note_fired(fired)
         if end is None or end > first_step:
-            self._model.check_fired()
+            self._shadow.check_fired()
         self._attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
         self._samples, self._total_samples = samples, sum(samples for _, samples, *_ in everyone)
         self._attendance.check_termination(self.channel.rank, self._throw)
@@ -135,12 +135,11 @@ class LockstepJoin:
 
         Returns:
             The notices of the ranks that had one.
-
         """
         if end is not None:
             notice = {"end": end, **(notice or {})}
         beat = self.channel.beat(samples, notice)
-        self.server.met()
+        self.driver.after_meeting()
         self._attendance.step += 1
         self._attendance.announce({r: n["end"] for r, n in beat.notices.items() if "end" in n})
         self._samples, self._total_samples = samples, beat.total
@@ -152,7 +151,6 @@ class LockstepJoin:
 
         Returns:
             The ranks that leave.
-
         """
         samples = 0 if skips else self._samples
         beat = self.channel.beat(samples, {} if skips else None)
@@ -163,24 +161,20 @@ class LockstepJoin:
     @property
     def loss_factor(self) -> float:
         """What to multiply this rank's mean loss with before backward."""
-        return loss_factor(
-            self.weighting,
-            self.channel.world_size,
-            len(self.active_ranks),
-            self._samples,
-            self._total_samples,
-        )
+        counts = len(self.active_ranks), self._samples, self._total_samples
+        return loss_factor(self.weighting, self.channel.world_size, *counts)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
         """Put around forward and backward of every step, shadow or not."""
-        with self._model.step(shadow=self.joined):
+        with self._shadow.step(shadow=self.joined):
             yield
         # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward: so it must
         # always hold the newest. (Between forward and backward this would disturb autograd.)
         if self.in_tail and 0 not in self.active_ranks and not self.keeps_buffers:
-            own = not self.joined and not self._model.ddp.require_forward_param_sync  # amid an accumulation, as in DDP
-            self._model.sync_buffers(self.active_ranks[0], keeps=own)
+            # Amid an accumulation an active rank keeps its own, as in DDP.
+            own = not self.joined and not self._shadow.ddp.require_forward_param_sync
+            self._shadow.sync_buffers(self.active_ranks[0], keeps=own)
 
     @contextmanager
     def active_step(self) -> Iterator[None]:
@@ -188,10 +182,10 @@ class LockstepJoin:
         if not self.in_tail:
             yield
             return
-        with ExitStack() as plumbing, self.server.step(self.active_ranks):
+        with ExitStack() as plumbing, self.driver.step(self.active_ranks):
             # Until the inner module runs, the collectives are DDP's own, which a shadow forward has too.
-            plumbing.enter_context(self.server.own_collectives())
-            inside = self._model.inner.register_forward_pre_hook(lambda *_: plumbing.close())
+            plumbing.enter_context(self.driver.own_collectives())
+            inside = self._shadow.inner.register_forward_pre_hook(lambda *_: plumbing.close())
             try:
                 yield
             finally:
@@ -202,11 +196,10 @@ class LockstepJoin:
 
         Returns:
             A scalar zero, whose backward takes part in the gradients' all-reduce.
-
         """
-        zero = self._model.forward()
-        self.server.serve(self.active_ranks)
-        return self.gathers.tie(zero)
+        self.driver.derive(self._model, "forward")
+        self.driver.follow(self.active_ranks)
+        return self.gathers.chain(self._model.output)
 
     @contextmanager
     def loss_step(self) -> Iterator[None]:
@@ -214,29 +207,29 @@ class LockstepJoin:
 
         It makes gathers through which gradients flow (`gathers.gather`) a part of the loss. In place of `None`
         comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in backward. Then
-        `lossless` is true.
+        `no_loss` is true.
         """
-        self.lossless = self._sends_nothing = False
+        self.no_loss = self._sends_nothing = False
         if self.channel.world_size == 1:
             yield
             return
         self.in_loss_step = True
         try:
-            with self._model.completing(self._complete):
+            with self._shadow.completing(self._complete):
                 yield
         finally:
             self.in_loss_step = False
 
     def _complete(self, output: Any) -> Any:
         if output is None and (self._syncs or self.gathers.pending):
-            self.lossless = True
+            self.no_loss = True
             # The others' losses may depend on what this rank has given to a gather.
             self._sends_nothing = not self.gathers.pending
-            return self.gathers.tie(self._model.lossless())
+            return self.gathers.chain(self._shadow.no_loss_output())
         if isinstance(output, Tensor):
-            return self.gathers.tie(output)
+            return self.gathers.chain(output)
         if self.gathers.pending and isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-            return {**output, "loss": self.gathers.tie(output["loss"])}
+            return {**output, "loss": self.gathers.chain(output["loss"])}
         return output
 
     def backward(self, backward: Callable[[], None]) -> bool:
@@ -245,56 +238,60 @@ class LockstepJoin:
         Returns:
             `False` if it is known that no rank has a loss. Without a sync nobody knows.
         """
-        if not (self.joined or self.lossless):
+        if not (self.joined or self.no_loss):
             self._listening_to(backward)
-            self._model.accumulated = not self._syncs
+            self._shadow.accumulated = not self._syncs
             return True
-        parameters, syncs = self._model.parameters, self._syncs
+        parameters, syncs = self._shadow.parameters, self._syncs
         if syncs:
-            self._lossless.add(any(p.grad is not None for p in parameters))
+            self._no_loss.add(any(p.grad is not None for p in parameters))
         if self.joined or self._sends_nothing:
-            self._model.backward(partial(self._listening_to, backward))
+            self.driver.derive(self._model, "backward", partial(self._listening_to, backward))
         else:
-            with self._model.step(shadow=False):
+            with self._shadow.step(shadow=False):
                 self._listening_to(backward)
         if not syncs:
             return True
         _compat.wait_for_device(parameters[0].device.type)
-        census = self._lossless.read()
-        for parameter in () if census.has_gradients else parameters:
+        totals = self._no_loss.read()
+        for parameter in () if totals.has_gradients else parameters:
             parameter.grad = None
-        return census.has_loss
+        return totals.has_loss
 
     def _listening_to(self, backward: Callable[[], None]) -> None:
-        with self.server.backward() if self.in_tail and not self.joined else nullcontext():
+        with self.driver.backward() if self.in_tail and not self.joined else nullcontext():
             backward()
         self.check_reduced()
 
     def check_reduced(self) -> None:
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
         if self._syncs:
-            with self.server.own_collectives():
-                _compat.check_reduced(self._model.ddp)
+            with self.driver.own_collectives():
+                _compat.check_reduced(self._shadow.ddp)
+
+    @property
+    def _shadow(self) -> ModelShadow:
+        return self._model.shadow
 
     @property
     def _syncs(self) -> bool:
-        return bool(self._model.ddp.require_backward_grad_sync)
+        return bool(self._shadow.ddp.require_backward_grad_sync)
 
     def finish(self) -> None:
         """End the epoch: run the joinables' post-hooks."""
-        self._lossless.tidy()
+        self._no_loss.tidy()
         for part in self._customs:
             part.after_all(self._attendance.ended_last(self.channel.rank))
 
     def sync_buffers(self) -> None:
         """Give all ranks the model's newest buffers; all ranks must call it."""
         if not self.keeps_buffers:
-            self._model.sync_buffers(0)
+            self._shadow.sync_buffers(0)
 
     def use(self, model: ModelShadow) -> None:
         """Go on with another shadow: the model has been wrapped anew."""
-        self._model = model
+        self._model.shadow = model
 
     def unfrozen(self) -> list[str]:
         """Return the names of the parameters that require a gradient and did not when the model was wrapped."""
-        return self._model.unfrozen()
+        return self._shadow.unfrozen()

@@ -67,7 +67,7 @@ def has_local_sgd_hook(ddp: DistributedDataParallel) -> bool:
     return any(type(state).__name__ == "PostLocalSGDState" for _, state in ddp._comm_hooks)
 
 
-def forwards_silently(ddp: DistributedDataParallel) -> bool:
+def forwards_without_collectives(ddp: DistributedDataParallel) -> bool:
     """Whether the model's forwards issue no collective of DDP's: no buffers to sync, no buckets left to rebuild."""
     return ddp._has_rebuilt_buckets and not (ddp.broadcast_buffers and ddp.modules_buffers)
 
@@ -207,22 +207,6 @@ def set_join_config(joinable: Joinable, config: Any) -> None:
 def reduced(work: Any) -> int:
     """Return the sum that `work`, an all-reduce of one number, has been started for."""
     return int(work.get_future().wait()[0].item())
-
-
-class ConfiguredJoinable(Joinable):
-    """A `Joinable` that hears of it when a `Join` of torch takes it in: torch sets its `_join_config`."""
-
-    def configured(self, enable: bool, is_first: bool) -> None:
-        """Do what begins with the context; torch has asked for the hook before."""
-
-    @property
-    def _join_config(self) -> Any:
-        return self._config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        self._config = config
-        self.configured(config.enable, config.enable and config.is_first_joinable)
 
 
 def zero_shard(zero: Any, rank: int) -> list[Tensor]:

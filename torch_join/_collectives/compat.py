@@ -6,17 +6,16 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd import graph
 from torch.distributed import c10d_logger, distributed_c10d
 from torch.nn.modules import _functions
+
+from torch_join._base.compat_c10d import overload
 
 # The dispatcher's operators, by what they are called in `torch.distributed`.
 OPERATORS = {
@@ -62,54 +61,9 @@ def operators() -> tuple[str, ...]:
     return tuple(sorted(found - _LOCAL_OPERATORS))
 
 
-def overload(name: str) -> Any:
-    """Return the `c10d` operator of this name (each has one overload)."""
-    return getattr(torch.ops.c10d, name).default
-
-
 def argument_names(name: str) -> tuple[str, ...]:
     """Return the names of an operator's arguments, in order."""
     return tuple(argument.name for argument in overload(name)._schema.arguments)
-
-
-def below(keyset: Any) -> Any:
-    """Return what is left of a call's keyset after the key at which the tap listens."""
-    return keyset & torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-
-def has_kernel(name: str) -> bool:
-    """Whether an operator has a kernel at the key at which the tap listens."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "BackendSelect"))
-
-
-def c10d_library() -> Any:
-    """Return something to register kernels of the `c10d` operators with."""
-    make: Any = torch.library.Library
-    return make("c10d", "IMPL")
-
-
-def destroy(library: Any) -> None:
-    """Take back everything that `library` has registered."""
-    library._destroy()
-
-
-@contextmanager
-def changing_all_reduces(change: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
-    """Have `change` called with what each all-reduce inside sends; does nothing where a tap is installed."""
-    if has_kernel("allreduce_"):
-        yield
-        return
-    op, library = overload("allreduce_"), c10d_library()
-
-    def kernel(keyset: Any, tensors: list[Tensor], *args: Any) -> Any:
-        change(tensors)
-        return op.redispatch(below(keyset), tensors, *args)
-
-    library.impl("allreduce_", kernel, "BackendSelect", with_keyset=True)
-    try:
-        yield
-    finally:
-        destroy(library)
 
 
 def unbox_group(boxed: Any) -> dist.ProcessGroup:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar
 
+from torch_join._base import compat_c10d as _dispatch
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.call import OBJECT_OPERATIONS, Call, describe, refusal, scale_inputs, starts_objects
@@ -82,7 +83,7 @@ class CollectiveTap:
             )
         CollectiveTap._installed = self
         self._thread = threading.get_ident()
-        self._library = _compat_c10d.c10d_library()
+        self._library = _dispatch.c10d_library()
         try:
             for operator in _compat_c10d.operators():
                 self._library.impl(operator, self._kernel(operator), "BackendSelect", with_keyset=True)
@@ -96,7 +97,7 @@ class CollectiveTap:
             return
         library, self._library = self._library, None
         CollectiveTap._installed = None
-        _compat_c10d.destroy(library)
+        _dispatch.destroy(library)
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
@@ -108,7 +109,7 @@ class CollectiveTap:
             self._ignoring -= 1
 
     def _kernel(self, operator: str) -> Callable[..., Any]:
-        op = _compat_c10d.overload(operator)
+        op = _dispatch.overload(operator)
         operation = _compat_c10d.OPERATORS.get(operator)
         names = _compat_c10d.argument_names(operator)
         # torch keeps kernels that have run, and with them what they close over.
@@ -126,7 +127,7 @@ class CollectiveTap:
                     tap._check(_compat_c10d.group_ranks(_compat_c10d.unbox_group(named["process_group"])), ddps)
                 if not ddps:
                     args = tuple(tap._see(operator, named, caller).values())
-            return op.redispatch(_compat_c10d.below(keyset), *args)
+            return op.redispatch(_dispatch.below(keyset), *args)
 
         return kernel
 

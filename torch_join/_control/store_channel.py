@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError
 from torch_join._control import codec as _codec
 from torch_join._control.beats import MAX_RANKS, Beats, WrongNumber
-from torch_join._control.channel import Beat
+from torch_join._control.channel import Beat, Channel
 from torch_join._control.presence import delete_all
 from torch_join._control.waiting import FAILED, WaitingChannel
 
@@ -49,7 +49,7 @@ def _naming_failures(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-class StoreChannel(WaitingChannel):
+class StoreChannel(WaitingChannel, Channel):
     """A channel over a `torch.distributed` store; see `WaitingChannel` for its arguments."""
 
     def __init__(
@@ -66,7 +66,8 @@ class StoreChannel(WaitingChannel):
             raise JoinValueError(f"A channel serves at most {MAX_RANKS} ranks, not {world_size}.")
         self._gathers = self._log = self._forgotten = 0
         self._until_met: list[str] = []  # keys that all will have read when they have met
-        super().__init__(store, rank, world_size, timeout, group, second, hosts)
+        Channel.__init__(self, rank, world_size)
+        WaitingChannel.__init__(self, store, rank, world_size, timeout, group, second, hosts)
         # Weakly, so that a channel that is dropped ends its thread at once.
         wait = weakref.WeakMethod(self._wait_for)
         self._beats = Beats(self._store, rank, world_size, lambda key: wait()(key), self._read.append)  # type: ignore[misc]

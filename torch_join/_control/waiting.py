@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError, PeerFailedError, name_ranks
 from torch_join._control import codec as _codec
-from torch_join._control.channel import Channel, Status
+from torch_join._control.channel import Status
 from torch_join._control.presence import Presence, call, timed_out
 
 FAILED, _LOOK = b"failed", b"look"  # in place of a value: no JSON
@@ -34,8 +34,8 @@ _READING_SECONDS = 2.0  # for which the store's host waits until all have read o
 _MOST_TEXT = 20_000
 
 
-class WaitingChannel(Channel):
-    """The part of a channel over a store that waits, and that knows of failures.
+class WaitingChannel:
+    """The part of a channel over a store that waits, and that knows of failures; the rest is `StoreChannel`'s.
 
     Args:
         store: A connection of this object's own.
@@ -45,6 +45,9 @@ class WaitingChannel(Channel):
         second: Another connection, over which this rank answers roll calls while it waits.
         hosts: Whether the store may go down with this rank's process.
     """
+
+    status: Callable[[], Status | None]
+    explain: Callable[[dict[int, Any]], JoinError | None]
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class WaitingChannel(Channel):
         second: dist.Store | None,
         hosts: bool,
     ) -> None:
-        super().__init__(rank, world_size)
+        self.rank, self.world_size = rank, world_size
         self._store: Any = store  # torch's stubs lack half of its methods
         self._store.set_timeout(min(timeout, _LIMIT))
         self._timeout = timeout
@@ -69,6 +72,10 @@ class WaitingChannel(Channel):
         self._silent: set[int] = set()  # who did not answer the last roll call
         # Weakly, so that a channel that is dropped ends its thread at once.
         self._presence = Presence(second, rank, world_size, weakref.ref(self), self._read) if second else None
+
+    def fail(self, reason: str, rank: int | None = None) -> None:
+        """See `Channel.fail`."""
+        raise NotImplementedError
 
     def failure(self) -> PeerFailedError | None:
         if self._heard is not None:

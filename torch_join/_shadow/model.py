@@ -120,7 +120,7 @@ class ModelShadow:
         return zero
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run the backward of what `forward` or `lossless` has returned: this rank contributes nothing new."""
+        """Run the backward of what `forward` or `no_loss` has returned: this rank contributes nothing new."""
         with ExitStack() as stack:
             stack.enter_context(self.step(shadow=True))
             if self._finds_unused:
@@ -129,7 +129,7 @@ class ModelShadow:
         if self.ddp.require_backward_grad_sync:
             self.accumulated = False
 
-    def lossless(self) -> Tensor:
+    def no_loss_output(self) -> Tensor:
         """Return the output of a forward that has come to no loss, in place of it: what `forward` returns.
 
         Raises:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
-from torch_join._collectives.compat import changing_all_reduces
+from torch_join._base.compat_c10d import changing_all_reduces
 
 
 @contextmanager

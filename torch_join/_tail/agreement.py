@@ -112,6 +112,23 @@ class Agreement:
         return self._sum, self._count, self._last
 
 
+def explain(statuses: dict[int, Any]) -> JoinError | None:
+    """Say what a broken collective comes from, as far as the ranks' own words tell.
+
+    Args:
+        statuses: Of the ranks that have answered, each a `Status`, or `None`.
+    """
+    models = {rank: status.models for rank, status in statuses.items() if status}
+    for mine in models.values():
+        for theirs in models.values():
+            # Not a matter of who is ahead: with no more forwards, more was synced.
+            if any(a[0] <= b[0] and a[1] > b[1] for a, b in zip(mine, theirs, strict=False)):
+                synced = {rank: [synced for _, synced in counts] for rank, counts in models.items()}
+                return JoinError(explain_counts(synced))
+    words = {rank: status.word for rank, status in statuses.items() if status and status.word}
+    return JoinError(text) if (text := explain_places(words)) else None
+
+
 def explain_places(words: dict[int, tuple[int, int, str]]) -> str | None:
     """Say where the active ranks were when a collective failed, if in different places."""
     if len({tuple(word) for word in words.values()}) < 2:

@@ -1,266 +1,300 @@
 """The loops of a `Join`: how one is gone through, left and finished."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, overload
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader
+import torch.distributed as dist
 
-from torch_join._base.errors import JoinError, name_ranks
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
-from torch_join._base.weighting import Weighting
-from torch_join._handover.departure import Departure
+from torch_join._base.membership import Membership
+from torch_join._control.channel import Channel
 from torch_join._tail import nesting as _nesting
-from torch_join._tail.meetings import Meetings
-from torch_join._tail.reader import Batches, Reader
-from torch_join.joinables import CustomPart
+from torch_join._tail.life import Place, move
+from torch_join._tail.meetings import Due, Meetings
+from torch_join._tail.reader import Batches, Reader, Unbegun
+from torch_join._tail.server import Server
+from torch_join._tail.tails import Tails
+from torch_join.joinables.custom import CustomPart
+from torch_join.joinables.model import ModelPart
+from torch_join.joinables.part import Part
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Part)
 
 _BEGIN = tuple[int | None, Hyperparameters, str]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
 
-class Loops(Meetings):
-    """Goes through loops over `batches` and, from forward to forward, through others.
+@dataclass(eq=False)
+class _Loop:
+    """A loop over `batches`."""
+
+    reader: Reader[Any]
+    asked: bool  # for a batch; else this rank is elsewhere in its own code
+    certain: list[int] | None = None  # all ranks' lengths
+    stepped: bool = True  # the step's batch has been used
+    forwarded: bool = False  # it runs forwards of a model that was given
+
+
+class LoopDriver(Meetings):
+    """The driver of loops of the user's: over `batches` and, from forward to forward, others.
 
     Args:
-        group: The process group.
+        members: Who is active.
         objects: Everything that was given to `Join`.
+        tails: What happens where ranks join and where all have.
         enable: `False` has ranks know nothing of each other.
-        weighting: How the gradients of the active ranks are combined.
         throws: Whether to raise when the first rank runs out of inputs while others have some.
         may_break: Whether a rank may leave a loop in any step.
+        make_parts: Makes the parts of a `with`; gets this object.
     """
 
     def __init__(
-        self, group: Any, objects: list[Any], enable: bool, weighting: Weighting, throws: bool, may_break: bool
+        self,
+        members: Membership,
+        objects: list[Any],
+        tails: Tails,
+        enable: bool,
+        throws: bool,
+        may_break: bool,
+        make_parts: Callable[["LoopDriver"], list[Part]],
     ) -> None:
-        super().__init__(group, objects, weighting, throws, may_break)
-        self._enable = enable
-        # Loops of which there is an iterator that has not been asked for a batch yet, in order.
-        self._unbegun: dict[object, Callable[[], Iterator[Any]]] = {}
+        super().__init__(members, objects, tails, throws, may_break)
+        self.enabled = enable
+        self._make_parts = make_parts
+        self._unbegun = Unbegun()
+        self._loop: _Loop | None = None  # the current one, or the last
         self._first_custom: CustomPart | None = None
-        self._has_model = False
+        self.sees_steps = self._has_model = False
+        if enable:
+            self._take_parts()
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._in_loop = self._left_loop = self._asked = False
-        self._left = None
-        self._loop: object = None  # the current one
-        self._reader: Reader[Any] | None = None  # of the last one
-        self._certain: list[int] | None = None  # all ranks' lengths in it
-        self._stepped = True  # the step's batch has been used
-        self._forwarded = False  # this loop runs forwards of a model that was given
-        self._loop_done = False  # the last that happened was a loop over `batches`
+    def _take_parts(self) -> None:
+        self._serve_by(Server(self.members, self.arrive, self.tails.check_backward))
+        parts = self.server.parts = self._make_parts(self)
+        self._first_custom = next((part for part in parts if isinstance(part, CustomPart)), None)
+        self._has_model = any(isinstance(part, ModelPart) for part in parts)
+        self.sees_steps = self._has_model or self._first_custom is not None
 
-    # A DataLoader's own iterator is one of `Any`.
-    @overload
-    def batches(self, loader: DataLoader[T]) -> Iterable[T]: ...
-    @overload
-    def batches(self, loader: Iterable[T]) -> Iterable[T]: ...
-    def batches(self, loader: Iterable[T]) -> Iterable[T]:
-        """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
+    def add(self, make: Callable[["LoopDriver", int], P]) -> P:
+        """Add a part after all others, before the `with` is entered; `make` gets this object and an index."""
+        part = make(self, len(self.parts))
+        self.server.parts.append(part)
+        return part
 
-        A length that is certain (of a map-style dataset, of a list) is exchanged once, and a step then
-        costs one request to the store. Elsewhere the ranks meet at each batch.
+    @property
+    def reader(self) -> Reader[Any] | None:
+        """What reads the loader of the current loop, or of the last one; `None` before the first."""
+        return None if self._loop is None else self._loop.reader
 
-        Args:
-            loader: This rank's batches, which may be none.
+    def enter(self, open_channel: Callable[[], Channel]) -> None:
+        """Begin a `with`; all ranks meet.
 
-        Returns:
-            This rank's batches, to loop over once. It is no iterator: a progress bar that holds it does not keep
-            a loop open that has been left by `break`.
+        Raises:
+            JoinValueError: The ranks were given different things.
         """
+        _nesting.enter(self, self._objects, lambda: self.in_loop)
+        if not self.server.parts:  # it has been left before
+            self._take_parts()
+        self.reset()
+        self._loop = None
+        try:
+            self.server.open(open_channel())
+            self.tails.compare_given()
+            for part in self.server.parts:
+                part.enter()
+        except BaseException:
+            self.leave()
+            raise
+
+    def finish(self, error: BaseException | None) -> None:
+        """End a `with`, by an error or without one; all ranks meet."""
+        with self.server.telling():
+            if error is not None:
+                raise error
+            if self.in_loop:  # left by `break`, while a variable holds its iterator
+                self._abandon(at_once=False)
+            self._unbegun.begin_all()
+            self._return_to_loop()
+            verdict = self.last_joiner
+            self._leave()
+            if self.place is Place.ENDED:
+                self.tails.last_joiner = verdict
+            for part in self.server.parts:
+                part.after_all(self.last_joiner)
+            compare(self.channel.gather(hyperparameters(self._objects), of=Hyperparameters))
+            # Whoever hosts the channel's store must not be gone while others still read from it.
+            if self.members.world_size > 1:
+                dist.barrier(self.members.group)
+            self.channel.forget()
+            self.channel.close()
+
+    def leave(self) -> None:
+        """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
+        self._due = None
+        self.place = Place.OUTSIDE
+        self._unbegun.clear()
+        self.server.close()
+        while self._clears:
+            self._clears.pop().remove()
+        self.channel.leave()
+        _nesting.leave(self)
+        self._first_custom = None
+
+    # ------------------------------------------------------------ a loop over batches
+
+    def batches(self, loader: Iterable[T]) -> Iterable[T]:
+        """See `Join.batches`."""
         return Batches(self._begin_later, loader)
 
     def _begin_later(self, loader: Iterable[T]) -> Iterator[T]:
         """Go through `loader` from the first `next` on, or from where it should have come to that."""
-        ticket = object()
-        if self._enable:
-            self._unbegun[ticket] = lambda: self._batches(loader, asks=False)
+        ticket = self._unbegun.add(lambda: self.go_through(loader, asks=False)) if self.enabled else None
         return self._in_order(ticket, loader)
 
     def _in_order(self, ticket: object, loader: Iterable[T]) -> Iterator[T]:
-        if self._enable:
-            if ticket in self._unbegun:
-                self._begin_overdue(ticket)
-            elif _nesting.is_entered(self):
-                with self._telling():
-                    raise self._left_behind()
-            self._unbegun.pop(ticket, None)
-        yield from self._batches(loader)
+        if self.enabled and not self._unbegun.begin(ticket) and _nesting.is_entered(self):
+            with self.server.telling():
+                raise _nesting.left_behind()
+        yield from self.go_through(loader)
 
-    def _begin_overdue(self, until: object = None) -> None:
-        """Go through loops that others are in, and that here nobody has asked for a batch: a rank may have none."""
-        for ticket in [*self._unbegun]:
-            if ticket is until:
-                break
-            for _ in self._unbegun.pop(ticket)():
-                pass
-
-    def _batches(
+    def go_through(
         self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader, asks: bool = True
     ) -> Iterator[T]:
-        if not self._enable:
-            self.step = 0
+        if not self.enabled:
+            self.step_number = 0
             for batch in loader:
                 yield batch
-                self.step += 1
+                self.step_number += 1
             return
-        with self._telling():
+        with self.server.telling():
             _nesting.check_entered(self)
-            if self._in_loop and self._reader is not None and not self._reader.has_next():
+            if self.in_loop and self._loop is not None and not self._loop.reader.has_next():
                 self._abandon(at_once=False)  # a loop by iter() and next(), which never asks for the end
-            if self._in_loop:
-                raise JoinError(
-                    "A loop over join.batches was begun inside another one, or while another one that was left by"
-                    " `break` is still held in a variable (a progress bar, for example): ranks that have joined cannot"
-                    " follow. Close it (`del` it), begin one after the other has ended, or loop over both at once:"
-                    " join.batches(zip(a, b))."
-                )
-            self._arrive()
-            reader = self._reader = reader_of(loader)
-            for model in self._models():
+            if self.in_loop:
+                raise _nesting.nested()
+            self.arrive()
+            reader = reader_of(loader)
+            mine = self._loop = _Loop(reader, asks)
+            for model in self.server.models():
                 model.check_can_train(reader.has_next)
             length = None if self.may_break else reader.certain_length()
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
             how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
-            said = self._channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
+            said = self.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
             compare([theirs for _, theirs, _ in said])
             lengths = [theirs for theirs, _, _ in said]
-            self._channel.forget()  # what the last loop has left: all have read it
+            self.channel.forget()  # what the last loop has left: all have read it
             ways = [way for _, _, way in said]
             if _ASKS not in ways:
                 return  # nobody goes through it
-            self._refuse_unasked([rank for rank, way in enumerate(ways) if way == _UNASKED])
+            _nesting.refuse_unasked([rank for rank, way in enumerate(ways) if way == _UNASKED])
             if self.may_break:
-                self._tap.install()
-        self._in_loop, self._asked, self.step, self._forwarded = True, asks, 0, False
+                self.server.tap.install()
+        self.place, self.step_number = move(self.place, Place.LOOP), 0
         self._steps.forget()
-        for model in self._models():
+        for model in self.server.models():
             model.begin_loop()
-        self._loop = mine = object()
-        certain = None if None in lengths else [length for length in lengths if length is not None]
-        self._certain = certain
+        mine.certain = None if None in lengths else [length for length in lengths if length is not None]
         try:
             while True:
-                with self._telling():
-                    goes_on = self._next_step(reader, certain)
+                with self.server.telling():
+                    self._steps.begin()
+                    goes_on = self._find_out(reader, mine.certain)
                 if not goes_on:
                     break
-                self._stepped = not self._has_model
+                mine.stepped = not self._has_model
                 yield reader.take()
-                if self._loop is not mine:
-                    self._end_late(reader)
+                if not self._is_in(mine):
+                    if reader.has_next():
+                        raise _nesting.left_behind()
                     return
-                self.step += 1
+                self.step_number += 1
         except GeneratorExit:
-            if self._loop is mine:
+            if self._is_in(mine):
                 self._abandon()
             raise
         finally:
-            if self._loop is mine:
-                self._in_loop = False
+            if self._is_in(mine):
                 self._finish_loop()
+
+    def _is_in(self, loop: _Loop) -> bool:
+        return self.in_loop and self._loop is loop
 
     # ------------------------------------------------------------ what the parts call
 
-    @property
-    def in_plain_loop(self) -> bool:
-        """Whether this rank may be in, or after, a loop that is not over `batches`."""
-        return not self._in_loop and not self._loop_done
-
     def before_forward(self, samples: int, waits: bool = True) -> None:
-        """Meet the other ranks, if this forward stands outside of `batches`.
-
-        Args:
-            samples: This step's number of samples.
-            waits: Whether it is important, for what this forward does, who is active.
-        """
-        if not self._in_loop:
+        """Meet the other ranks, if this forward stands outside of `batches`; see `Driver`."""
+        if not self.in_loop:
             self._heartbeat(samples)
-            if self.weighting == "samples":
-                self._tap.install()
-        self._stepped = self._forwarded = True
+            if self.members.weighting == "samples":
+                self.server.tap.install()
+        if self._loop is not None:
+            self._loop.stepped = self._loop.forwarded = True
         # As long as the tap listens, nothing that others take part in can come before the answer is asked for.
-        late = self._tap.installed and (self._in_loop or self._tail)
-        self._arrive(waits or self._throws or not late)
+        late = self.server.tap.installed and (self.in_loop or self.members.announces)
+        self.arrive(waits or self._throws or not late)
 
-    def before_notice(self, part: CustomPart) -> None:
+    def before_notice(self, part: Part) -> None:
         """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""
-        if not self._in_loop and not self._has_model and part is self._first_custom:
+        if not self.in_loop and not self._has_model and part is self._first_custom:
             self._heartbeat(0)
-        self._arrive()
+        self.arrive()
 
     # ------------------------------------------------------------ loops
 
     def _heartbeat(self, samples: int) -> None:
-        self._arrive()
-        self._loop_done = False
+        self.arrive()
+        self.place = move(self.place, Place.PLAIN)
         self._steps.begin()
-        self._awaited = samples, False
-        self.step += 1
+        self._due = Due(samples, at_last=False)
+        self.step_number += 1
 
     def _abandon(self, at_once: bool = True) -> None:
         """Leave a loop by `break`; `at_once` unless this rank's own code has gone on since."""
-        for model in () if self._tail else self._models():
+        loop, in_tail = self._loop, self.members.announces
+        assert loop is not None
+        for model in self._even_models():
             model.begin_step()
         # Where no rank can run out before another, nothing will be handed over.
-        ends = self._tail or self._certain is None or min(self._certain) <= self.step + 1 < max(self._certain)
-        watches = at_once and ends and self._world_size > 1
-        self._left = Departure(self._objects, self._replicated if watches else None)
-        self._loop, self._in_loop, self._left_loop, self._loop_done = None, False, True, False
-        if self._awaited is not None and not self._has_said:  # nobody counts on this step
-            self._awaited, self._stepped = None, True
-        if not (self._tail or self.may_break):  # else whatever comes next with others finishes the loop first
-            self._tap.remove()
+        ends = in_tail or loop.certain is None or min(loop.certain) <= self.step_number + 1 < max(loop.certain)
+        self.tails.depart(watches=at_once and ends and self.members.world_size > 1)
+        self.place = move(self.place, Place.LEFT)
+        if self._due is not None and not self._due.said:  # nobody counts on this step
+            self._due, loop.stepped = None, True
+        if not (in_tail or self.may_break):  # else whatever comes next with others finishes the loop first
+            self.server.tap.remove()
 
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left by `break`."""
-        if self._left_loop and not self.serving:
-            self._left_loop = False
-            if self._left is not None:
-                self._left.meet()
-            if self.may_break and self._forwarded and not self._stepped:
-                raise JoinError(
-                    f"Rank {self.rank} left its loop at step {self.step} after it had taken a batch and before the"
-                    " model's forward, where the other ranks already count on it. Break at the end of a step."
-                )
-            with self._telling():
-                if self._certain is None or self._reader is None:
+        loop = self._loop
+        if self.place is not Place.LEFT or self.members.serves or loop is None:
+            return
+        self.place = move(self.place, Place.FINISHING)
+        if self.tails.departure is not None:
+            self.tails.departure.meet()
+        if self.may_break and loop.forwarded and not loop.stepped:
+            raise _nesting.left_amid(self.members.rank, self.step_number)
+        with self.server.telling():
+            if loop.certain is None:
+                self._leave()
+            else:  # those who left with their last batch have ended, as the others know
+                self.step_number += 1
+                self._steps.now = False
+                if self._find_out(loop.reader, loop.certain):
                     self._leave()
-                else:  # those who left with their last batch have ended, as the others know
-                    self.step += 1
-                    self._steps.now = False
-                    if self._find_out(self._reader, self._certain):
-                        self._leave()
-            self._finish_loop()
+        self._finish_loop()
 
     def _finish_loop(self) -> None:
-        self._left = None
-        self._loop_done = True
+        self.tails.departure = None
+        self.place = move(self.place, Place.ENDED)
         self._steps.forget()
-        if not self._tail:
-            self._tap.remove()
+        if not self.members.announces:
+            self.server.tap.remove()
 
-    def _end_late(self, reader: Reader[Any]) -> None:
-        if reader.has_next():
-            raise self._left_behind()
-
-    @staticmethod
-    def _left_behind() -> JoinError:
-        return JoinError(
-            "A loop over join.batches went on after it had been left: its `with` has ended, or another loop has begun,"
-            " of an iterator that was made later. Begin a new loop."
-        )
-
-    @staticmethod
-    def _refuse_unasked(ranks: list[int]) -> None:
-        if ranks:
-            raise JoinError(
-                f"{name_ranks(ranks).capitalize()} made an iterator over join.batches and asked it for no batch, though"
-                " there are some, while other ranks go through that loop. Make as many calls of next() as there are"
-                " batches on this rank, or leave such loops at the same step on all ranks."
-            )
+    @property
+    def _at_top(self) -> bool:
+        return self.in_loop and self._loop is not None and self._loop.asked and not self.may_break

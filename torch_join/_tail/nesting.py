@@ -1,56 +1,100 @@
-"""Several `Join`s of one process at the same time."""
+"""Several `Join`s of one process at the same time, and loops where there must be none."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from torch_join._base.errors import JoinError
-
-if TYPE_CHECKING:
-    from torch_join.join import Join
-
-_entered: list["Join"] = []
+from torch_join._base.errors import JoinError, name_ranks
 
 
-def enter(join: "Join") -> None:
-    """Note that `join` is entered.
+class _Entered(NamedTuple):
+    driver: object
+    objects: Sequence[Any]  # that were given
+    in_loop: Callable[[], bool]
+
+
+_entered: list[_Entered] = []
+
+
+def enter(driver: object, objects: Sequence[Any], in_loop: Callable[[], bool]) -> None:
+    """Note that the `Join` of a driver is entered.
 
     Raises:
         JoinError: It is already, or another one that is entered holds something of it or is in its loop.
     """
     for other in _entered:
-        if other is join:
+        if other.driver is driver:
             raise JoinError("This Join is entered already. Enter it again after its `with`, or make another one.")
-        shared = [thing for thing in join._objects if any(thing is one for one in other._objects)]
+        shared = [thing for thing in objects if any(thing is one for one in other.objects)]
         if shared:
             raise JoinError(
                 f"{type(shared[0]).__name__} was given to two Joins of which one is entered inside the other, and both"
                 " would announce what it does. Use one Join for everything in the loop, or one after the other."
             )
-        if other._in_loop:
+        if other.in_loop():
             raise JoinError(
                 "A Join was entered inside a loop of another one, and ranks that have joined cannot follow: they wait"
                 " for the loop's end. Give everything to one Join around the loop."
             )
-    _entered.append(join)
+    _entered.append(_Entered(driver, objects, in_loop))
 
 
-def is_entered(join: object) -> bool:
-    """Whether `join` is."""
-    return any(join is other for other in _entered)
+def is_entered(driver: object) -> bool:
+    """Whether its `Join` is."""
+    return any(driver is other.driver for other in _entered)
 
 
-def check_entered(join: object) -> None:
-    """Raise if `join` is not entered.
+def check_entered(driver: object) -> None:
+    """Raise if its `Join` is not entered.
 
     Raises:
         JoinError: It is not.
     """
-    if not is_entered(join):
+    if not is_entered(driver):
         raise JoinError(
             "A loop over join.batches was begun outside of its `with`, where no rank serves another. Put it inside:"
             " `with Join([...]) as join: for batch in join.batches(loader): ...`."
         )
 
 
-def leave(join: "Join") -> None:
-    """Note that `join` is left; does nothing if it was not entered."""
-    _entered[:] = [other for other in _entered if other is not join]
+def leave(driver: object) -> None:
+    """Note that its `Join` is left; does nothing if it was not entered."""
+    _entered[:] = [other for other in _entered if other.driver is not driver]
+
+
+def nested() -> JoinError:
+    """Return the error of a loop inside another."""
+    return JoinError(
+        "A loop over join.batches was begun inside another one, or while another one that was left by `break` is still"
+        " held in a variable (a progress bar, for example): ranks that have joined cannot follow. Close it (`del` it),"
+        " begin one after the other has ended, or loop over both at once: join.batches(zip(a, b))."
+    )
+
+
+def left_behind() -> JoinError:
+    """Return the error of a loop that goes on after its end."""
+    return JoinError(
+        "A loop over join.batches went on after it had been left: its `with` has ended, or another loop has begun,"
+        " of an iterator that was made later. Begin a new loop."
+    )
+
+
+def left_amid(rank: int, step: int) -> JoinError:
+    """Return the error of a `break` between a batch and the model's forward, where ranks may leave in any step."""
+    return JoinError(
+        f"Rank {rank} left its loop at step {step} after it had taken a batch and before the model's forward, where the"
+        " other ranks already count on it. Break at the end of a step."
+    )
+
+
+def refuse_unasked(ranks: Sequence[int]) -> None:
+    """Raise if some ranks have batches in a loop and ask for none.
+
+    Raises:
+        JoinError: There are such ranks.
+    """
+    if ranks:
+        raise JoinError(
+            f"{name_ranks(ranks).capitalize()} made an iterator over join.batches and asked it for no batch, though"
+            " there are some, while other ranks go through that loop. Make as many calls of next() as there are"
+            " batches on this rank, or leave such loops at the same step on all ranks."
+        )

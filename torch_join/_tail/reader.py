@@ -1,13 +1,13 @@
 """Reading a loader so that its end is known in time."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from torch_join._base.errors import JoinValueError
+from torch_join._base.samples import count_samples
 from torch_join._tail.refills import RefillGuard
 
 T = TypeVar("T")
@@ -96,6 +96,39 @@ class Batches(Generic[T]):
         return len(self._loader)  # type: ignore[arg-type]
 
 
+class Unbegun:
+    """Loops of which there is an iterator that has not been asked for a batch yet, in order."""
+
+    def __init__(self) -> None:
+        self._loops: dict[object, Callable[[], Iterator[Any]]] = {}
+
+    def add(self, go_through: Callable[[], Iterator[Any]]) -> object:
+        """Note that `go_through` has not begun; return a ticket for it."""
+        ticket = object()
+        self._loops[ticket] = go_through
+        return ticket
+
+    def begin(self, ticket: object) -> bool:
+        """Begin this one, after those before it; return whether it was there."""
+        if ticket not in self._loops:
+            return False
+        self.begin_all(until=ticket)
+        del self._loops[ticket]
+        return True
+
+    def begin_all(self, until: object = None) -> None:
+        """Go through loops that others are in, and that here nobody has asked for a batch: a rank may have none."""
+        for ticket in [*self._loops]:
+            if ticket is until:
+                break
+            for _ in self._loops.pop(ticket)():
+                pass
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._loops.clear()
+
+
 def _has_position(loader: Any, depth: int = 3) -> bool:
     """Whether `loader`, or something that it draws from (a sampler, or what a progress bar goes through), can be saved.
 
@@ -106,25 +139,3 @@ def _has_position(loader: Any, depth: int = 3) -> bool:
     if callable(getattr(loader, "state_dict", None)):
         return True
     return any(_has_position(part, depth - 1) for part in getattr(loader, "__dict__", {}).values())
-
-
-def count_samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor in `batch`.
-
-    Raises:
-        JoinValueError: There is none.
-    """
-    first = _first_tensor(batch)
-    if first is None:
-        raise JoinValueError(
-            f"weighting='samples' takes a batch's size from the first dimension of its first tensor, and a batch of"
-            f" type {type(batch).__name__} has none. Use another weighting, or put a tensor in the batch."
-        )
-    return len(first)
-
-
-def _first_tensor(batch: Any) -> Tensor | None:
-    if isinstance(batch, Tensor):
-        return batch if batch.ndim > 0 else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)

@@ -8,20 +8,21 @@ from torch_join._base import compat as _compat
 from torch_join._collectives.call import Call
 from torch_join._control import codec as _codec
 
-END, COLLECTIVE, TAIL = "end", "collective", "tail"
+END, DONE, COLLECTIVE, TAIL = "end", "done", "collective", "tail"
 
-Said = tuple[int, str, Any]  # by which part (-1: none), what, and what else others need to know
-RECORD = tuple[list[Said], tuple[int, ...]]  # and who is active
+Announcement = tuple[int, str, Any]  # by which part (-1: none), what, and what else others need to know
+RECORD = tuple[list[Announcement], tuple[int, ...]]  # and who is active
 _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
-    # The parts' last words, the place in the beats, whose state all take.
+    DONE: type(None),  # a step in lockstep
+    # The parts' closing messages, the place in the beats, whose state all take.
     END: tuple[list[Any], tuple[int, list[tuple[int, int, int]]], int],
 }
 _MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
 
 
-def check_record(said: Sequence[Said], active: tuple[int, ...], parts: int, before: tuple[int, ...]) -> None:
+def check_record(said: Sequence[Announcement], active: tuple[int, ...], parts: int, before: tuple[int, ...]) -> None:
     """Check what a record says.
 
     Args:
@@ -51,7 +52,7 @@ def is_record(kind: str, payload: Any, expected: str) -> bool:
     return kind == expected
 
 
-def has_met(call: Call) -> bool:
+def wait_if_synchronizing(call: Call) -> bool:
     """Wait for a collective, if nobody can leave it before all have come; of nothing, backends exchange nothing."""
     if call.operation not in _MEETINGS or any(math.prod(spec.shape) == 0 for spec in call.inputs):
         return False

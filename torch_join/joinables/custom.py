@@ -1,13 +1,10 @@
 """A `Joinable` of the user's own, written against torch's documentation."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch.distributed.algorithms.join import Joinable
 
-from torch_join.joinables.part import Part
-
-if TYPE_CHECKING:
-    from torch_join.join import Join
+from torch_join.joinables.part import Driver, Part
 
 
 class CustomPart(Part):
@@ -15,8 +12,8 @@ class CustomPart(Part):
 
     kinds: ClassVar[dict[str, Any]] = {"hook": None}
 
-    def __init__(self, join: "Join", index: int, joinable: Joinable, options: dict[str, Any]) -> None:
-        super().__init__(join, index)
+    def __init__(self, driver: Driver, index: int, joinable: Joinable, options: dict[str, Any]) -> None:
+        super().__init__(driver, index)
         self.joinable = joinable
         self._options = options
         self.renew()
@@ -30,13 +27,13 @@ class CustomPart(Part):
 
     def notified(self) -> None:
         """Announce the main hook's collectives; `notify_join_context` has been called."""
-        if self.join.serving:
+        if self.members.serves:
             return
-        self.join.before_notice(self)
+        self.driver.before_notice(self)
         self.announce("hook")
 
     def answer(self, kind: str, payload: Any) -> None:
-        self.join.run_hook(self._hook.main_hook)
+        self.driver.run_hook(self._hook.main_hook)
 
     def after_all(self, is_last_joiner: bool) -> None:
         self._hook.post_hook(is_last_joiner)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
-from torch_join.joinables.part import Part
+from torch_join.joinables.part import Driver, Part
 
 
 class GatherPart(Part):
@@ -23,8 +23,8 @@ class GatherPart(Part):
 
     kinds: ClassVar[dict[str, Any]] = {"gather": tuple[tuple[int, ...], torch.dtype, str]}
 
-    def __init__(self, join: Any, index: int) -> None:
-        super().__init__(join, index)
+    def __init__(self, driver: Driver, index: int) -> None:
+        super().__init__(driver, index)
         self.group: Any = None
         self._last: Tensor | None = None
 
@@ -36,14 +36,14 @@ class GatherPart(Part):
     def gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's tensor, stacked; all active ranks call this, with the same shape and type."""
         self.announce("gather", (tuple(tensor.shape), tensor.dtype, tensor.device.type))
-        with self.join.own_collectives():
+        with self.driver.own_collectives():
             return self._gather(tensor)
 
     def answer(self, kind: str, payload: Any) -> None:
         shape, dtype, device = payload
         self._gather(torch.zeros(shape, dtype=dtype, device=device, requires_grad=True))
 
-    def tie(self, loss: Tensor) -> Tensor:
+    def chain(self, loss: Tensor) -> Tensor:
         """Return the loss of this step, on which the gathers' backward now depends."""
         last, self._last = self._last, None
         return loss if last is None else loss + last.to(loss)
@@ -58,7 +58,7 @@ class GatherPart(Part):
     def _gather(self, tensor: Tensor) -> Tensor:
         if self.group is None:
             # All ranks come here at once. It is not seen by the tap.
-            self.group = _compat.another_group(self.join.group, tensor.device)
+            self.group = _compat.another_group(self.members.group, tensor.device)
         before = self._last if self._last is not None else torch.zeros((), device=tensor.device)
         gathered: Tensor
         gathered, self._last = _Gather.apply(self, tensor, before)  # type: ignore[no-untyped-call]
@@ -82,18 +82,19 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[None, Tensor | None, None]:
         part, like = ctx.part, ctx.like
-        if part.join.in_tail:  # and not after the step, in its backward
+        if part.driver.in_tail:  # and not after the step, in its backward
             raise UnsupportedError(
                 "The step ran a backward of its own (as a rule torch.autograd.grad) through"
-                f" all_gather(sync_grads=True), while ranks {part.join.joined_ranks} have run out of batches and cannot"
-                " take part in it. Differentiate with respect to tensors behind the gather, or gather detached ones."
+                f" all_gather(sync_grads=True), while ranks {part.members.joined_ranks} have run out of batches and"
+                " cannot take part in it. Differentiate with respect to tensors behind the gather, or gather detached"
+                " ones."
             )
         group = part.group
         # The last element counts the ranks whose loss the gather is a part of.
         flat = like.new_zeros(dist.get_world_size(group) * like.numel() + 1)
         if gradient is not None:
             flat[:-1], flat[-1] = gradient.reshape(-1), 1
-        with part.join.own_collectives():
+        with part.driver.own_collectives():
             dist.all_reduce(flat, group=group)
         if gradient is None and not flat[-1]:
             return None, None, None  # no gradient at all, which differs from zero: parameters may go unused

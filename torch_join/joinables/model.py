@@ -9,7 +9,7 @@ penalty's `autograd.grad` too, and misses L2 terms on the parameters.
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,37 +18,34 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torch_join._base import compat as _compat
+from torch_join._base.samples import count_samples
 from torch_join._shadow.model import ModelShadow
-from torch_join._tail.reader import count_samples
 from torch_join.joinables._gradients.evidence import Gradients
 from torch_join.joinables._gradients.leftovers import settle
+from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
 from torch_join.joinables._gradients.second_backward import SecondBackward
-from torch_join.joinables._gradients.testimony import Testimony
 from torch_join.joinables._gradients.verdicts import CLEARED, UNKNOWN, Runs, State, common_verdict, runs_of, states_of
 from torch_join.joinables.hook import Hook
-from torch_join.joinables.part import Part
-
-if TYPE_CHECKING:
-    from torch_join.join import Join
+from torch_join.joinables.part import Driver, Part
 
 
 class ModelPart(Part):
     """A `DistributedDataParallel` model in a plain loop."""
 
     kinds: ClassVar[dict[str, Any]] = {"forward": tuple[bool, bool, int], "backward": Runs, "gradients": Runs}
-    words: ClassVar[Any] = tuple[Runs, bool, list[int] | None]
+    closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None]
 
     meets = True  # its forward is where ranks in a plain loop meet
 
-    def __init__(self, join: "Join", index: int, ddp: DistributedDataParallel) -> None:
-        super().__init__(join, index)
+    def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
+        super().__init__(driver, index)
         self.ddp = ddp
         self._shadow = ModelShadow(ddp, watches=False)
         self._parameters = self._shadow.parameters
         self.forwards = 0  # of this rank's own, since the last tail
         self.synced = 0  # of these, how many are followed by a backward that averages gradients
         self._armed = False  # the last forward will sync in backward
-        self.silent = 0  # forwards that joined ranks hear of, if there are any, when their backward begins
+        self.deferred = 0  # forwards that joined ranks hear of, if there are any, when their backward begins
         self._pending: list[Tensor] = []  # a joined rank's shadow outputs that wait for a backward
         self._task = -1  # the backward that has begun
         self._remembers = -1  # the last one that is remembered at its end
@@ -56,9 +53,9 @@ class ModelPart(Part):
         self._beginning = threading.Lock()  # for several devices the engine has several threads
         self._gradients: Gradients | None = None
         self._second_backward = SecondBackward(self._parameters)
-        self._testimony = Testimony(join, index)
+        self._others = OtherVerdicts(driver, index)
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
-        self._accumulates = False  # the last backward did not sync, on some rank
+        self.accumulates = False  # the last backward did not sync, on some rank
         self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: dict[int, RemovableHandle] = {}
         self._plumbing = ExitStack()
@@ -70,14 +67,14 @@ class ModelPart(Part):
         self._undo.append(self.ddp.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove)
         self._undo.append(self.ddp.register_forward_hook(Hook(self._after_forward)).remove)
         views = bool(self.ddp.gradient_as_bucket_view)
-        self._gradients = Gradients(self._parameters, self.join.clears, views, self._shadow.sparse)
+        self._gradients = Gradients(self._parameters, self.driver.clears, views, self._shadow.sparse)
         # What is left of a loop before this `with` may be an average, or this rank's share of one.
         left = any(p.grad is not None for p in self._parameters)
-        self._accumulates = self._shadow.accumulated = left
+        self.accumulates = self._shadow.accumulated = left
         self._remember()
         self._undo.append(self._plumbing.close)
         self._undo.append(self._second_backward.remove)
-        if self.join.may_break:
+        if self.driver.may_break:
             self._watch_gradients()
         self._undo.append(self._stop_watching)
 
@@ -96,63 +93,63 @@ class ModelPart(Part):
         self._remember()
 
     def enter_tail(self) -> None:
-        if self.join._in_loop and not self.join.may_break:
+        if self.driver.in_loop and not self.driver.may_break:
             self.begin_step()
         if not self._watches:
             self._watch_gradients()
 
     def leave_tail(self) -> None:
-        self._testimony.forget()
-        if not self.join.may_break:
+        self._others.forget()
+        if not self.driver.may_break:
             self._stop_watching()
 
     # ------------------------------------------------------------ on an active rank
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._shadow.settle()
-        join = self.join
-        if join.serving:
+        driver = self.driver
+        if self.members.serves:
             return
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
         # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
         # second one, which may not be followed by a backward either.
-        silent = grad and sync and not self.silent and _compat.forwards_silently(self.ddp)
+        deferred = grad and sync and not self.deferred and _compat.forwards_without_collectives(self.ddp)
         self.check_can_train(lambda: True)
         if self.meets:
-            samples = count_samples((args, kwargs)) if join.weighting == "samples" and not join._in_loop else 0
-            join.before_forward(samples, waits=not silent)
-            if self._gradients is not None and not (join._in_loop or join._tail):
+            samples = count_samples((args, kwargs)) if self.members.weighting == "samples" and not driver.in_loop else 0
+            driver.before_forward(samples, waits=not deferred)
+            if self._gradients is not None and not (driver.in_loop or self.members.announces):
                 self._gradients.refresh()
         if self._watches:
             self._watch_gradients()  # of what has been unfrozen, too
         self.forwards += 1
         self.synced += grad and sync
-        if silent and (join._tail or join._has_said):
-            self.silent += 1
+        if deferred and (self.members.announces or driver.awaits_others):
+            self.deferred += 1
             self._armed = True
             return
         if grad:
-            self._accumulates = self._shadow.accumulated = not sync
-        if silent:
+            self.accumulates = self._shadow.accumulated = not sync
+        if deferred:
             return
-        authority, self._authority = self._authority, join.leader
-        if not join.in_tail:
+        authority, self._authority = self._authority, self.members.leader
+        if not driver.in_tail:
             return
         if not self.ddp.require_forward_param_sync:
             authority = 0
-        self._announce_silent()
+        self._announce_deferred()
         self.announce("forward", (grad, sync, authority))
         self._armed = self._armed or (grad and sync)  # another forward may come between one and its backward
         # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
-        self._plumbing.enter_context(join.own_collectives())
+        self._plumbing.enter_context(driver.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
         self._plumbing.callback(inside.remove)
         if authority:
             self._shadow.sync_buffers(authority)
 
-    def _announce_silent(self) -> None:
-        while self.silent:
-            self.silent -= 1
+    def _announce_deferred(self) -> None:
+        while self.deferred:
+            self.deferred -= 1
             self.announce("forward", (True, True, 0), hold=True)
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
@@ -163,7 +160,7 @@ class ModelPart(Part):
         outputs = _compat.differentiable(output)
         if self.ddp.require_backward_grad_sync:
             self._second_backward.forward(outputs)
-        if not (self.join._in_loop or self._watches):
+        if not (self.driver.in_loop or self._watches):
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
             for output in outputs:  # of which a loss may use any
                 output.register_hook(lambda _: self._remember_after_backward())
@@ -201,21 +198,21 @@ class ModelPart(Part):
 
     def _begin_backward(self) -> None:
         self._factor = 1.0
-        if self.join.serving:
+        if self.members.serves:
             return
-        in_tail = self.join.in_tail  # ask this first: it may find out who is active
-        if in_tail or not self.join._in_loop:
+        in_tail = self.driver.in_tail  # ask this first: it may find out who is active
+        if in_tail or not self.driver.in_loop:
             self._remember_after_backward()
         if in_tail:
-            self._announce_silent()
+            self._announce_deferred()
             states = self._state_of_gradients()
             # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
-            self._testimony.leave(common_verdict(state.verdict for state in states), averages=self._armed)
+            self._others.leave(common_verdict(state.verdict for state in states), averages=self._armed)
             # Without a sync too: what has been cleared now counts at the next one.
             self.announce("backward" if self._armed else "gradients", runs_of(states))
         if self._armed:
-            self._armed = self._accumulates = self._shadow.accumulated = False
-        self._factor = self.join.loss_factor
+            self._armed = self.accumulates = self._shadow.accumulated = False
+        self._factor = self.members.loss_factor
 
     def _remember_after_backward(self) -> None:
         if (task := _compat.backward_in_progress()) == self._remembers:
@@ -225,12 +222,12 @@ class ModelPart(Part):
 
     def _remember(self) -> None:
         if self._gradients is not None:
-            self._gradients.remember(self._accumulates)
+            self._gradients.remember(self.accumulates)
 
     def _state_of_gradients(self) -> list[State]:
         assert self._gradients is not None
         states = self._gradients.states()
-        self._gradients.raise_if_changed(states, self.join.joined_ranks)
+        self._gradients.raise_if_changed(states, self.members.joined_ranks)
         return states
 
     # ------------------------------------------------------------ on a joined rank
@@ -241,16 +238,16 @@ class ModelPart(Part):
         elif kind == "backward":
             self._shadow_backward(states_of(payload, len(self._parameters)))
         else:
-            self._clear(states_of(payload, len(self._parameters)), self._testimony.doubt)
+            self._clear(states_of(payload, len(self._parameters)), self._others.doubt)
 
-    def has_met(self, kind: str) -> bool:
+    def synchronizes(self, kind: str) -> bool:
         if kind != "backward" or _compat.has_comm_hook(self.ddp):  # which may do anything, or nothing
             return False
         _compat.wait_for_device(self._parameters[0].device.type)
         return True
 
     def _shadow_forward(self, grad: bool, sync: bool, authority: int) -> None:
-        self._authority = self.join.leader
+        self._authority = self.members.leader
         if authority:
             self._shadow.sync_buffers(authority)
         before = self.ddp.require_backward_grad_sync
@@ -265,35 +262,35 @@ class ModelPart(Part):
 
     def _shadow_backward(self, states: list[State]) -> None:
         assert self._gradients is not None
-        if (verdict := self._testimony.settle()) == UNKNOWN:
+        if (verdict := self._others.settle()) == UNKNOWN:
             self._gradients.raise_unknown()
         for parameter in self._parameters if verdict == CLEARED else ():
             parameter.grad = None
-        self._clear(states, self._testimony.ask)
+        self._clear(states, self._others.ask)
         self._shadow.backward(lambda: torch.autograd.backward(self._pending))
         self._pending.clear()
-        self._accumulates = False
+        self.accumulates = False
 
     def _clear(self, states: list[State], ask: Callable[[], str]) -> None:
         assert self._gradients is not None
-        self._gradients.raise_if_differing(states, self._accumulates)
-        self._gradients.follow(states, self._accumulates, ask)
+        self._gradients.raise_if_differing(states, self.accumulates)
+        self._gradients.follow(states, self.accumulates, ask)
 
     # ------------------------------------------------------------ at the end
 
-    def last_words(self) -> tuple[Runs, bool, list[int] | None]:
+    def closing_message(self) -> tuple[Runs, bool, list[int] | None]:
         assert self._gradients is not None
         _compat.check_reduction_finished(self.ddp)
-        return runs_of(self._gradients.states()), self._accumulates, self._shadow.fired
+        return runs_of(self._gradients.states()), self.accumulates, self._shadow.fired
 
-    def close(self, words: tuple[Runs, bool, list[int] | None], source: int) -> None:
-        runs, accumulates, fired = words
+    def close(self, message: tuple[Runs, bool, list[int] | None], source: int) -> None:
+        runs, accumulates, fired = message
         states = states_of(runs, len(self._parameters))
         assert self._gradients is not None
         self._shadow.note_fired(fired)
-        settle(self.join, self.ddp.process_group, self._gradients, states, source, accumulates, self._accumulates)
+        settle(self.driver, self.ddp.process_group, self._gradients, states, source, accumulates, self.accumulates)
         self._pending.clear()
         self._authority = source
-        self.forwards = self.synced = self.silent = 0
-        self._armed, self._accumulates = False, accumulates
+        self.forwards = self.synced = self.deferred = 0
+        self._armed, self.accumulates = False, accumulates
         self._remember()

@@ -6,21 +6,16 @@ both.
 """
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_join._base import compat as _compat
-from torch_join._base.errors import JoinTypeError, UnsupportedError
+from torch_join._base.errors import UnsupportedError
 from torch_join._base.hyperparameters import take_hyperparameters
-from torch_join._handover.compat import is_sharded
-from torch_join.joinables._torch.joinable import WrappingJoinable
-from torch_join.joinables.part import Part
-
-if TYPE_CHECKING:
-    from torch_join.join import Join
+from torch_join.joinables.part import Driver, Part
 
 
 class ShardedOptimizerPart(Part):
@@ -32,8 +27,8 @@ class ShardedOptimizerPart(Part):
 
     kinds: ClassVar[dict[str, Any]] = {"step": tuple[list[dict[str, Any]], dict[int, list[bool]], list[bool]]}
 
-    def __init__(self, join: "Join", index: int, zero: Any) -> None:
-        super().__init__(join, index)
+    def __init__(self, driver: Driver, index: int, zero: Any) -> None:
+        super().__init__(driver, index)
         if zero._overlap_with_ddp:
             raise UnsupportedError(
                 "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward, which a joined rank cannot"
@@ -48,7 +43,7 @@ class ShardedOptimizerPart(Part):
         self._undo.append(self.zero.register_step_post_hook(self._after_step).remove)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.join.in_tail:
+        if not self.driver.in_tail:
             return None
         optimizer, *positional = args  # torch passes the optimizer among them
         closure = positional[0] if positional else kwargs.get("closure")
@@ -69,11 +64,11 @@ class ShardedOptimizerPart(Part):
         self._stepping.close()
 
     def _send(self) -> None:
-        shards = {rank: self._shard(rank) for rank in self.join.joined_ranks}
+        shards = {rank: self._shard(rank) for rank in self.members.joined_ranks}
         trains = [p.requires_grad for p in self._parameters()]  # ZeRO lays out its buckets anew where this changes
         present = {rank: [p.grad is not None for p in shard] for rank, shard in shards.items()}
         self.announce_open("step", ([_hyperparameters(group) for group in self.zero.param_groups], present, trains))
-        self._stepping.enter_context(self.join.own_collectives())  # until the step is over
+        self._stepping.enter_context(self.driver.own_collectives())  # until the step is over
         for shard in shards.values():
             self._exchange([p.grad for p in shard if p.grad is not None])
 
@@ -85,7 +80,7 @@ class ShardedOptimizerPart(Part):
 
     def _exchange(self, gradients: list[Tensor]) -> None:
         works = [
-            dist.broadcast(g, group_src=self.join.leader, group=self.zero.process_group, async_op=True)
+            dist.broadcast(g, group_src=self.members.leader, group=self.zero.process_group, async_op=True)
             for g in gradients
         ]
         for work in works:
@@ -98,9 +93,9 @@ class ShardedOptimizerPart(Part):
             parameter.requires_grad_(trained)
         for group, values in zip(self.zero.param_groups, groups, strict=True):
             take_hyperparameters(group, values)
-        for rank in self.join.joined_ranks:
+        for rank in self.members.joined_ranks:
             shard = self._shard(rank)
-            if rank == self.join.rank:
+            if rank == self.members.rank:
                 for parameter, has in zip(shard, present[rank], strict=True):
                     if not has:
                         parameter.grad = None
@@ -115,35 +110,3 @@ class ShardedOptimizerPart(Part):
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
-
-
-class JoinableOptimizer(WrappingJoinable):
-    """An optimizer as a `Joinable` of its own.
-
-    `Join([JoinableOptimizer(optimizer)])` of this package is the same as `Join([optimizer])`. In torch's, the
-    last rank's optimizer state replaces the others' at the end, bit for bit; a rank that never stepped
-    gets it too. The shards of a `ZeroRedundancyOptimizer` are stepped in each step, with the gradients and
-    the hyperparameters that an active rank sends.
-
-    Args:
-        optimizer: The optimizer.
-        process_group: The process group, by default the whole world, or that of a sharded optimizer.
-
-    Raises:
-        JoinTypeError: `optimizer` is not an optimizer.
-
-    Limits:
-        In torch's `Join` a `ZeroRedundancyOptimizer` comes after a `JoinableModel`, and after joinables with
-        collectives that are not of this package; it steps at most once after each backward.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise JoinTypeError(f"JoinableOptimizer takes an optimizer, not {type(optimizer).__name__}.")
-        if process_group is None and is_sharded(optimizer):
-            process_group = optimizer.process_group  # type: ignore[attr-defined]
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        super().__init__(optimizer, process_group, next(parameters).device)
-
-    def make_part(self, join: Any, index: int) -> Part | None:
-        return ShardedOptimizerPart(join, index, self.wrapped) if is_sharded(self.wrapped) else None

@@ -1,16 +1,103 @@
-"""What `Join` knows of the things it is given."""
+"""What a joinable knows of the loop that it takes part in, and what that knows of it."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base import compat as _compat
+from torch_join._base.membership import Membership
 from torch_join._control import codec as _codec
+from torch_join._control.channel import Channel
 from torch_join._handover import objects as _objects
+from torch_join.joinables._gradients.clears import Clears
 
-if TYPE_CHECKING:
-    from torch_join.join import Join
+
+class Driver(Protocol):
+    """What a part asks of the loop that it takes part in.
+
+    There are three: `LoopDriver` for loops of the user's, `StepDriver` for loops that a framework runs in lockstep, and
+    `HookDriver`, for torch's own `Join`.
+    """
+
+    @property
+    def members(self) -> Membership:
+        """Who is active, and this rank's role; as of the last meeting."""
+
+    @property
+    def channel(self) -> Channel:
+        """Carries small messages between the ranks."""
+
+    @property
+    def parts(self) -> "Sequence[Part]":
+        """All parts, in an order that is the same on all ranks."""
+
+    @property
+    def clears(self) -> Sequence[Clears]:
+        """The calls of the `zero_grad` of given optimizers and models, which tell what becomes of gradients."""
+
+    @property
+    def step_number(self) -> int:
+        """The current step, counted from the loop's begin."""
+
+    @property
+    def in_tail(self) -> bool:
+        """Whether this rank is active and another one has joined; a part asks when it is about to act.
+
+        It may meet the other ranks first, so that it can find that this rank serves; `members` does not.
+        """
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether the ranks find out who is active at the top of each step, before any of the user's code."""
+
+    @property
+    def in_plain_loop(self) -> bool:
+        """Whether this rank may be in, or after, a loop in which they find out at a forward."""
+
+    @property
+    def may_break(self) -> bool:
+        """Whether a rank may leave a loop in any step."""
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether this rank has come to a meeting and has yet to hear what the others say."""
+
+    @property
+    def sees_steps(self) -> bool:
+        """Whether there is a model, or a custom joinable, that shows where a step begins."""
+
+    @property
+    def last_joiner(self) -> bool:
+        """Whether this rank was among the last to run out of inputs."""
+
+    def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
+        """Tell the joined ranks, if there are any, what comes next.
+
+        Args:
+            index: The part that does it, -1 for none.
+            kind: What it does.
+            payload: What else they need to know.
+            hold: Whether to tell them together with the next announcement.
+        """
+
+    def own_collectives(self) -> AbstractContextManager[None]:
+        """Put around collectives that joined ranks know of without the tap."""
+
+    def run_hook(self, main_hook: Callable[[], None]) -> None:
+        """Run a main hook; each collective that it issues stands for one that the active ranks announce."""
+
+    def before_forward(self, samples: int, waits: bool = True) -> None:
+        """Meet the other ranks, if they have not met before this forward.
+
+        Args:
+            samples: This step's number of samples.
+            waits: Whether it is important, for what this forward does, who is active.
+        """
+
+    def before_notice(self, part: "Part") -> None:
+        """Meet the other ranks, if they have not met before this notice of a custom joinable."""
 
 
 class Part:
@@ -21,14 +108,15 @@ class Part:
 
     Attributes:
         kinds: What it may announce, and of which type the payload is: `Any` for what it checks itself.
-        words: Of which type its last words are.
+        closing: Of which type its closing message is.
     """
 
     kinds: ClassVar[dict[str, Any]] = {}
-    words: ClassVar[Any] = None
+    closing: ClassVar[Any] = None
 
-    def __init__(self, join: "Join", index: int) -> None:
-        self.join = join
+    def __init__(self, driver: Driver, index: int) -> None:
+        self.driver = driver
+        self.members = driver.members
         self.index = index
         self._undo: list[Callable[[], None]] = []
 
@@ -53,23 +141,23 @@ class Part:
 
     def announce(self, kind: str, payload: Any = None, hold: bool = False) -> None:
         """Tell the joined ranks what comes next, if there are any; see `Server.announce`."""
-        self.join.announce(self.index, kind, payload, hold)
+        self.driver.announce(self.index, kind, payload, hold)
 
     def announce_open(self, kind: str, payload: Any) -> None:
         """Announce what may hold objects of users' kinds: if it does, it comes after the record, to all ranks.
 
         Not in a backward. All active ranks must have something of the same types.
         """
-        if not self.join.in_tail:
+        if not self.driver.in_tail:
             return
         if _codec.is_closed(payload):
             self.announce(kind, payload)
             return
-        leads = self.join.rank == self.join.leader
+        leads = self.members.rank == self.members.leader
         packed = _objects.pack(payload, f"What {type(self).__name__} announces ({kind})") if leads else None
         self.announce(kind, _objects.Apart())
-        with self.join.own_collectives():
-            _objects.broadcast(packed, self.join.leader, self.join.group)
+        with self.driver.own_collectives():
+            _objects.broadcast(packed, self.members.leader, self.members.group)
 
     def receive(self, kind: str, payload: Any) -> None:
         """Answer, on a joined rank, what was announced; see `answer`.
@@ -78,7 +166,7 @@ class Part:
             JoinError: No active rank can have announced it.
         """
         if isinstance(payload, _objects.Apart):
-            payload = _objects.broadcast(None, self.join.leader, self.join.group)
+            payload = _objects.broadcast(None, self.members.leader, self.members.group)
         else:
             try:
                 _codec.check(kind, str)
@@ -87,23 +175,23 @@ class Part:
                 raise _codec.foreign(f"a record of {type(self).__name__}", problem) from None
         self.answer(kind, payload)
 
-    def receive_last(self, words: Any, source: int) -> None:
-        """Take the source's last words; see `close`.
+    def receive_closing(self, message: Any, source: int) -> None:
+        """Take the source's closing message; see `close`.
 
         Raises:
             JoinError: No active rank can have said them.
         """
         try:
-            _codec.check(words, self.words)
+            _codec.check(message, self.closing)
         except _codec.Malformed as problem:
-            raise _codec.foreign(f"last words of {type(self).__name__}", problem) from None
-        self.close(words, source)
+            raise _codec.foreign(f"closing message of {type(self).__name__}", problem) from None
+        self.close(message, source)
 
     def answer(self, kind: str, payload: Any) -> None:
         """Do, on a joined rank, the counterpart of what was announced."""
         raise NotImplementedError
 
-    def has_met(self, kind: str) -> bool:
+    def synchronizes(self, kind: str) -> bool:
         """Whether all ranks must have come to what was announced before this rank could finish its answer to it."""
         return False
 
@@ -113,11 +201,11 @@ class Part:
     def leave_tail(self) -> None:
         """All ranks have joined."""
 
-    def last_words(self) -> Any:
+    def closing_message(self) -> Any:
         """Return, on the rank whose state all others take, what `close` needs to know."""
 
-    def close(self, words: Any, source: int) -> None:
-        """Take, on every rank, what the source's `last_words` say; the tail is over."""
+    def close(self, message: Any, source: int) -> None:
+        """Take, on every rank, what the source's `closing_message` say; the tail is over."""
 
     def after_all(self, is_last_joiner: bool) -> None:
         """The context ends."""

@@ -199,7 +199,7 @@ class Gradients:
         return [
             index
             for index, (norm, state) in enumerate(zip(mine, states, strict=True))
-            if norm is not None and not _alike(norm, state.norm)
+            if norm is not None and not _is_close(norm, state.norm)
         ]
 
     def raise_if_differing(self, states: Sequence[State], accumulates: bool) -> None:
@@ -256,7 +256,7 @@ def _read(norms: Sequence[Tensor | None]) -> list[float | None]:
     return out
 
 
-def _alike(one: float, other: float | None) -> bool:
+def _is_close(one: float, other: float | None) -> bool:
     return _same(one, other) or (other is not None and math.isclose(one, other, rel_tol=1e-6))
 
 

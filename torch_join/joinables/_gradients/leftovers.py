@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -10,13 +9,11 @@ from torch_join._base.errors import JoinError
 from torch_join._shadow.zero_gradient import broadcast_gradient
 from torch_join.joinables._gradients.evidence import Gradients, holds_something
 from torch_join.joinables._gradients.verdicts import CHANGED, State
-
-if TYPE_CHECKING:
-    from torch_join.join import Join
+from torch_join.joinables.part import Driver
 
 
 def settle(
-    join: "Join",
+    driver: Driver,
     group: dist.ProcessGroup,
     gradients: Gradients,
     states: Sequence[State],
@@ -27,7 +24,7 @@ def settle(
     """Clear, on every rank, what was cleared on the source, and send what was changed there.
 
     Args:
-        join: What the model's part belongs to.
+        driver: What the model's part belongs to.
         group: The model's process group.
         gradients: Those of this rank.
         states: What has become of the source's (on other ranks that were active to the end: of their own).
@@ -38,9 +35,9 @@ def settle(
     Raises:
         JoinError: The source has changed its share by hand, and this rank, which had joined, cannot.
     """
-    joined = join.rank != source and not getattr(join, "_last_joiner", False)
+    joined = driver.members.rank != source and not driver.last_joiner
     mine: list[int] = []
-    if join.rank == source and not accumulates:
+    if driver.members.rank == source and not accumulates:
         # A norm that is infinite does not tell whether they are unscaled.
         odd = [state.norm is not None and not math.isfinite(state.norm) for state in states]
         mine = [index for index, state in enumerate(states) if state.verdict == CHANGED or odd[index]]
@@ -49,7 +46,7 @@ def settle(
             _raise_if_lost(gradients, states)
         mine = gradients.differing(states, mine_accumulate)
     # All send the same, whatever each has seen.
-    changed = {index for found in join._channel.gather(mine, of=list[int]) for index in found}
+    changed = {index for found in driver.channel.gather(mine, of=list[int]) for index in found}
     if joined:
         gradients.follow(states, mine_accumulate, None)
     for index in sorted(changed):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,7 @@ from torch_join._base.compat_metrics import State, own_states
 from torch_join._base.raw import raw_bytes
 from torch_join._control.codec import closed
 from torch_join._handover import transfer as _transfer
-
-if TYPE_CHECKING:
-    from torch_join.join import Join
+from torch_join.joinables.part import Driver
 
 
 @closed("state")
@@ -40,12 +38,12 @@ _Schema = dict[str, tuple[bool, list[_Spec]]]
 class Exchange:
     """Every rank says what it contributes, if anything, and then sends its states as bytes."""
 
-    def __init__(self, join: "Join", metric: Any, contributes: bool) -> None:
-        self._join, self._metric = join, metric
+    def __init__(self, driver: Driver, metric: Any, contributes: bool) -> None:
+        self._driver, self._metric = driver, metric
         self._states = own_states(metric) if contributes else {}
         schema = {name: (state.listed, [_Spec.of(t) for t in state.tensors]) for name, state in self._states.items()}
-        plain = join.in_plain_loop and not join.serving
-        self._schemas: list[_Schema | None] = join._channel.gather(
+        plain = driver.in_plain_loop and not driver.members.serves
+        self._schemas: list[_Schema | None] = driver.channel.gather(
             schema if contributes else None, plain, _Schema | None
         )
         self._rows = {device: self._all_gather(device) for device in self._devices()}
@@ -53,7 +51,7 @@ class Exchange:
     def results(self) -> list[dict[str, State]]:
         """Return the states of each contributor, by rank; this rank's own are those it has, with their graph."""
         return [
-            self._states if rank == self._join.rank else self._unpack(rank, schema)
+            self._states if rank == self._driver.members.rank else self._unpack(rank, schema)
             for rank, schema in enumerate(self._schemas)
             if schema is not None
         ]
@@ -74,8 +72,8 @@ class Exchange:
                 packed[start : start + raw.numel()] = raw
                 start += raw.numel()
         rows = [torch.empty_like(packed) for _ in self._schemas]
-        with torch.no_grad(), self._join.own_collectives():
-            dist.all_gather(rows, packed, group=_transfer._group_for(device, self._join.group))
+        with torch.no_grad(), self._driver.own_collectives():
+            dist.all_gather(rows, packed, group=_transfer._group_for(device, self._driver.members.group))
         return rows
 
     def _unpack(self, rank: int, schema: _Schema) -> dict[str, State]:

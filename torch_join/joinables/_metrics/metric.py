@@ -8,29 +8,18 @@ sharded by nature and never handed over.
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_join._base import compat_metrics as _compat_metrics
-from torch_join._base.errors import JoinTypeError, JoinValueError, UnsupportedError
+from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join.joinables._metrics.exchange import Exchange
-from torch_join.joinables._torch.joinable import WrappingJoinable
-from torch_join.joinables.part import Part
-
-if TYPE_CHECKING:
-    from torch_join.join import Join
+from torch_join.joinables.part import Driver, Part
 
 _SYNC, _RESET = "sync", "reset"
-
-
-def holds_metrics(thing: Any) -> bool:
-    """Whether `thing` is a metric of torchmetrics, or computes something with some (a `MetricCollection`)."""
-    if not isinstance(thing, nn.Module) or not callable(getattr(thing, "compute", None)):
-        return False
-    return any(_compat_metrics.is_metric(module) for module in thing.modules())
 
 
 class MetricPart(Part):
@@ -53,74 +42,74 @@ class MetricPart(Part):
 
     kinds: ClassVar[dict[str, Any]] = {_SYNC: tuple[int, bool], _RESET: int}
 
-    def __init__(self, join: "Join", index: int, thing: nn.Module) -> None:
-        super().__init__(join, index)
-        self._metrics: list[Any] = [module for module in thing.modules() if _compat_metrics.is_metric(module)]
+    def __init__(self, driver: Driver, index: int, thing: nn.Module) -> None:
+        super().__init__(driver, index)
+        self.metrics: list[Any] = [module for module in thing.modules() if _compat_metrics.is_metric(module)]
         if hasattr(thing, "increment"):
             raise UnsupportedError(
                 f"{type(thing).__name__} makes new metrics as it goes, which Join cannot know of. Give Join the metric"
                 " of each epoch instead."
             )
-        for metric in self._metrics:
-            _check(metric, metric.process_group, join)
-        self._forwards = 0  # how many are on the stack
-        self._hidden: list[Any] = []  # whose `compute` runs, although not updated on this rank
+        for metric in self.metrics:
+            check_metric(metric, metric.process_group, driver)
+        self.forwards = 0  # how many are on the stack
+        self.hidden: list[Any] = []  # whose `compute` runs, although not updated on this rank
 
     def enter(self) -> None:
-        if any(isinstance(vars(metric).get("reset"), _Override) for metric in self._metrics):
+        if any(isinstance(vars(metric).get("reset"), _Override) for metric in self.metrics):
             raise JoinValueError("A metric was given to Join twice: give it alone or in its collection.")
-        for position, metric in enumerate(self._metrics):
-            self._override(metric, "forward", self._forward)
-            self._override(metric, "reset", partial(self._reset, position))
+        for position, metric in enumerate(self.metrics):
+            self.override(metric, "forward", self.forward)
+            self.override(metric, "reset", partial(self.reset, position))
             if not _compat_metrics.parts(metric):
-                self._override(metric, "compute", self._compute)
-                self._override(metric, _compat_metrics.SYNC_METHOD, partial(self._sync, position))
+                self.override(metric, "compute", self.compute)
+                self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position))
 
     def answer(self, kind: str, payload: Any) -> None:
         if kind == _RESET:
-            self._metrics[payload].reset()
+            self.metrics[payload].reset()
             return
         position, in_forward = payload
-        metric = self._metrics[position]
-        Exchange(self.join, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
+        metric = self.metrics[position]
+        Exchange(self.driver, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
         # All joined ranks have taken part, so all have read up to here.
-        self.join._channel.forget(delete=self.join.rank == self.join.joined_ranks[0])
+        self.driver.channel.forget(delete=self.members.deletes)
 
-    def close(self, words: Any, source: int) -> None:
+    def close(self, message: Any, source: int) -> None:
         # Ranks have computed at different steps. A value that only some still have would keep these out
         # of the next sync.
-        for metric in self._metrics:
+        for metric in self.metrics:
             _compat_metrics.forget_value(metric)
 
     # ------------------------------------------------------------ what replaces a metric's methods
 
-    def _forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._leads_plain_loops(metric):
-            self.join.before_forward(0)
-        self._forwards += 1
+            self.driver.before_forward(0)
+        self.forwards += 1
         try:
             return forward(*args, **kwargs)
         finally:
-            self._forwards -= 1
+            self.forwards -= 1
 
-    def _reset(self, position: int, metric: Any, reset: Callable[[], None]) -> None:
-        if self._forwards == 0:  # a forward resets too, and puts the state back
+    def reset(self, position: int, metric: Any, reset: Callable[[], None]) -> None:
+        if self.forwards == 0:  # a forward resets too, and puts the state back
             self.announce(_RESET, position)
         reset()
 
-    def _compute(self, metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def compute(self, metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _compat_metrics.update_count(metric) > 0 or not _compat_metrics.will_sync(metric):
             return compute(*args, **kwargs)
         # Not updated on this rank, but perhaps on others: torchmetrics would warn of what is no mistake.
-        self._hidden.append(metric)
+        self.hidden.append(metric)
         _compat_metrics.set_update_count(metric, 1)
         try:
             return compute(*args, **kwargs)
         finally:
             _compat_metrics.set_update_count(metric, 0)
-            self._hidden.pop()
+            self.hidden.pop()
 
-    def _sync(
+    def sync(
         self,
         position: int,
         metric: Any,
@@ -128,12 +117,12 @@ class MetricPart(Part):
         dist_sync_fn: Any = None,
         process_group: Any = None,
     ) -> None:
-        _check(metric, process_group or metric.process_group, self.join, dist_sync_fn)
-        self.announce(_SYNC, (position, self._forwards > 0))
-        hidden = any(metric is one for one in self._hidden)
-        contributions = Exchange(self.join, metric, _compat_metrics.update_count(metric) > 0 and not hidden).results()
+        check_metric(metric, process_group or metric.process_group, self.driver, dist_sync_fn)
+        self.announce(_SYNC, (position, self.forwards > 0))
+        hidden = any(metric is one for one in self.hidden)
+        contributions = Exchange(self.driver, metric, _compat_metrics.update_count(metric) > 0 and not hidden).results()
         if not contributions:
-            if hidden and self.join.rank == 0:
+            if hidden and self.members.rank == 0:
                 warnings.warn(
                     f"{type(metric).__name__}.compute was called before any rank has updated the metric.", stacklevel=2
                 )
@@ -153,7 +142,7 @@ class MetricPart(Part):
 
         sync_dist(gather)
 
-    def _override(self, metric: Any, name: str, function: Callable[..., Any]) -> None:
+    def override(self, metric: Any, name: str, function: Callable[..., Any]) -> None:
         missing = object()
         before = vars(metric).get(name, missing)
         vars(metric)[name] = _Override(metric, name, partial(function, metric, getattr(metric, name)))
@@ -168,11 +157,11 @@ class MetricPart(Part):
 
     def _leads_plain_loops(self, metric: Any) -> bool:
         """Whether the forward of `metric` is where ranks in a plain loop meet, for lack of a model's."""
-        join = self.join
-        if join._in_loop or join._has_model or join._first_custom or not metric.dist_sync_on_step:
+        driver = self.driver
+        if driver.in_loop or driver.sees_steps or not metric.dist_sync_on_step:
             return False
-        parts = [part for part in join._parts if isinstance(part, MetricPart)]
-        return metric is next(one for part in parts for one in part._metrics if one.dist_sync_on_step)
+        parts = [part for part in driver.parts if isinstance(part, MetricPart)]
+        return metric is next(one for part in parts for one in part.metrics if one.dist_sync_on_step)
 
 
 class _Override:
@@ -189,49 +178,10 @@ class _Override:
         return getattr, (self._metric, self._name)
 
 
-class JoinableMetric(WrappingJoinable):
-    """A metric of torchmetrics, or a `MetricCollection`, as a `Joinable`.
-
-    `Join([JoinableMetric(metric)])` of this package is the same as `Join([metric])`. In torch's, too, what is
-    synced in a step (`dist_sync_on_step=True`, or a `compute()`) comes from the active ranks, or from all
-    that have updated it, and from no others; a `reset()` resets it on the joined ranks as well.
-
-    Args:
-        metric: The metric.
-
-    Raises:
-        JoinTypeError: It is not a metric of torchmetrics.
-
-    Limits:
-        In torch's `Join` a rank leaves its loop alone, so that there `compute()` belongs into a step or after
-        the `with`, where torchmetrics syncs as ever; between the two it would wait for ranks that are not
-        there. Without a model before it one of its metrics has `dist_sync_on_step=True`, and the first of
-        these is called once per step. Joinables that are not of this package come before it.
-    """
-
-    def __init__(self, metric: nn.Module) -> None:
-        if not holds_metrics(metric):
-            raise JoinTypeError(f"JoinableMetric takes a metric of torchmetrics, not {type(metric).__name__}.")
-        self._metrics: list[Any] = [module for module in metric.modules() if _compat_metrics.is_metric(module)]
-        super().__init__(metric, self._metrics[0].process_group, self._metrics[0].device)
-
-    def make_part(self, join: Any, index: int) -> Part:
-        return MetricPart(join, index, self.wrapped)
-
-    def leads(self) -> bool:
-        return any(metric.dist_sync_on_step for metric in self._metrics)
-
-    def is_done(self, kind: str, payload: Any) -> bool:
-        return False  # until the next step begins
-
-    def is_replicated(self) -> bool:
-        return False
-
-
 # ---------------------------------------------------------------- checks
 
 
-def _check(metric: Any, group: Any, join: "Join", gather: Any = None) -> None:
+def check_metric(metric: Any, group: Any, driver: Driver, gather: Any = None) -> None:
     name = type(metric).__name__
     if _compat_metrics.parts(metric):
         if not _compat_metrics.is_passing_on(metric):
@@ -250,7 +200,7 @@ def _check(metric: Any, group: Any, join: "Join", gather: Any = None) -> None:
             f"{name} syncs in a way of its own (it overrides {_compat_metrics.SYNC_METHOD}), in which ranks that have"
             " joined cannot take part. Do not give it to Join, and compute it after the `with`."
         )
-    if (group or dist.group.WORLD) != join.group:
+    if (group or dist.group.WORLD) != driver.members.group:
         raise UnsupportedError(
             f"{name} syncs over another process group than Join's. Create it with process_group=<the group of the"
             " other joinables>."

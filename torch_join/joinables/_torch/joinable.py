@@ -5,20 +5,19 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from torch_join._base.compat import ConfiguredJoinable
 from torch_join._base.errors import JoinValueError
 from torch_join._base.weighting import Weighting, resolve_weighting
-from torch_join.joinables._torch.steps import Steps
+from torch_join.joinables._torch.driver import HookDriver
 from torch_join.joinables.arguments import refuse_misspelt
-from torch_join.joinables.part import Part
+from torch_join.joinables.part import Driver, Part
 
 # The joinables of one torch `Join`, while it is being built.
-_building: weakref.WeakSet[Steps] = weakref.WeakSet()
+_building: weakref.WeakSet[HookDriver] = weakref.WeakSet()
 
 
-class WrappingJoinable(ConfiguredJoinable):
+class WrappingJoinable(Joinable):
     """A `Joinable` for something else, usable in torch's `Join` and in ours.
 
     Nothing is installed before torch takes it in, with `enable=True`. What is installed then goes at the
@@ -33,7 +32,7 @@ class WrappingJoinable(ConfiguredJoinable):
         self._group = group
         self._device = device
         self._hook: weakref.ref[_Hook] | None = None
-        self._steps: Steps | None = None
+        self._driver: HookDriver | None = None
         self._weighting: Weighting = "world"
         super().__init__()
 
@@ -56,27 +55,37 @@ class WrappingJoinable(ConfiguredJoinable):
         self._hook = weakref.ref(hook)
         return hook
 
+    # torch sets it when a `Join` of torch takes this in, after it has asked for the hook.
+    @property
+    def _join_config(self) -> Any:
+        return self._config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self._config = config
+        self.configured(config.enable, config.enable and config.is_first_joinable)
+
     def configured(self, enable: bool, is_first: bool) -> None:
         """Install what lets this rank notice what happens in a step; torch's `Join` is being built."""
-        steps = None if is_first or not enable else _being_built(self.join_process_group)
-        if self._steps is not None and self._steps is not steps:
-            self._steps.close()  # of a Join that an exception has ended
-        self._steps = None
+        driver = None if is_first or not enable else _being_built(self.join_process_group)
+        if self._driver is not None and self._driver is not driver:
+            self._driver.close()  # of a Join that an exception has ended
+        self._driver = None
         hook = self._hook() if enable and self._hook is not None else None
         if hook is None:
             return
-        if steps is not None and self in steps.joinables:
+        if driver is not None and self in driver.joinables:
             raise JoinValueError(f"{self} was given to Join twice.")
         if is_first and not self.leads():
             raise self.misplaced("a JoinableModel, or whatever announces each step, must come before it")
-        if steps is None:
-            steps = Steps(self.join_process_group, self if is_first else None, self._weighting)
+        if driver is None:
+            driver = HookDriver(self.join_process_group, self if is_first else None, self._weighting)
         if is_first:
             _building.clear()
-            _building.add(steps)
-        self._steps = hook.steps = steps
-        weakref.finalize(hook, steps.close).atexit = False
-        steps.add(self)
+            _building.add(driver)
+        self._driver = hook.driver = driver
+        weakref.finalize(hook, driver.close).atexit = False
+        driver.add(self)
 
     def misplaced(self, rule: str) -> JoinValueError:
         """Return the error of a list in the wrong order."""
@@ -86,7 +95,7 @@ class WrappingJoinable(ConfiguredJoinable):
             " takes any order."
         )
 
-    def make_part(self, join: Any, index: int) -> Part | None:
+    def make_part(self, driver: Driver, index: int) -> Part | None:
         """Return what takes part in each step, if anything does."""
         return None
 
@@ -111,13 +120,13 @@ class _Hook(JoinHook):
 
     def __init__(self, joinable: WrappingJoinable) -> None:
         self._joinable = joinable
-        self.steps: Steps | None = None
+        self.driver: HookDriver | None = None
 
     def main_hook(self) -> None:
-        cast(Steps, self.steps).serve(self._joinable)
+        cast(HookDriver, self.driver).serve(self._joinable)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        cast(Steps, self.steps).finish(is_last_joiner)
+        cast(HookDriver, self.driver).finish(is_last_joiner)
 
 
 def unwrap(thing: Any) -> Any:
@@ -125,5 +134,5 @@ def unwrap(thing: Any) -> Any:
     return thing.wrapped if isinstance(thing, WrappingJoinable) else thing
 
 
-def _being_built(group: Any) -> Steps | None:
-    return next((steps for steps in _building if steps.group == group and not steps.started), None)
+def _being_built(group: Any) -> HookDriver | None:
+    return next((driver for driver in _building if driver.members.group == group and not driver.started), None)

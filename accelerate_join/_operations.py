@@ -1,0 +1,234 @@
+"""Accelerate's operations inside the context: with batches of different sizes, and over the active ranks.
+
+Accelerate gathers tensors of one shape from all processes. Here each rank may have as many rows as it likes;
+ranks that have joined take part with none, so that what comes back holds the active ranks' rows.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+from zlib import crc32
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor
+
+from accelerate_join import _compat
+from accelerate_join._prepared import Progress
+from accelerate_join._protocol import JoinContext
+from torch_join import JoinError
+from torch_join.integration import LoopDriver, Part
+
+_MAIN = 0
+_CALL, _SAVE = "call", "save_state"
+_CALLED = ("log", "load_state", "save_state")
+
+
+class Operations(Part):
+    """What processes do together through Accelerate, on an active rank and on one that has joined.
+
+    Args:
+        accelerator: Whose operations these are.
+        context: The context in which they are.
+        progress: How far the accelerator has come, which a checkpoint holds.
+        driver: Of the loop in which they are.
+        index: Of this part.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "gather": tuple[list[tuple[torch.Size, torch.dtype, str]], bool],
+        "gather_object": bool,
+        _CALL: tuple[str, tuple[Any, ...], dict[str, Any]],
+        _SAVE: tuple[tuple[Any, ...], dict[str, Any], bool, Any, Any],
+    }
+
+    def __init__(
+        self,
+        accelerator: accelerate.Accelerator,
+        context: JoinContext,
+        progress: Progress,
+        driver: LoopDriver,
+        index: int,
+    ) -> None:
+        super().__init__(driver, index)
+        self._loop = driver
+        self._accelerator, self._context, self._progress = accelerator, context, progress
+        self._type = type(accelerator)
+        self._for_metrics = self._has_warned = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within, Accelerate's functions do what these methods do."""
+        with _compat.operations_replaced(self.gather, self.gather_object, self.broadcast, self.reduce):
+            yield
+
+    # ------------------------------------------------------------ operations
+
+    def gather(self, data: Any) -> Any:
+        """Return the active ranks' rows of each tensor in `data`, by rank.
+
+        Raises:
+            JoinError: The ranks' tensors differ in more than their number of rows.
+        """
+        tensors: list[Tensor] = []
+        recursively_apply(tensors.append, data, error_on_other_type=True)
+        if not tensors:
+            return data
+        tensors = [tensor.detach()[None] if tensor.ndim == 0 else tensor.detach() for tensor in tensors]
+        # A rank that has joined takes part with no rows of these.
+        self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
+        with self._loop.own_collectives():
+            gathered = iter(self._gather(tensors))
+        return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
+
+    def gather_object(self, data: Any) -> list[Any]:
+        """Return what is in the active ranks' lists, by rank."""
+        self.announce("gather_object", self._for_metrics)
+        with self._loop.own_collectives():
+            everyone = self._gather_object(data)
+        return [item for rank in self._loop.active_ranks for item in everyone[rank]]
+
+    def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
+        """Send what rank `src` has to all, or what the lowest active rank has if that one has joined."""
+        return own(data, src=src if src in self._loop.active_ranks else self.members.leader)
+
+    def reduce(self, own: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        """Reduce over the active ranks: others add nothing, and do not count in a mean."""
+        count = len(self._loop.active_ranks)
+        if reduction != "mean" or count == self._accelerator.num_processes:
+            return own(tensor, reduction, scale)
+        return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
+
+    @contextmanager
+    def gathering_for_metrics(self) -> Iterator[None]:
+        """Within, what is gathered is for metrics, and a rank that misses some of it is told so."""
+        self._for_metrics = True
+        try:
+            yield
+        finally:
+            self._for_metrics = False
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Have each rank load a checkpoint; a rank that has joined does so too."""
+        self.announce_open(_CALL, ("load_state", args, kwargs))
+        with self._loop.own_collectives():
+            self._call("load_state", args, kwargs)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log on the main process, with the values of the lowest active rank if it has joined."""
+        if self.main_process_has_joined:
+            self.announce_open(_CALL, ("log", args, kwargs))
+        self._call("log", args, kwargs)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Have each rank write its part of a checkpoint, in the state of the active ranks.
+
+        A rank that has joined writes what is each rank's own. All states are handed over only where such a rank
+        writes them.
+        """
+        if not self._loop.in_tail:
+            return self._save(args, kwargs, False)
+        everywhere = self._accelerator.project_configuration.save_on_each_node or self.main_process_has_joined
+        scaler = self._accelerator.scaler
+        states = self._progress.state_dict(), None if scaler is None else scaler.state_dict()
+        self.announce_open(_SAVE, (args, kwargs, everywhere, *states))
+        with self._loop.own_collectives():
+            return self._save(args, kwargs, everywhere)
+
+    @property
+    def main_process_has_joined(self) -> bool:
+        """Whether this rank is active, and the main process is not."""
+        return self._loop.in_tail and _MAIN not in self._loop.active_ranks
+
+    @contextmanager
+    def acting_for_main_process(self) -> Iterator[None]:
+        """Within, the lowest active rank stands in for a main process that has joined."""
+        if self.main_process_has_joined and self.members.rank == self.members.leader:
+            with _compat.standing_in_for_main():
+                yield
+        else:
+            yield
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def answer(self, kind: str, payload: Any) -> None:
+        if kind == "gather":
+            specs, for_metrics = payload
+            self._warn_of_missed_data(for_metrics)
+            own = self._accelerator.device
+            self._gather([torch.empty((0, *s), dtype=d, device=own if own.type == t else t) for s, d, t in specs])
+        elif kind == "gather_object":
+            self._warn_of_missed_data(payload)
+            self._gather_object(None)
+        elif kind == _SAVE:
+            self._save(*payload)
+        else:
+            self._call(*payload)
+
+    # ------------------------------------------------------------ on both
+
+    def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
+        header = [crc32(" ".join(kinds).encode()), len(tensors[0])]
+        headers = _compat.gather(torch.tensor([header], device=tensors[0].device)).tolist()
+        if any(kinds_there != header[0] for kinds_there, _ in headers):
+            raise JoinError(
+                f"The tensors to gather differ between the ranks in more than their number of rows: rank"
+                f" {self.members.rank} has {', '.join(kinds)}. Call pad_across_processes on the other dimensions first."
+            )
+        rows = [[count] for _, count in headers]
+        if len(tensors) > 1:
+            rows = _compat.gather(torch.tensor([[*map(len, tensors)]], device=tensors[0].device)).tolist()
+        return [self._gather_rows(tensor, [row[index] for row in rows]) for index, tensor in enumerate(tensors)]
+
+    def _gather_rows(self, tensor: Tensor, rows: list[int]) -> Tensor:
+        most = max(rows)
+        if most == 0:
+            return tensor
+        padding = tensor.new_zeros((most - len(tensor), *tensor.shape[1:]))
+        gathered: Tensor = _compat.gather(torch.cat([tensor, padding]) if len(padding) else tensor)
+        if min(rows) == most:
+            return gathered
+        parts = gathered.view(len(rows), most, *tensor.shape[1:])
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+    def _gather_object(self, data: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self._accelerator.num_processes
+        dist.all_gather_object(everyone, data)
+        return everyone
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in _CALLED:
+            raise JoinError(f"A rank that has joined was told to call {name[:60]!r}, which no rank announces.")
+        return getattr(self._type, name)(self._accelerator, *args, **kwargs)
+
+    def _save(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool, progress: Any = None, scaler: Any = None
+    ) -> Any:
+        if everywhere:
+            self._context.hand_over_states()
+        elif progress is not None:
+            self._progress.load_state_dict(progress)
+            if scaler is not None:
+                self._accelerator.scaler.load_state_dict(scaler)
+        # All ranks write the state of a loader to one file: before the last step only those that have batches left do.
+        context, loader = self._context, self._context.loader
+        ended = self.members.serves or (loader is not None and loader.end_of_dataloader and not context.at_last_step)
+        with _compat.unsaved(loader) if ended and loader is not None else nullcontext():
+            return self._call("save_state", args, kwargs)
+
+    def _warn_of_missed_data(self, for_metrics: bool) -> None:
+        """Warn once, on a rank that has joined, that its metrics would lack what it does not see."""
+        if for_metrics and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Rank {self.members.rank} has run out of batches, and does not see what the others gather for metrics"
+                " from now on in this loop. A metric that it computes itself is of a part of the samples only. Rank 0"
+                " sees everything where Accelerate has sharded the data. For a metric that all ranks have, evaluate"
+                " with even_batches=True (outside of the context, for example), or sum up on each rank and reduce"
+                " after the loop.",
+                stacklevel=2,
+            )

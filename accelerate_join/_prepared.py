@@ -1,0 +1,127 @@
+"""What of an accelerator takes part: all that it has prepared, and how far it has come."""
+
+import gc
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import accelerate
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate_join import _compat
+from accelerate_join._protocol import JoinContext, PreparedLoader
+from torch_join import JoinError, UnsupportedError
+
+_INSTEAD = (
+    "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
+    " state, or give all processes equally many batches (even_batches=True) and leave the context out"
+)
+_REASONS = {
+    DistributedType.FSDP: "each forward and backward of FSDP needs the shards of the ranks that have joined",
+    DistributedType.DEEPSPEED: "DeepSpeed's engine runs collectives of its own in forward, backward and step",
+    DistributedType.MEGATRON_LM: "Megatron-LM's pipeline and tensor parallelism need every rank in every step",
+    DistributedType.XLA: "XLA compiles each step with its collectives, and no joined rank can issue them alone",
+}
+# The epoch, which a rank without a batch does not count up; and where a stateful loader is, which all ranks write
+# to one file.
+_LOADER_ATTRIBUTES = ("iteration", "dl_state_dict")
+
+
+def check_supported(accelerator: accelerate.Accelerator) -> bool:
+    """Return whether there are several processes.
+
+    Raises:
+        UnsupportedError: Joined ranks cannot take part in how they train.
+    """
+    kind = accelerator.distributed_type
+    if kind == DistributedType.NO:
+        return False
+    if accelerator.parallelism_config is not None and accelerator.torch_device_mesh is not None:
+        raise UnsupportedError(
+            "join_uneven_inputs: with a parallelism_config the ranks hold shards of one model, which every step needs."
+            f" {_INSTEAD}."
+        )
+    if not (accelerator.multi_device or kind == DistributedType.MULTI_CPU):
+        reason = _REASONS.get(kind, "it does not train by DistributedDataParallel")
+        raise UnsupportedError(f"join_uneven_inputs does not support {kind.value}: {reason}. {_INSTEAD}.")
+    return True
+
+
+def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> list[Any]:
+    """Return all that takes part of what `accelerator` has prepared, without Accelerate's own wrappers.
+
+    Args:
+        accelerator: What has prepared it.
+        given: What the user has given besides, which may be the wrapper of a model.
+
+    Raises:
+        JoinError: A model has several wrappers.
+    """
+    known = [thing.module for thing in given if isinstance(thing, DistributedDataParallel)]
+    wrappers = _compat.wrappers(accelerator)
+    if any(len(found) > 1 for _, found in wrappers):
+        gc.collect()  # from an attempt that has failed, perhaps
+        wrappers = _compat.wrappers(accelerator)
+    models = []
+    for model, found in wrappers:
+        if any(model is one for one in known):
+            continue
+        if not found and any(parameter.requires_grad for parameter in model.parameters()):
+            warnings.warn(
+                f"No DistributedDataParallel was found that wraps the prepared {type(model).__name__}, so it takes no"
+                " part in join_uneven_inputs. If it is trained, give its DistributedDataParallel among `joinables`.",
+                stacklevel=4,
+            )
+        if len(found) > 1:
+            raise JoinError(
+                f"A prepared {type(found[0].module).__name__} is wrapped by {len(found)} DistributedDataParallel"
+                " models, so that nobody knows which of them the loop calls. Delete the others, or call"
+                " accelerator.free_memory() before you prepare it anew."
+            )
+        models += found  # what needs no gradient is not wrapped, and nothing is done with others in it
+    inner = [*_compat.optimizers(accelerator), *_compat.schedulers(accelerator)]
+    scaler = [] if accelerator.scaler is None else [accelerator.scaler]
+    return [*models, *map(unwrap, inner), *scaler, *_compat.registered(accelerator)]
+
+
+def unwrap(thing: Any) -> Any:
+    """Return what is inside of Accelerate's own wrappers, or of `torch.compile`'s around a DDP model."""
+    if isinstance(thing, AcceleratedOptimizer):
+        return thing.optimizer
+    if isinstance(thing, AcceleratedScheduler):
+        return thing.scheduler
+    original = getattr(thing, "_orig_mod", None)  # torch.compile's
+    return original if isinstance(original, DistributedDataParallel) else thing
+
+
+class Progress:
+    """How far this process has come: what all must agree on, or the next epoch would be another one."""
+
+    def __init__(self, accelerator: accelerate.Accelerator, context: JoinContext) -> None:
+        self._accelerator = accelerator
+        self._context = context
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self._accelerator.step,
+            "sync_gradients": self._accelerator.sync_gradients,
+            "overflows": _compat.overflows(self._accelerator),
+            "loaders": [[getattr(loader, name, None) for name in _LOADER_ATTRIBUTES] for loader in self._loaders],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+        self._accelerator.sync_gradients = state["sync_gradients"]
+        _compat.set_overflows(self._accelerator, state["overflows"])
+        for loader, values in zip(self._loaders, state["loaders"], strict=True):
+            for name, value in zip(_LOADER_ATTRIBUTES, values, strict=True):
+                if value is not None:
+                    setattr(loader, name, value)
+
+    @property
+    def _loaders(self) -> list[PreparedLoader]:
+        current = [] if self._context.loader is None else [self._context.loader]
+        return [*_compat.loaders(self._accelerator), *current]

@@ -1,0 +1,84 @@
+"""Logged values that every rank can reduce, also a rank that never logged them.
+
+A value logged with `sync_dist=True` is reduced when the epoch has ended and somebody first reads it:
+in Lightning each rank does so in the order of its own dictionary, and a rank-zero-only callback (a
+progress bar) may do it earlier than the other ranks. Here each reduction is agreed on first. A rank
+that lacks the key takes a neutral value: 0 for a sum or a mean, the infinities for a minimum and a
+maximum. For a metric of torchmetrics it takes its own, which contributes what it has, if anything.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_join._compat import ResultCollection, ResultMetric
+from lightning_join._logging.step_values import Logged, is_synced
+from lightning_join._protocol import JoiningStrategy
+from torch_join import UnsupportedError
+from torch_join.integration import Channel, name_ranks
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class JoinResultCollection(ResultCollection):
+    """Lightning's collection of logged values, whose epoch values all ranks reduce in one order."""
+
+    strategy: JoiningStrategy
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        with self.strategy.around_update(key, self[key], value):
+            super().update_metrics(key, value, batch_size)
+
+    def metrics(self, on_step: bool) -> Any:
+        if not on_step:
+            self._reduce_together(until_all=False)
+        return super().metrics(on_step)
+
+    def reduce_all(self) -> None:
+        """Reduce what has been logged on any rank; all ranks meet."""
+        self._reduce_together(until_all=True)
+
+    def _reduce_together(self, until_all: bool) -> None:
+        while True:
+            mine = self._next_unreduced()
+            if mine is None and not until_all:
+                return
+            # A rank that reads early waits here until the others do, in `reduce_all` at the latest.
+            everyone = self.strategy.channel.gather(mine, of=Logged | None)
+            agreed = next((description for description in everyone if description is not None), None)
+            if agreed is None:
+                return
+            agreed.item_in(self, self.strategy).compute()
+
+    def _next_unreduced(self) -> Logged | None:
+        for key, item in self.valid_items():
+            if item.meta.on_epoch and item._computed is None and self._is_shared(item):
+                return Logged.of(key, item, item.value if item.is_tensor else None)
+        return None
+
+    def _is_shared(self, item: ResultMetric) -> bool:
+        if item.is_tensor:
+            return is_synced(item.meta.sync)
+        return self.strategy.metrics is not None and self.strategy.metrics.syncs(item.value)
+
+
+def check_monitored(trainer: "pl.Trainer", channel: Channel) -> None:
+    """Compare which of the values that callbacks monitor each rank has; all ranks meet.
+
+    A callback that does not find its value on one rank stays away there from the decision that the
+    others take together.
+
+    Raises:
+        UnsupportedError: On all ranks, if some have a value and others have not.
+    """
+    monitored = {getattr(callback, "monitor", None) for callback in trainer.callbacks}  # type: ignore[attr-defined]
+    if monitored != {None} and monitored:
+        everyone = channel.gather(
+            sorted(str(name) for name in monitored if name in trainer.callback_metrics), of=list[str]
+        )
+        for name in sorted({name for names in everyone for name in names}):
+            lacking = [rank for rank, names in enumerate(everyone) if name not in names]
+            if lacking:
+                raise UnsupportedError(
+                    f"The monitored value {name!r} is missing on {name_ranks(lacking)}, which logged none (had no"
+                    " batch, as a rule), while other ranks have it. Log it with on_epoch=True, sync_dist=True."
+                )

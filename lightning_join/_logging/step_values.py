@@ -1,0 +1,198 @@
+"""Values logged with `on_step=True, sync_dist=True` in a step that some ranks do not have.
+
+The active ranks announce each and reduce it among themselves; a joined rank takes part with a neutral
+value and keeps the result as its own step value. So rank 0's loggers and progress bar go on after it
+has joined, and the values that callbacks monitor are the same on all ranks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+from lightning_join._compat import Metadata, ResultCollection, ResultMetric, Sync, default_dtype, mark_updated
+from lightning_join._protocol import JoiningStrategy
+from torch_join import UnsupportedError
+from torch_join.integration import Driver, LockstepJoin, Part, closed
+
+
+def is_synced(sync: Sync) -> bool:
+    """Whether a value is reduced over all ranks; one synced over a group of the user's own is the user's to keep."""
+    return sync.should and not sync.rank_zero_only and sync.group is None
+
+
+def syncs_in_forward(metric: Any) -> bool:
+    """Whether the step value of a metric of torchmetrics is that of all ranks that have a batch."""
+    return bool(getattr(metric, "dist_sync_on_step", False))
+
+
+@closed("logged")
+@dataclass(frozen=True)
+class Logged:
+    """A logged value without the value, as one rank describes it to another.
+
+    Attributes:
+        key: Its key in the collection.
+        fields: Its metadata.
+        dtype: Its dtype; `None` for a metric of torchmetrics.
+        on_cpu: Whether it is on the CPU, and not on the rank's own device.
+        synced: Whether it was logged with `sync_dist=True`.
+        rank_zero_only: Whether it was logged with `rank_zero_only=True`.
+    """
+
+    key: str
+    fields: dict[str, Any]
+    dtype: torch.dtype | None
+    on_cpu: bool
+    synced: bool
+    rank_zero_only: bool
+
+    @classmethod
+    def of(cls, key: str, item: ResultMetric, value: Tensor | None) -> "Logged":
+        """Describe `value`, which is an item's or is about to be; `None` for a metric of torchmetrics."""
+        fields = {name: value for name, value in vars(item.meta).items() if name != "_sync"}
+        fields["reduce_fx"] = item.meta.reduce_fx.__name__  # the function itself cannot be pickled
+        how = {"synced": item.meta.sync.should, "rank_zero_only": item.meta.sync.rank_zero_only}
+        if value is None:
+            return cls(key, fields, None, on_cpu=False, **how)
+        dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else default_dtype()
+        return cls(key, fields, dtype, value.device.type == "cpu", **how)
+
+    def __str__(self) -> str:
+        return f"`self.log({self.fields['name']!r}, on_step=True, sync_dist=True)` in `{self.fields['fx']}`"
+
+    def item_in(self, results: ResultCollection, strategy: JoiningStrategy) -> ResultMetric:
+        """Return this rank's item; if it has none in this epoch, one that adds nothing to the others' values."""
+        item = results.get(self.key)
+        if item is None or item.has_reset:
+            meta = Metadata(**self.fields)
+            meta.sync = Sync(_should=self.synced, fn=strategy.reduce, rank_zero_only=self.rank_zero_only)
+            device = "cpu" if self.on_cpu else strategy.root_device
+            item = results[self.key] = ResultMetric(meta, is_tensor=self.dtype is not None).to(device)
+            is_metric = self.dtype is None
+            item.value = _find_metric(meta, strategy.lightning_module) if is_metric else item.value.to(self.dtype)
+            mark_updated(item)
+        return cast(ResultMetric, item)
+
+    def neutral(self, strategy: JoiningStrategy) -> Tensor:
+        """Return what changes no other rank's value."""
+        value = {"min": torch.inf, "max": -torch.inf}.get(self.fields["reduce_fx"], 0.0)
+        return torch.tensor(value, dtype=self.dtype, device="cpu" if self.on_cpu else strategy.root_device)
+
+
+def _find_metric(meta: Metadata, module: Any) -> Any:
+    """Return the metric that other ranks have logged and this one has not."""
+    try:
+        return module.get_submodule(meta.metric_attribute)
+    except AttributeError:
+        raise UnsupportedError(
+            f"Other ranks have logged a metric as {meta.name!r}, which is their attribute {meta.metric_attribute!r}."
+            " This rank logged none (had no batch, as a rule) and has no such attribute, so it cannot take part in its"
+            " value. Make the metric an attribute of the LightningModule on every rank, in its __init__."
+        ) from None
+
+
+class StepValues(Part):
+    """Reduces step values over the active ranks, and hands the results to joined ones.
+
+    Args:
+        driver: The driver of the steps.
+        index: This part's place among its parts.
+        strategy: The strategy that reduces.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {"log": Logged, "metric": tuple[Logged, Any]}
+
+    def __init__(self, driver: Driver, index: int, strategy: JoiningStrategy) -> None:
+        super().__init__(driver, index)
+        self._strategy = strategy
+
+    @contextmanager
+    def around_update(self, key: str, item: ResultMetric, value: Any) -> Iterator[None]:
+        """Put around the update of `item` with `value`, on an active rank."""
+        on_step = item.meta.on_step
+        if item.is_tensor and on_step and is_synced(item.meta.sync):  # the update reduces it
+            if self.driver.in_tail:
+                self.announce("log", Logged.of(key, item, value))
+            with self.driver.own_collectives():
+                yield
+            return
+        yield
+        if not item.is_tensor and on_step and syncs_in_forward(value) and self.driver.in_tail:  # it is reduced already
+            step_value = move_data_to_device(item._forward_cache, torch.device("cpu"))
+            self.announce_open("metric", (Logged.of(key, item, None), step_value))
+
+    def answer(self, kind: str, payload: Any) -> None:
+        trainer: Any = cast(Any, self._strategy.lightning_module).trainer
+        if kind == "metric":
+            logged, value = payload
+            item = logged.item_in(trainer._results, self._strategy)
+            item._forward_cache = move_data_to_device(value, self._strategy.root_device)
+            return
+        item = payload.item_in(trainer._results, self._strategy)
+        item._forward_cache = item.meta.sync(payload.neutral(self._strategy))
+
+
+def drop_own_step_values(results: ResultCollection) -> None:
+    """Drop the step values that are this rank's own, so that none is written again after it has joined."""
+    for item in results.result_metrics:
+        if not (is_synced(item.meta.sync) if item.is_tensor else syncs_in_forward(item.value)):
+            item._forward_cache = None
+
+
+class HookLogging:
+    """Put around batch hooks in the tail: all ranks run them, a joined one for a batch it has had.
+
+    On a joined rank `self.log` does nothing. On an active one, values that are reduced at once are put off
+    until the hooks have run, since a joined rank may be in any of them: then it takes part.
+
+    Args:
+        results: What `self.log` writes to.
+        strategy: The strategy, whose join this does not keep: pickles of `results` are without it.
+    """
+
+    def __init__(self, results: ResultCollection, strategy: JoiningStrategy) -> None:
+        self._results = results
+        self._strategy = strategy
+        self._later: list[tuple[tuple[str, str, Any], dict[str, Any]]] = []
+
+    @property
+    def _join(self) -> LockstepJoin:
+        assert self._strategy.join is not None
+        return self._strategy.join
+
+    def __enter__(self) -> None:
+        self._log = self._results.log
+        self._results.log = self._log_in_tail
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        del self._results.log
+        if kind is not None:
+            return
+        driver, active = self._join.driver, self._join.active_ranks
+        if self._join.joined:
+            driver.follow(active)
+            return
+        with driver.step(active, listens=False):
+            for args, options in self._later:
+                self._log(*args, **options)
+
+    def _log_in_tail(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        at_once = options["on_step"] and options["sync_dist"] and not options["rank_zero_only"]
+        at_once = at_once and isinstance(value, Tensor)
+        if at_once and options["sync_dist_group"] is not None:
+            raise UnsupportedError(
+                f"`{fx}` logs {name!r} with on_step=True and a sync_dist_group while some rank has run out of batches:"
+                " its ranks cannot know whether the group's others log it too. Log it with on_step=False, on_epoch=True"
+                " or in the step, or leave the group out."
+            )
+        if self._join.joined:
+            return
+        if at_once:
+            self._later.append(((fx, name, value), options))
+        else:
+            self._log(fx, name, value, **options)

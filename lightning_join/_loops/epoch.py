@@ -1,0 +1,265 @@
+"""The epoch loop: every rank runs every step, a joined rank as a shadow."""
+
+import time
+from collections import OrderedDict
+from contextlib import ExitStack, nullcontext
+from typing import Any, cast
+
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_join._compat import TrainingEpochLoop, call
+from lightning_join._logging.results import check_monitored
+from lightning_join._logging.step_values import HookLogging, drop_own_step_values
+from lightning_join._loops.fit import JoinFitLoop
+from lightning_join._loops.stand_in import StandIn, State
+from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration, has_transfer_hooks
+from lightning_join._protocol import join_of, metrics_of, strategy_of
+from lightning_join._reading.fetcher import ReadAheadFetcher
+
+
+class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
+    """Lightning's training epoch loop where ranks may have different numbers of batches.
+
+    At the end of each step all ranks meet once, in place of the broadcast with which Lightning begins
+    each step: they learn who comes to the end of its batches, who was told to stop or terminate, and
+    how many samples the next step has.
+    """
+
+    reads = "[_TrainingEpochLoop].train_dataloader_next"
+    _stand_in: StandIn
+    _lacks_values = False  # some rank's first batch hooks run before it has logged anything
+    _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
+    _made_step = True
+    _validation_due = False
+    _validates = False
+
+    @property
+    def _fit_loop(self) -> JoinFitLoop:
+        return cast(JoinFitLoop, self.trainer.fit_loop)
+
+    def begin_fit(self) -> None:
+        """Begin a fit in which this rank has not had a batch yet."""
+        self._stand_in = StandIn()
+
+    @property
+    def done(self) -> bool:
+        with self._fit_loop.stopping_together():
+            return bool(TrainingEpochLoop.done.fget(self))  # type: ignore[attr-defined]
+
+    def reset(self) -> None:
+        ended = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
+        super().reset()
+        if ended and self.batch_progress.current.ready > 0:
+            # A checkpoint of an epoch's last step; Lightning sees that only where the length is known.
+            self.batch_progress.reset_on_run()
+            self.scheduler_progress.reset_on_run()
+            self.automatic_optimization.optim_progress.reset_on_run()
+            self.val_loop.batch_progress.total.reset()
+
+    def on_run_start(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
+        super().on_run_start(data_fetcher)
+        trainer: Any = self.trainer
+        length = self._fit_loop.start_reading(data_fetcher)
+        end = data_fetcher.fill()
+        requests = self._fit_loop.requests
+        self._stand_in.begin_epoch()
+        had_batch = self._stand_in.state is not State.MISSING
+        mine = (float("inf") if length is None else length, had_batch, data_fetcher.claimed, end, requests)
+        self._has_transfer_hooks = has_transfer_hooks(trainer)
+        join = join_of(trainer)
+        everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
+        self._validation_due = False
+        self._fit_loop.set_lengths([length for length, *_ in everyone])
+        self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests) in enumerate(everyone)})
+        for rank, (_, _, claimed, its_end, _) in enumerate(everyone):
+            if claimed is not None:
+                _warn_of_missing_batches(rank, claimed, its_end)
+        lack_batch = {rank for rank, (_, had_batch, *_) in enumerate(everyone) if not had_batch}
+        self._lacks_values = bool(lack_batch.difference(join.active_ranks))
+
+    def advance(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
+        # Lightning's, but for: no broadcast, the batch or its stand-in, `is_last_batch`, skipping.
+        trainer: Any = self.trainer
+        join = join_of(trainer)
+        self._made_step = False
+        if self.restarting and self._should_check_val_fx(data_fetcher):
+            if self.val_loop.restarted_mid_evaluation:
+                return  # go back and finish running validation
+            if self.restarted_on_last:
+                self._skip_next_val = True  # avoid running validation again if we saved on last
+                return
+            self.val_loop.increment_progress_to_evaluation_end()
+        self.val_loop.restarting = False
+
+        if not join.active_ranks:
+            raise StopIteration
+        self._made_step = True
+        batch_idx = self.batch_idx + 1
+        batch = self._next_batch(data_fetcher)
+        if self._lacks_values:
+            batch = self._share_first_batch(batch)
+        self.batch_progress.is_last_batch = join.is_last_step
+        self.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+
+        with self._around_hooks():
+            call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
+            response = call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            call._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        self._leave_if_told(response, data_fetcher, batch, batch_idx)
+        if not join.active_ranks:
+            # All ranks were told to leave at this batch: nothing was trained, so nothing moves but the epoch.
+            self.batch_progress.increment_by(0, is_last_batch=True)
+            self.batch_progress.increment_processed()
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            raise StopIteration
+        self.batch_progress.is_last_batch = join.is_last_step
+        self.batch_progress.increment_started()
+
+        with trainer.profiler.profile("run_training_batch"), NoStopIteration():
+            kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
+            if trainer.lightning_module.automatic_optimization:
+                output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+            else:
+                output = self.manual_optimization.run(kwargs)
+        if join.joined:
+            output = self._stand_in.output or output
+        elif data_fetcher.exhausted and not data_fetcher.batches:
+            self._stand_in.keep(batch, output)
+
+        self.batch_progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+        if self._lacks_values:
+            self._lacks_values = False
+            check_monitored(trainer, join.channel)
+        with self._around_hooks():
+            call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
+            call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
+
+    def on_advance_end(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
+        if self._made_step:  # and not come back from a checkpoint just to validate
+            self._meet(data_fetcher)
+        self._validates = False
+        super().on_advance_end(data_fetcher)
+        trainer: Any = self.trainer
+        if self._validates:
+            self._fit_loop.agree_on_stop()  # EarlyStopping may have decided in the validation
+            if trainer.received_sigterm and not self._is_training_done:
+                raise SIGTERMException
+
+    def _meet(self, data_fetcher: ReadAheadFetcher) -> None:
+        """Exchange all that may end the epoch or the fit, and go on to the next step."""
+        trainer: Any = self.trainer
+        end = data_fetcher.fill()
+        notice: dict[str, Any] = self._fit_loop.requests
+        if trainer.is_global_zero and self._time_to_validate():
+            notice["validate"] = True  # clocks differ: rank 0's counts
+        if data_fetcher.claimed is not None and end is not None:
+            notice["claimed"] = data_fetcher.claimed
+        notices = join_of(trainer).advance(end, self._next_samples(data_fetcher), notice or None)
+        self._fit_loop.apply_requests(notices)
+        self._validation_due = any("validate" in each for each in notices.values())
+        for rank, each in notices.items():
+            if "claimed" in each:
+                _warn_of_missing_batches(rank, each["claimed"], each["end"])
+
+    def _next_samples(self, data_fetcher: ReadAheadFetcher) -> int:
+        if strategy_of(self.trainer).weighting != "samples" or not data_fetcher.batches:
+            return 0
+        return extract_batch_size(data_fetcher.batches[0])
+
+    def _next_batch(self, data_fetcher: ReadAheadFetcher) -> Any:
+        join = join_of(self.trainer)
+        if join.joined:
+            if self._stand_in.use():
+                drop_own_step_values(self._results)
+            if self._has_transfer_hooks:
+                join.driver.follow(join.active_ranks)
+            return self._stand_in.batch
+        self._stand_in.let_go()
+        # A step of its own: these hooks run where there is a batch only, and may issue collectives.
+        with join.driver.step(join.active_ranks) if self._has_transfer_hooks else nullcontext():
+            return self._to_device(data_fetcher.take())
+
+    def _to_device(self, batch: Any) -> Any:
+        trainer: Any = self.trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _share_first_batch(self, batch: Any) -> Any:
+        """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet.
+
+        As it is after its transfer, whose hooks run on the rank that read it alone.
+        """
+        strategy = strategy_of(self.trainer)
+        source = join_of(self.trainer).active_ranks[0]
+        mine = move_data_to_device(batch, "cpu") if self.trainer.global_rank == source else None
+        shared = strategy.broadcast(mine, source)
+        if self._stand_in.state is State.MISSING:
+            self._stand_in.use_shared(batch := move_data_to_device(shared, strategy.root_device))
+        return batch
+
+    def _leave_if_told(self, response: Any, data_fetcher: ReadAheadFetcher, batch: Any, batch_idx: int) -> None:
+        """Let the ranks whose `on_train_batch_start` returned -1 join here; all ranks meet."""
+        if not is_overridden("on_train_batch_start", self.trainer.lightning_module):
+            return
+        join = join_of(self.trainer)
+        leaves = response == -1 and not join.joined
+        ranks = join.skip(leaves)
+        if leaves:
+            data_fetcher.drop()
+            self._stand_in.keep(batch, None)
+        if ranks and join.active_ranks:
+            rank_zero_warn(
+                f"`on_train_batch_start` returned -1 at batch {batch_idx} on ranks {ranks} only. They skip the"
+                f" rest of the epoch; ranks {list(join.active_ranks)} go on."
+            )
+
+    def _around_hooks(self) -> ExitStack:
+        """Put around batch hooks: those of a step without a batch change neither logged values nor metrics."""
+        join = join_of(self.trainer)
+        stack = ExitStack()
+        stack.enter_context(NoStopIteration())
+        if join.in_tail:
+            metrics_of(self.trainer).renew()
+            stack.enter_context(HookLogging(self._results, strategy_of(self.trainer)))
+        if join.joined:
+            stack.enter_context(metrics_of(self.trainer).aside())
+        return stack
+
+    def _time_to_validate(self) -> bool:
+        trainer: Any = self.trainer
+        interval = trainer._val_check_time_interval
+        return interval is not None and time.monotonic() - trainer._last_val_time >= interval
+
+    def _should_check_val_fx(self, data_fetcher: ReadAheadFetcher) -> bool:  # type: ignore[override]
+        trainer: Any = self.trainer
+        with self._fit_loop.stopping_together():
+            if trainer._val_check_time_interval is not None:
+                stops = trainer.should_stop and self._fit_loop._can_stop_early
+                self._validates = self._should_check_val_epoch() and (stops or self._validation_due)
+            else:
+                # An interval of 1.0 means the epoch's end, also where that comes before the length said so.
+                ends = self.batch_progress.is_last_batch and trainer.val_check_interval == 1.0
+                self._validates = super()._should_check_val_fx(data_fetcher) or (
+                    ends and self._should_check_val_epoch()
+                )
+        return self._validates
+
+
+def _warn_of_missing_batches(rank: int, claimed: int, end: int) -> None:
+    rank_zero_warn(
+        f"The train dataloader of rank {rank} said it had {claimed} batches and yielded {end}. The rank joins after"
+        " those; training goes on with the other ranks' batches."
+    )

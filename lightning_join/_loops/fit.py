@@ -1,0 +1,222 @@
+"""The fit loop: lengths of all ranks before each epoch, one decision on when to stop."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_join import _compat
+from lightning_join._compat import FitLoop, call
+from lightning_join._logging.results import JoinResultCollection, check_monitored
+from lightning_join._loops.resuming import ResumingFitLoop
+from lightning_join._protocol import channel_of, join_of, metrics_of, strategy_of
+from lightning_join._reading import loaders as _loaders
+from lightning_join._reading.fetcher import ReadAheadFetcher
+from lightning_join._training.tuning import is_finding_learning_rate
+from lightning_join._training.unfreezing import check_unfrozen_parameters, take_unfrozen_parameters
+from torch_join.integration import name_ranks
+
+
+class JoinFitLoop(ResumingFitLoop):
+    """Lightning's fit loop where ranks may have different numbers of batches."""
+
+    # What all ranks know of `trainer.should_stop`. A flag set on one rank alone must not end that
+    # rank's loop while the others go on.
+    agreed_stop = False
+    _lengths: Sequence[int | float] = ()
+
+    def run(self) -> None:
+        with strategy_of(self.trainer).around_run(last=not is_finding_learning_rate(self.trainer)):
+            self.agreed_stop = False
+            cast(Any, self.epoch_loop).begin_fit()
+            self.agree_on_stop()  # `on_fit_start` may have set it
+            super().run()
+            self.keep_place()
+
+    @property
+    def done(self) -> bool:
+        with self.stopping_together():
+            return bool(FitLoop.done.fget(self))  # type: ignore[attr-defined]
+
+    def setup_data(self) -> None:
+        # Lightning's, but for: no decision and no error from one rank's numbers alone.
+        if self._combined_loader is not None and not self._should_reload_train_dl:
+            return
+        trainer: Any = self.trainer
+        if trainer.limit_train_batches == 0 or not is_overridden("training_step", trainer.lightning_module):
+            return
+        source = self._data_source
+        requested = _compat.request_dataloader(source)
+        loader = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, "max_size_cycle")
+        if trainer.overfit_batches > 0:
+            _compat.resolve_overfit_batches(loader, mode=RunningStage.TRAINING)
+        flattened = []
+        for part in loader.flattened:
+            _compat.check_dataloader_iterable(part, source, TrainerFn.FITTING)
+            flattened.append(_compat.process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, part))
+        loader.flattened = flattened
+        self._combined_loader = loader
+        self._last_train_dl_reload_epoch = trainer.current_epoch
+        self._data_fetcher = fetcher = ReadAheadFetcher()
+        fetcher.setup(loader)
+        self._lengths = ()
+        _loaders.warn(flattened, self.measure())
+        self._check_interval()
+        iter(fetcher)
+
+        if self.max_batches == 0:
+            rank_zero_warn(f"The train dataloaders of all {trainer.world_size} ranks are empty.")
+        if trainer._val_check_time_interval is not None:
+            trainer._train_start_time = trainer._last_val_time = time.monotonic()
+        if trainer.loggers and self.max_batches < trainer.log_every_n_steps and not trainer.fast_dev_run:
+            rank_zero_warn(
+                f"The number of training batches ({self.max_batches}) is smaller than the logging interval"
+                f" Trainer(log_every_n_steps={trainer.log_every_n_steps}). Set a lower value for"
+                " log_every_n_steps if you want to see logs for the training epoch.",
+                category=PossibleUserWarning,
+            )
+
+    def measure(self) -> Sequence[_loaders.Loaders]:
+        """Exchange how many batches each rank has, and take all numbers from the longest; all ranks meet."""
+        loader = self._combined_loader
+        assert loader is not None
+        trainer: Any = self.trainer
+        mine = _loaders.measure(RunningStage.TRAINING, loader.flattened, trainer.limit_train_batches)
+        everyone = _loaders.exchange(channel_of(trainer), mine)
+        loader.limits = mine.limits
+        self._stateful = any(each.stateful for each in everyone)
+        self.set_lengths([_loaders.total_length(loader, each.limits) for each in everyone])
+        return everyone
+
+    def set_lengths(self, lengths: Sequence[int | float]) -> None:
+        """Take the number of batches, and what follows from it, from the longest rank."""
+        if self._lengths == lengths:
+            return  # StochasticWeightAveraging may have changed `max_batches` since
+        self._lengths = lengths
+        self.max_batches = max(lengths)
+        trainer: Any = self.trainer
+        if trainer._val_check_time_interval is not None:
+            trainer.val_check_batch = None
+            return
+        interval = trainer.val_check_interval
+        if isinstance(interval, int):
+            trainer.val_check_batch = interval
+        elif self.max_batches != float("inf"):
+            trainer.val_check_batch = max(1, int(self.max_batches * interval))
+        elif interval == 1.0:
+            trainer.val_check_batch = float("inf")
+        else:
+            unsized = [rank for rank, length in enumerate(lengths) if length == float("inf")]
+            raise MisconfigurationException(
+                f"The train dataloaders of {name_ranks(unsized)} have no length, so `Trainer(val_check_interval)` must"
+                " be time based, `1.0` or an int. An int k specifies checking validation every k training batches."
+            )
+
+    def _check_interval(self) -> None:
+        # Only at the beginning, as Lightning does: a later epoch may be too short for a validation.
+        trainer: Any = self.trainer
+        timed = trainer._val_check_time_interval is not None
+        validates = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+        if timed or not validates or not isinstance(trainer.val_check_interval, int):
+            return
+        if 0 < self.max_batches < trainer.val_check_interval:
+            raise ValueError(
+                f"`val_check_interval` ({trainer.val_check_interval}) must be less than or equal to the number of the"
+                f" training batches ({self.max_batches} on the longest rank). If you want to disable validation set"
+                " `limit_val_batches` to 0.0 instead. If you want to validate based on the total training"
+                " batches, set `check_val_every_n_epoch=None`."
+            )
+
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        self.agree_on_stop()
+
+    def on_advance_start(self) -> None:
+        self.setup_data()
+        assert self._combined_loader is not None
+        for part in self._combined_loader.flattened:
+            _compat.set_sampler_epoch(part, self.epoch_progress.current.processed)  # type: ignore[attr-defined]
+        self.measure()  # lengths may change with the epoch
+        super().on_advance_start()
+        take_unfrozen_parameters(strategy_of(self.trainer))
+        metrics_of(self.trainer).renew()  # hooks may have made some
+
+    def on_advance_end(self) -> None:
+        # Lightning's, but for: ranks compare what they have logged before anything is reduced or monitored.
+        trainer: Any = self.trainer
+        join = join_of(trainer)
+        check_unfrozen_parameters(join)
+        join.finish()
+        metrics_of(trainer).renew()
+        results = cast(JoinResultCollection, self.epoch_loop._results)
+        results.reduce_all()
+        trainer._logger_connector.epoch_end_reached()
+        self.epoch_progress.increment_processed()
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
+        call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+        results.reduce_all()  # the hooks may have logged, and on some ranks only
+        check_monitored(trainer, join.channel)
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+        trainer._logger_connector.on_epoch_end()
+        if not self.restarting and self.epoch_loop._num_ready_batches_reached():
+            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=not self.restarting)
+        # Loggers expect the same step for values of the epoch's end.
+        self.epoch_loop._batches_that_stepped -= 1
+        trainer._logger_connector.update_train_epoch_metrics()
+        self.epoch_loop._batches_that_stepped += 1
+        self.epoch_progress.increment_completed()
+
+        self.agree_on_stop()
+        if self.max_batches == 0:
+            # One epoch without batches does not end the fit; the next may have some.
+            self.max_batches, self._lengths = float("inf"), ()
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+    @property
+    def requests(self) -> dict[str, bool]:
+        """What this rank asks all ranks to do: stop, or terminate."""
+        trainer: Any = self.trainer
+        requests = {"stop": trainer.should_stop, "sigterm": trainer._signal_connector.signalled}
+        return {name: True for name, wanted in requests.items() if wanted}
+
+    def agree_on_stop(self) -> None:
+        """Stop, or terminate, on all ranks if one wants to; all ranks meet."""
+        self.apply_requests(channel_of(self.trainer).beat(notice=self.requests or None).notices)
+
+    def apply_requests(self, notices: Mapping[int, Mapping[str, object]]) -> None:
+        """Do what the `notices` ask for, which are the same on all ranks."""
+        trainer: Any = self.trainer
+        if any("sigterm" in notice for notice in notices.values()):
+            trainer._signal_connector.agreed = True
+        ranks = [rank for rank, notice in notices.items() if "stop" in notice]
+        agreed_before, self.agreed_stop = self.agreed_stop, bool(ranks)
+        if ranks:
+            trainer.should_stop = True
+        if ranks and not agreed_before and len(ranks) < trainer.world_size:
+            rank_zero_warn(
+                f"`trainer.should_stop` was set on {len(ranks)} of {trainer.world_size} ranks only"
+                f" ({name_ranks(ranks)}), at global step {trainer.global_step}. All ranks stop here."
+            )
+
+    def stopping_together(self) -> "_StoppingTogether":
+        """Show Lightning the flag that all ranks agree on in place of this rank's own."""
+        return _StoppingTogether(self)
+
+
+class _StoppingTogether:
+    def __init__(self, loop: JoinFitLoop) -> None:
+        self._loop = loop
+
+    def __enter__(self) -> None:
+        trainer = self._loop.trainer
+        self._own, trainer.should_stop = trainer.should_stop, self._loop.agreed_stop
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.trainer.should_stop = self._own

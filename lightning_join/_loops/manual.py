@@ -1,0 +1,24 @@
+"""Manual optimization: a real `training_step` or its shadow."""
+
+from collections import OrderedDict
+from typing import Any
+
+from lightning_join._compat import ManualOptimization
+from lightning_join._loops.user_code import NoStopIteration
+from lightning_join._protocol import join_of, strategy_of
+
+
+class JoinManualOptimization(ManualOptimization):
+    """Lightning's manual optimization, in which a joined rank repeats what the others' `training_step` trains."""
+
+    def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        with join_of(self.trainer).around_step():
+            return super().run(kwargs)
+
+    def advance(self, kwargs: OrderedDict[str, Any]) -> None:
+        # Inside of what suppresses it, else it would end one rank's step alone, and in silence.
+        with NoStopIteration():
+            if join_of(self.trainer).joined:
+                self._output = {"loss": strategy_of(self.trainer).shadow_training_step().detach()}
+            else:
+                super().advance(kwargs)

@@ -1,0 +1,108 @@
+"""How far each rank has come in the dataloaders of an evaluation or a prediction."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_join._protocol import JoiningStrategy
+from lightning_join._reading import loaders as _loaders
+from torch_join import UnsupportedError
+from torch_join.integration import StepDriver
+
+
+class Rounds:
+    """A round is one dataloader, or several that are read side by side.
+
+    Ranks go through their batches on their own, and meet at each step only if some rank's number of
+    batches is not certain. One that has come to the end of a round serves the collectives that the
+    others' steps issue, until they come to it too.
+
+    Args:
+        strategy: The strategy, whose driver this does not keep: pickles of a loop are without it.
+        loader: This rank's dataloaders.
+        everyone: What each rank has measured of its own.
+        most: The highest number of steps in a round.
+        resumed: Whether some steps have been made before, so that nothing is certain.
+    """
+
+    def __init__(
+        self,
+        strategy: JoiningStrategy,
+        loader: CombinedLoader,
+        everyone: Sequence[_loaders.Loaders],
+        most: int | float = float("inf"),
+        resumed: bool = False,
+    ) -> None:
+        self._strategy = strategy
+        self._rank = strategy.channel.rank
+        self.index = 0
+        self._steps = 0
+        self._ended: frozenset[int] = frozenset()  # where numbers are uncertain
+        self._limits = [[min(most, limit) for limit in _by_round(loader, each.limits)] for each in everyone]
+        self._certain = [
+            [(all(each.certain) if _side_by_side(loader) else certain) and not resumed for certain in each.certain]
+            for each in everyone
+        ]
+        self._limits_itself = not _side_by_side(loader)
+
+    @property
+    def _driver(self) -> StepDriver:
+        assert self._strategy.driver is not None
+        return self._strategy.driver
+
+    @property
+    def over(self) -> bool:
+        """Whether the limit is reached; Lightning sees to it only where it knows all lengths."""
+        return not self._limits_itself and self._steps >= self._limits[self._rank][self.index]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Put around what this rank does with a batch."""
+        with self._driver.step(self._active_ranks(has_batch=True)):
+            yield
+        self._steps += 1
+
+    def finish(self, follow: Callable[[tuple[int, ...]], None] | None = None) -> None:
+        """Go on to the next round when all ranks have come to the end of this one.
+
+        Args:
+            follow: Called with the active ranks at each of their steps, in place of the driver's own `follow`.
+
+        Raises:
+            UnsupportedError: This rank's dataloader has ended earlier than its length said.
+        """
+        claimed, certain = self._of(self._rank)
+        if certain and self._steps < claimed:
+            raise UnsupportedError(
+                f"Dataloader {self.index} of rank {self._rank} said it had {claimed} batches and yielded"
+                f" {self._steps}, while the other ranks count on its length. Correct the length of its sampler."
+            )
+        while active := self._active_ranks(has_batch=False):
+            (follow or self._driver.follow)(active)
+            self._steps += 1
+        self.index, self._steps, self._ended = self.index + 1, 0, frozenset()
+
+    def delete_announcements(self) -> None:
+        """Delete what was announced; all ranks must have met since the end of the round."""
+        self._driver.after_meeting()
+
+    def _active_ranks(self, has_batch: bool) -> tuple[int, ...]:
+        """Return the ranks that have a batch at this step; they meet if that is uncertain."""
+        ranks = range(len(self._limits))
+        if all(self._of(rank)[1] for rank in ranks):
+            return tuple(rank for rank in ranks if self._of(rank)[0] > self._steps)
+        ends = not has_batch and self._rank not in self._ended
+        self._ended |= frozenset(self._strategy.channel.beat(notice={} if ends else None).notices)
+        return tuple(rank for rank in ranks if rank not in self._ended)
+
+    def _of(self, rank: int) -> tuple[int | float, bool]:
+        return self._limits[rank][self.index], self._certain[rank][self.index]
+
+
+def _side_by_side(loader: CombinedLoader) -> bool:
+    return loader._mode != "sequential"
+
+
+def _by_round(loader: CombinedLoader, limits: Sequence[int | float]) -> Sequence[int | float]:
+    return [_loaders.total_length(loader, limits)] if _side_by_side(loader) else limits

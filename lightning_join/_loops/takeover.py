@@ -1,0 +1,100 @@
+"""Give the trainer's own loops the join classes, and Lightning's back.
+
+By assigning `__class__`: the loops' state, checkpoint keys, data sources and every reference that
+callbacks hold to them stay Lightning's. New loop objects would lose those.
+"""
+
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_join import _compat
+from lightning_join._logging.results import JoinResultCollection
+from lightning_join._loops.epoch import JoinEpochLoop
+from lightning_join._loops.evaluation import JoinEvaluationLoop
+from lightning_join._loops.fit import JoinFitLoop
+from lightning_join._loops.manual import JoinManualOptimization
+from lightning_join._loops.optimization import JoinAutomaticOptimization
+from lightning_join._loops.prediction import JoinPredictionLoop
+from lightning_join._loops.signals import JoinSignalConnector
+from lightning_join._protocol import JoiningStrategy
+from torch_join import UnsupportedError
+
+_CLASSES: dict[type, type] = {
+    _compat.FitLoop: JoinFitLoop,
+    _compat.TrainingEpochLoop: JoinEpochLoop,
+    _compat.AutomaticOptimization: JoinAutomaticOptimization,
+    _compat.ManualOptimization: JoinManualOptimization,
+    _compat.EvaluationLoop: JoinEvaluationLoop,
+    _compat.PredictionLoop: JoinPredictionLoop,
+    _compat.SignalConnector: JoinSignalConnector,
+}
+
+
+def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
+    """Give the loops of `trainer` the join classes; doing it again does nothing.
+
+    Raises:
+        UnsupportedError: A loop is of a class of the user's own.
+
+    """
+    for part in _parts(trainer):
+        if type(part) in _CLASSES.values():
+            continue
+        if type(part) not in _CLASSES:
+            raise UnsupportedError(
+                f"The trainer has a {type(part).__name__} of its own where Lightning has another class. Joining"
+                " replaces that loop, so the two cannot work together. Use Lightning's loop, or strategy='ddp'."
+            )
+        part.__class__ = _CLASSES[type(part)]
+    for results in _results(trainer):
+        results.__class__ = JoinResultCollection
+        cast(JoinResultCollection, results).strategy = strategy
+    _skip_checkpoints_on_exception(trainer)
+
+
+def give_back(trainer: "pl.Trainer") -> None:
+    """Give the loops of `trainer` Lightning's classes again; doing it again does nothing."""
+    plain = {ours: its for its, ours in _CLASSES.items()}
+    for part in (*_parts(trainer), *_results(trainer)):
+        ours, its = type(part), plain.get(type(part), _compat.ResultCollection)
+        if ours in (*plain, JoinResultCollection):
+            part.__class__ = its
+            for cls in set(ours.__mro__).difference(its.__mro__):
+                data = {name for name, value in vars(cls).items() if not hasattr(value, "__get__")}
+                for name in data.union(vars(cls).get("__annotations__", ())).intersection(vars(part)):
+                    delattr(part, name)
+
+
+def _parts(trainer: Any) -> tuple[Any, ...]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return (
+        trainer.fit_loop,
+        epoch_loop,
+        epoch_loop.automatic_optimization,
+        epoch_loop.manual_optimization,
+        epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+        trainer._signal_connector,
+    )
+
+
+def _results(trainer: Any) -> list[Any]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return [loop._results for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)]
+
+
+def _skip_checkpoints_on_exception(trainer: Any) -> None:
+    # They save on the one rank that raised, and saving takes collectives that the others never issue.
+    reason = "saving takes part of every rank, and the others do not know that one has raised. It is skipped."
+    for callback in list(trainer.callbacks):
+        if isinstance(callback, OnExceptionCheckpoint):
+            trainer.callbacks.remove(callback)
+            rank_zero_warn(f"OnExceptionCheckpoint cannot work with several ranks: {reason}")
+        elif isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+            callback.save_on_exception = False
+            rank_zero_warn(f"ModelCheckpoint(save_on_exception=True) cannot work with several ranks: {reason}")

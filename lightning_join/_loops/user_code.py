@@ -1,0 +1,38 @@
+"""What the loops put around code of the user's own, and need to know of it."""
+
+from typing import Any
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+
+def has_transfer_hooks(trainer: Any) -> bool:
+    """Whether code of the user's own takes part in the transfer of a batch to the device; the same on all ranks."""
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    converts = not type(trainer.precision_plugin).convert_input.__module__.startswith("lightning.")
+    return converts or any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+
+
+class NoStopIteration:
+    """Put around user code that a `StopIteration` would take out of the loop of this rank alone."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, StopIteration):
+            raise RuntimeError(
+                "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
+            ) from error
+
+
+class KnownToProfilers:
+    """A loop whose reads profilers find under the name of Lightning's own loop."""
+
+    reads = ""
+
+    def _on_before_fetch(self: Any) -> None:
+        self.trainer.profiler.start(self.reads)
+
+    def _on_after_fetch(self: Any) -> None:
+        self.trainer.profiler.stop(self.reads)

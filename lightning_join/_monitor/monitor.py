@@ -1,0 +1,151 @@
+"""`JoinMonitor`: how uneven the dataloaders are, and what that costs."""
+
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_join import _compat
+from lightning_join._callback import JoinCallback
+from lightning_join._monitor.epoch_record import EpochRecord, RankRecord
+from lightning_join._monitor.timeline import check_plot, draw_timeline
+from lightning_join._packages import check_trainer
+from lightning_join._strategy import DDPJoinStrategy
+from torch_join import JoinTypeError, JoinValueError
+from torch_join.integration import Channel
+
+
+class JoinMonitor(Callback):
+    """Logs, per epoch, the batches and shadow steps of each rank, and the share of time that ranks were idle.
+
+    A rank is idle while it has joined: it has run out of batches and others have not. (That a rank waits
+    for a slower one inside a step is not counted, and time spent in validation is left out.)
+
+    After each epoch rank 0 prints one line and logs to the trainer's loggers: `join/idle_share` (of all
+    ranks' seconds, from 0 to 1), `join/epoch_seconds`, and for each rank `join/batches_rank_0`,
+    `join/shadow_steps_rank_0` and `join/active_seconds_rank_0` (until it joined). With more than 16
+    ranks the last three are `join/batches_min`, `join/batches_mean`, `join/batches_max` and so on.
+
+    It warns, once a fit, when the skew is so large that resharding would pay more than joining. With
+    n batches in all, W ranks with even shards need ceil(n / W) steps, and uneven ones as many as the
+    longest rank has; the difference is lost in every epoch. Rewriting the data costs one pass over it, which
+    is about one epoch at most. So if even shards save a tenth of an epoch, resharding has paid after ten.
+
+    Args:
+        plot: Where to write, when the fit ends, a PNG file with a bar per rank that shows when it was active
+            and joined. It takes matplotlib (`pip install 'torch-join[plot]'`).
+        reshard_above: The share of an epoch's steps that even shards must save for the warning, from 0 to 1.
+
+    Raises:
+        JoinValueError: `reshard_above` is not from 0 to 1, or `plot` is given and matplotlib is missing.
+        JoinTypeError: `plot` is no path. When a run begins: the strategy does not join, or the trainer is not
+            Lightning's.
+
+    Attributes:
+        epochs: What all ranks did in each epoch of the fit, the same on every rank.
+
+    Limits:
+        An epoch that is resumed in its middle counts from there.
+    """
+
+    _joined_at: int | None
+
+    def __init__(self, plot: str | Path | None = None, *, reshard_above: float = 0.1) -> None:
+        if not 0 <= reshard_above <= 1:
+            raise JoinValueError(f"reshard_above is a share of steps, from 0 to 1, got {reshard_above!r}.")
+        if plot is not None:
+            check_plot(plot)
+        self._plot = None if plot is None else Path(plot)
+        self._reshard_above = reshard_above
+        self._warned = False
+        self.epochs: list[EpochRecord] = []
+        self._paused = 0.0  # seconds of validation, and when the current one began
+        self._validation_start = 0.0
+        self._begin()
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        check_trainer(trainer, self)
+        strategy: Any = trainer.strategy
+        joins = isinstance(strategy, DDPJoinStrategy) and strategy.enable_join
+        upgraded = type(strategy) is DDPStrategy and any(
+            isinstance(each, JoinCallback)
+            for each in trainer.callbacks  # type: ignore[attr-defined]
+        )
+        if not (joins or upgraded or isinstance(strategy, SingleDeviceStrategy)):
+            disabled = " with enable_join=False" if isinstance(strategy, DDPJoinStrategy) else ""
+            raise JoinTypeError(
+                f"JoinMonitor shows how ranks join, and under a {type(strategy).__name__}{disabled} none does. Use"
+                " Trainer(strategy='ddp_join'), add a lightning_join.JoinCallback to strategy='ddp', or leave"
+                " JoinMonitor out."
+            )
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self.epochs.clear()
+        self._warned = False
+
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._begin()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._step_start = self._now()
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not getattr(trainer.strategy, "joined", False):
+            self._batches += 1
+            return
+        self._shadow_steps += 1
+        if self._joined_at is None:
+            self._joined_at, self._joined_time = batch_idx, self._step_start
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._validation_start = time.monotonic()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._paused += time.monotonic() - self._validation_start
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        seconds = active = self._now() - self._start
+        if self._joined_at is not None:
+            # What a rank without batches waits for before the first step is no work of its own.
+            active = self._joined_time - self._start if self._batches else 0.0
+        mine = RankRecord(self._batches, self._shadow_steps, self._joined_at, active, seconds)
+        channel = cast(Channel, getattr(trainer.strategy, "channel", None) or Channel())
+        record = EpochRecord(trainer.current_epoch, tuple(channel.gather(mine, of=RankRecord)))
+        self.epochs.append(record)
+        rank_zero_info(f"JoinMonitor: {record}")
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(record.metrics(), step=_compat.epoch_end_step(trainer))
+        if record.saving > self._reshard_above and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"Even shards would save {record.saving:.0%} of the steps of epoch {record.epoch}, more than the"
+                f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...): over several epochs it pays to deal the"
+                " data out anew, or to give all ranks one dataset, which Lightning then shards. Training is exact"
+                " either way."
+            )
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._draw(trainer)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        self._draw(trainer)
+
+    def _draw(self, trainer: "pl.Trainer") -> None:
+        if self._plot is not None and self.epochs and trainer.is_global_zero:
+            draw_timeline(self.epochs, self._plot)
+
+    def _begin(self) -> None:
+        self._batches = self._shadow_steps = 0
+        self._joined_at = None
+        self._start = self._step_start = self._joined_time = self._now()
+
+    def _now(self) -> float:
+        """Return seconds on a clock that stands still while the trainer validates."""
+        return time.monotonic() - self._paused

@@ -1,0 +1,61 @@
+"""A picture of who was active and who had joined, and when."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+
+from lightning_join._monitor.epoch_record import EpochRecord
+from torch_join import JoinTypeError, JoinValueError
+
+_ACTIVE, _JOINED = "#4c72b0", "#dddddd"
+
+
+def check_plot(path: object) -> None:
+    """Raise if nothing can be drawn, or not there.
+
+    Raises:
+        JoinTypeError: `path` is no path.
+        JoinValueError: There is no matplotlib; naming what to install.
+    """
+    if not isinstance(path, (str, PathLike)):
+        raise JoinTypeError(
+            f"plot is the path of the PNG file to write, got {path!r}. Write JoinMonitor(plot='timeline.png'), or leave"
+            " `plot` out."
+        )
+    if find_spec("matplotlib") is None:
+        raise JoinValueError(
+            "JoinMonitor(plot=...) draws with matplotlib, which is not installed: `pip install 'torch-join[plot]'`,"
+            " or leave `plot` out."
+        )
+
+
+def draw_timeline(epochs: Sequence[EpochRecord], path: Path) -> None:
+    """Write a bar per rank, over the epochs' seconds, as a PNG file."""
+    # Not by way of pyplot, whose figures and backend are the user's.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    world_size = len(epochs[0].ranks)
+    figure = Figure(figsize=(10, min(30.0, 1.5 + 0.3 * world_size)), layout="constrained")
+    axes = figure.subplots()
+    bars: dict[str, list[list[tuple[float, float]]]] = {color: [[] for _ in range(world_size)] for color in _BARS}
+    start = 0.0
+    for epoch in epochs:
+        axes.axvline(start, color="black", linewidth=0.5)
+        for number, rank in enumerate(epoch.ranks):
+            bars[_ACTIVE][number].append((start, rank.active_seconds))
+            bars[_JOINED][number].append((start + rank.active_seconds, rank.seconds - rank.active_seconds))
+        start += epoch.seconds
+    for color, label in _BARS.items():
+        for number, spans in enumerate(bars[color]):
+            axes.broken_barh(spans, (number - 0.4, 0.8), color=color, label=None if number else label)
+    axes.set(xlim=(0, start or 1), xlabel="seconds of training epochs, one after the other", ylabel="rank")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.invert_yaxis()
+    figure.legend(loc="outside upper right", ncols=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+_BARS = {_ACTIVE: "active", _JOINED: "joined"}

@@ -1,0 +1,110 @@
+"""What the other modules of this package ask of the strategy, and how they get at it from a trainer."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_join._compat import ResultMetric
+from torch_join import Weighting
+from torch_join.integration import Channel, LockstepJoin, ModuleMetrics, StepDriver
+
+
+class JoiningStrategy(Protocol):
+    """The strategy, as the loops, the logged values and the training under it see it.
+
+    `DDPJoinStrategy` is one. It builds all of them, and none of them imports it.
+    """
+
+    @property
+    def weighting(self) -> Weighting:
+        """How the gradients of the ranks that have a batch are combined."""
+
+    @property
+    def channel(self) -> Channel:
+        """Small messages between the ranks, and the meetings of all of them."""
+
+    @property
+    def driver(self) -> StepDriver | None:
+        """Serves, on a rank without a batch, what the others do in a step; `None` outside of a run."""
+
+    @property
+    def join(self) -> LockstepJoin | None:
+        """Who has a batch at which step of a fit, and what a rank without one runs; `None` outside of a fit."""
+
+    @property
+    def metrics(self) -> ModuleMetrics | None:
+        """The module's metrics of torchmetrics; `None` outside of a run."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of batches while others have not."""
+
+    @property
+    def step_ranks(self) -> tuple[int, ...] | None:
+        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+
+    def around_run(self, last: bool = True) -> AbstractContextManager[None]:
+        """Put around a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
+
+        Args:
+            last: Whether no other loop runs after it before the teardown.
+        """
+
+    def wrap_again(self) -> None:
+        """Build DDP anew, on all ranks, for the parameters that train now."""
+
+    def shadow_training_step(self) -> Tensor:
+        """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
+
+    def around_update(self, key: str, item: ResultMetric, value: Any) -> AbstractContextManager[None]:
+        """Put around the update of a logged value: joined ranks take part in the reduction of its step value."""
+
+    # The rest is of Lightning's own `DDPStrategy`.
+
+    @property
+    def lightning_module(self) -> "pl.LightningModule | None":
+        """The module that is run."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks that take part; all of these call it."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return `src`'s object on the ranks that take part; all of these call it."""
+
+
+def strategy_of(trainer: "pl.Trainer") -> JoiningStrategy:
+    """Return the trainer's strategy."""
+    return cast(JoiningStrategy, trainer.strategy)
+
+
+def channel_of(trainer: "pl.Trainer") -> Channel:
+    """Return the channel between the ranks."""
+    return strategy_of(trainer).channel
+
+
+def metrics_of(trainer: "pl.Trainer") -> ModuleMetrics:
+    """Return the metrics of the module that is run."""
+    metrics = strategy_of(trainer).metrics
+    assert metrics is not None
+    return metrics
+
+
+def driver_of(trainer: "pl.Trainer") -> StepDriver:
+    """Return the driver of the run."""
+    driver = strategy_of(trainer).driver
+    assert driver is not None
+    return driver
+
+
+def join_of(trainer: "pl.Trainer") -> LockstepJoin:
+    """Return the join of the fit that is running."""
+    join = strategy_of(trainer).join
+    assert join is not None
+    return join

@@ -1,0 +1,199 @@
+"""A data fetcher that reads ahead."""
+
+from collections import deque
+from copy import deepcopy
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_join import _compat
+from lightning_join._compat import DataFetcher, sized_len
+from lightning_join._reading.stateful import at_place, begin_anew, epochs_of
+
+# Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, the `epochs` that datasets have
+# of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
+# left out (`skipped`), and whether the rest of the epoch is `left` unread.
+Place = dict[str, Any]
+
+
+class ReadAheadFetcher(DataFetcher):
+    """Holds the next batches, so that this rank knows one step ahead that it comes to its end.
+
+    The loader's iterator is made when the epoch's steps begin, and not where Lightning asks for it:
+    that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
+    before the sampler is told the epoch when training is resumed.
+
+    Attributes:
+        batches: The batches that have been read and not been used.
+        exhausted: Whether the loader's end is known.
+        claimed: What the loader had said its length was, if it ended before that.
+        stateful: Whether some of the dataloaders have a state.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: deque[Any] = deque()
+        self.exhausted = False
+        self.claimed: int | None = None
+        self.stateful = False
+        self._taken = self._skipped = 0
+        self._left = False
+        # The states before each read that a checkpoint does not know of yet: that of the batch which is trained on
+        # now, those of the batches that were read ahead, that of a read which found the end.
+        self._current: Place | None = None
+        self._newest: Place | None = None
+        self._begun_at: Place | None = None  # until something has been read
+        self._before: deque[Place] = deque()
+        self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
+
+    def __iter__(self) -> "ReadAheadFetcher":
+        self.reset()
+        return self
+
+    def reset(self) -> None:
+        self.fetched = 0
+        self.batches.clear()
+        self.exhausted = False
+        self.claimed = None
+        self._taken = self._skipped = 0
+        self._left = False
+        self._current = self._newest = self._begun_at = None
+        self._before.clear()
+
+    def start(self, place: Place | None = None) -> int | None:
+        """Make the epoch's iterator.
+
+        Args:
+            place: Where to go on, if the epoch is resumed in the middle.
+
+        Returns:
+            The number of batches that the loader claims to have, limits included, if it says one.
+        """
+        loader = self.combined_loader
+        self.stateful = any(isinstance(part, _compat.Stateful) for part in loader.flattened)
+        if self._resumed is not None:
+            begin_anew(loader.flattened, self._resumed)
+        self._resumed = None
+        if place is None:
+            self.iterator = iter(loader)
+        else:
+            self._resumed, self._begun_at = place["epochs"], place
+            with at_place(loader, place):
+                self.iterator = iter(loader)
+        if self.stateful:
+            _compat.watch_ends(loader)
+        self.length = length = sized_len(loader)
+        if place is not None:
+            _compat.set_cycled(loader, place["cycled"])
+            self.fetched = self._taken = place["taken"]
+            self._skipped, self._left = place["skipped"], place["left"]
+            if self._left:
+                self.length = self.fetched
+            elif self.length is not None:
+                self.length -= self._skipped
+        return length
+
+    def place(self, repeats: bool = False) -> Place | None:
+        """Return where training is in the dataloaders, whatever has been read ahead.
+
+        Args:
+            repeats: Whether the batch that was taken last is to be trained on when the epoch is resumed.
+
+        Returns:
+            A place to `start` from, if the dataloaders have a state and this epoch's iterator has been made.
+        """
+        if not self.stateful or self.iterator is None:
+            return None
+        if repeats and self._current is not None:
+            return {**self._current, "taken": self._taken - 1, "left": False}
+        before = self._before[0] if self._before else self._snapshot()
+        return {**before, "taken": self._taken, "left": self._left}
+
+    def end_at(self, place: Place) -> None:
+        """Bring the dataloaders to the end of an epoch that was resumed when nothing of it was left.
+
+        Their next iterator is then that of the epoch after it: a sampler's random generator goes on.
+        """
+        if not any(epoch is not None for epoch in place["epochs"]):  # else their next one is anyhow
+            self.start(place)
+            self.fill()
+            self.reset()
+
+    def _snapshot(self) -> Place:
+        if self._begun_at is not None:
+            # A loader of LitData that is asked for its state now forgets which it was given.
+            known = {name: self._begun_at[name] for name in ("states", "epochs", "cycled")}
+            self._newest = {**known, "skipped": self._skipped}
+            return self._newest
+        loader = self.combined_loader
+        states = loader._state_dicts()
+        if self._newest is not None:
+            # A loader that has ended while others go on would begin anew, so its state stays what it was before that.
+            ends = zip(_compat.ended_parts(loader), self._newest["states"], states, strict=True)
+            states = [before if ended else state for ended, before, state in ends]
+        # Copied, since a state may hold what the loader goes on changing.
+        self._newest = {
+            "states": deepcopy(states),
+            "epochs": epochs_of(loader.flattened),
+            "cycled": _compat.get_cycled(loader),
+            "skipped": self._skipped,
+        }
+        return self._newest
+
+    def fill(self, ahead: int = 2) -> int | None:
+        """Read until `ahead` batches are there or the loader ends.
+
+        Returns:
+            The number of this epoch's batches, if this call came to the end; else `None`.
+        """
+        if self.exhausted:
+            return None
+        while len(self.batches) < ahead:
+            if self.length is not None and self.fetched >= self.length:
+                break
+            try:
+                self.batches.append(self._read())
+            except StopIteration:
+                self.claimed = self.length
+                break
+        else:
+            return None
+        self.exhausted = True
+        return self.fetched
+
+    def take(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        batch = self.batches.popleft() if self.batches else self._read()
+        self._current = self._before.popleft() if self._before else None
+        self._taken += 1
+        return batch
+
+    def _read(self) -> Any:
+        if self.stateful:
+            self._before.append(self._snapshot())
+            self._begun_at = None
+        batch, _, _ = super().__next__()
+        while batch is None:
+            # There is nothing to train on; a rank that made a step of it would be out of step.
+            rank_zero_warn(
+                "train_dataloader yielded None. If this was on purpose, ignore this warning..."
+                " Such a batch is left out."
+            )
+            self.fetched -= 1
+            self._skipped += 1
+            if self.length is not None:
+                self.length -= 1
+                if self.fetched >= self.length:
+                    raise StopIteration
+            batch, _, _ = super().__next__()
+        return batch
+
+    def drop(self) -> None:
+        """Leave the rest of the epoch unread."""
+        self.batches.clear()
+        self._before.clear()  # what was read ahead is lost
+        self.exhausted = self._left = True

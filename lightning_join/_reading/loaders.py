@@ -1,0 +1,127 @@
+"""How many batches the dataloaders of every rank have: each rank tells all, and all decide from the same numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
+
+from lightning_join import _compat
+from lightning_join._compat import Stateful, parse_num_batches, sized_len
+from lightning_join._reading.samplers import sharded_samples
+from torch_join import JoinValueError
+from torch_join.integration import Channel, closed, name_ranks
+
+
+class DataloaderError(JoinValueError, MisconfigurationException):
+    """The dataloaders of some rank cannot be run; also the error that Lightning raises for them."""
+
+
+@closed("loaders")
+@dataclass(frozen=True)
+class Loaders:
+    """One rank's dataloaders.
+
+    Attributes:
+        limits: Number of batches to run per dataloader, infinite where nobody knows.
+        error: Why they cannot be run, if they cannot.
+        certain: Whether a dataloader surely has as many batches as it says.
+        stateful: Whether some of them have a state.
+        sharded: The size of each one's dataset, where Lightning's sampler takes this rank's share of it.
+    """
+
+    limits: list[int | float]
+    error: str | None = None
+    certain: list[bool] = field(default_factory=list)
+    stateful: bool = False
+    sharded: list[int | None] = field(default_factory=list)
+
+
+def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> Loaders:
+    """Measure this rank's dataloaders; an error is a result too, since all ranks must hear of it."""
+    limits: list[int | float] = []
+    for loader in loaders:
+        length = sized_len(loader)
+        try:
+            limits.append(parse_num_batches(stage, float("inf") if length is None else length, limit))
+        except MisconfigurationException as error:
+            return Loaders(limits, str(error))
+    stateful = any(isinstance(loader, Stateful) for loader in loaders)
+    certain, sharded = [_is_certain(loader) for loader in loaders], [sharded_samples(loader) for loader in loaders]
+    return Loaders(limits, certain=certain, stateful=stateful, sharded=sharded)
+
+
+def warn(loaders: Sequence[Any], everyone: Sequence[Loaders]) -> None:
+    """Warn of dataloaders that run, but probably not as the user means them to."""
+    for place, loader in enumerate(loaders):
+        samples = {each.sharded[place] for each in everyone}
+        if len(samples) > 1 and None not in samples:
+            rank_zero_warn(
+                f"The ranks' datasets of dataloader {place} have different lengths ({min(samples)} to {max(samples)}),"  # type: ignore[type-var]
+                " so each seems to be a shard of its own. Lightning's sampler deals every one of them out again, and"
+                f" each rank runs 1 of {len(everyone)} samples of its own. Pass Trainer(use_distributed_sampler=False)"
+                " to run all of them, or give all ranks the same dataset."
+            )
+        if sized_len(loader) is not None and has_iterable_dataset(loader):
+            rank_zero_warn(  # the text is Lightning's
+                "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when"
+                " num_workers > 1), `__len__` could be inaccurate if each worker is not configured independently to"
+                " avoid having duplicate data."
+            )
+
+
+def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> tuple[CombinedLoader, Loaders]:
+    """Make this rank's dataloaders for an evaluation or a prediction, and measure them."""
+    function = trainer.state.fn
+    requested = _compat.request_dataloader(source)
+    loader = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, "sequential")
+    if function == TrainerFn.FITTING and trainer.overfit_batches > 0:
+        _compat.resolve_overfit_batches(loader, stage)
+    flattened = []
+    for part in loader.flattened:
+        _compat.check_dataloader_iterable(part, source, function)
+        flattened.append(_compat.process_dataloader(trainer, function, stage, part))
+    loader.flattened = flattened
+    mine = measure(stage, flattened, limit)
+    if loader._mode == "max_size_cycle" and mine.error is None and min(mine.limits, default=0) == 0 < sum(mine.limits):
+        what = f"Dataloader {mine.limits.index(0)} of a CombinedLoader(mode='max_size_cycle') is empty"
+        remedy = "cannot be cycled beside the others, whose batches would be lost. Use mode='max_size'"
+        mine = Loaders(mine.limits, f"{what}, so it {remedy}.")
+    return loader, mine
+
+
+def _is_certain(loader: Any) -> bool:
+    return isinstance(loader, (DataLoader, Sequence)) and not has_iterable_dataset(loader)
+
+
+def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
+    """Share what every rank measured.
+
+    Raises:
+        DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
+
+    """
+    everyone = channel.gather(mine, of=Loaders)
+    errors = {rank: loaders.error for rank, loaders in enumerate(everyone) if loaders.error}
+    if errors:
+        rank, error = next(iter(errors.items()))
+        raise DataloaderError(f"The dataloaders of {name_ranks(errors)} cannot be run. Rank {rank}: {error}")
+    counts = [len(loaders.limits) for loaders in everyone]
+    if len(set(counts)) > 1:
+        raise DataloaderError(
+            f"Every rank needs the same number of dataloaders, but they have {counts} (by rank). Give a rank"
+            " without data an empty dataloader."
+        )
+    return everyone
+
+
+def total_length(loader: CombinedLoader, limits: Sequence[int | float]) -> int | float:
+    """Return the number of batches of a loader whose parts go side by side: the shortest decides, or the longest."""
+    if not limits:
+        return 0
+    return min(limits) if loader._mode == "min_size" else max(limits)

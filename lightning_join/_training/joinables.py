@@ -1,0 +1,60 @@
+"""The joinables of the user's own: the strategy's argument and those of the module."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from torch_join import JoinValueError
+from torch_join.integration import Channel
+
+
+def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel) -> list[Joinable]:
+    """Return those `given` to the strategy and those of the module's `configure_joinables()`; all ranks meet.
+
+    Raises:
+        JoinValueError: The ranks have different ones, or an object is there twice.
+    """
+    configure = getattr(module, "configure_joinables", None)
+    joinables = [*given, *((configure() or ()) if configure is not None else ())]
+    everyone = channel.gather([type(joinable).__name__ for joinable in joinables], of=list[str])
+    if any(names != everyone[0] for names in everyone):
+        by_rank = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone))
+        raise JoinValueError(
+            "All ranks must have the same joinables, in DDPJoinStrategy(joinables=...) and from configure_joinables(),"
+            f" in the same order, but they have ({by_rank})."
+        )
+    for place, joinable in enumerate(joinables):
+        if any(joinable is other for other in joinables[:place]):
+            raise JoinValueError(
+                f"The {type(joinable).__name__} was given as a joinable twice. Give it in"
+                " DDPJoinStrategy(joinables=...), or return it from configure_joinables(), but not both."
+            )
+    return joinables
+
+
+def run_post_hooks_in_one_process(callbacks: list[pl.Callback], joinables: list[Joinable]) -> None:
+    """Run the joinables' post-hooks at each epoch's end where there is one process, whose loops are Lightning's own."""
+    callbacks[:] = [each for each in callbacks if not isinstance(each, _PostHooks)]  # of a fit before
+    if joinables:
+        callbacks.insert(0, _PostHooks(joinables))
+
+
+class _PostHooks(pl.Callback):
+    """What an epoch of several processes does with joinables, where nobody can join.
+
+    Args:
+        joinables: The joinables.
+    """
+
+    def __init__(self, joinables: list[Joinable]) -> None:
+        self._joinables = joinables
+        self._hooks: list[JoinHook] = []
+
+    def on_train_epoch_start(self, *_: object) -> None:
+        self._hooks = [joinable.join_hook() for joinable in self._joinables]
+
+    def on_train_epoch_end(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.post_hook(is_last_joiner=True)

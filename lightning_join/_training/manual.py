@@ -1,0 +1,210 @@
+"""Manual optimization: what `training_step` does to train, repeated by a rank that has no batch.
+
+Announced, while some rank has joined, are each `manual_backward`, each optimizer's step, what was done
+to gradients and parameters by hand before either, and at the end of `training_step` the schedulers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torch_join import UnsupportedError
+from torch_join.integration import (
+    Changes,
+    LockstepJoin,
+    ModelShadow,
+    Part,
+    StepDriver,
+    StepMirror,
+    take_hyperparameters,
+)
+
+
+class ManualPart(Part):
+    """The training that `training_step` does by itself.
+
+    Args:
+        driver: The driver of the steps.
+        index: This part's number there.
+        strategy: The strategy, of which this uses Lightning's own methods.
+        lockstep: Who has a batch at which step.
+        shadow: The model's shadow.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "changes": Changes,
+        "backward": bool,
+        "step": tuple[int, list[dict[str, Any]], dict[str, Any]],
+        "end": tuple[list[Any], list[list[dict[str, Any]]]],
+    }
+
+    def __init__(
+        self, driver: StepDriver, index: int, strategy: DDPStrategy, lockstep: LockstepJoin, shadow: ModelShadow
+    ) -> None:
+        super().__init__(driver, index)
+        self._driver = driver
+        self._strategy = strategy
+        self._lockstep = lockstep
+        self._stepping = False
+        self.use(shadow)
+
+    def use(self, shadow: ModelShadow) -> None:
+        """Go on with another shadow, of a DDP model that has been built anew."""
+        self._shadow = shadow
+        self._ddp: DistributedDataParallel = shadow.ddp
+        self._mirror = StepMirror(shadow.ddp)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the module optimizes manually."""
+        module = self._strategy.lightning_module
+        return module is not None and not module.automatic_optimization
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Put around an active rank's `training_step`."""
+        if not self.is_used:
+            yield
+            return
+        self._let_buffers_sync()
+        guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
+        try:
+            if self._driver.in_tail:
+                self._mirror.remember()
+            yield
+            if self._driver.in_tail:
+                self._send_changes()
+                self.announce_open("end", (self._scheduler_states(), [_options(o) for o in self._strategy.optimizers]))
+        finally:
+            guard.remove()
+
+    def shadow_step(self) -> Tensor:
+        """Do on a joined rank what the active ones do in `training_step`, and return a scalar zero."""
+        self._let_buffers_sync()
+        self._ddp.require_backward_grad_sync = False  # its forward is followed by no backward
+        try:
+            return self._lockstep.shadow_forward()
+        finally:
+            self._ddp.require_backward_grad_sync = True
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Do what `Strategy.backward` does, with a weighted loss."""
+        strategy, module = self._strategy, self._strategy.lightning_module
+        assert module is not None
+        precision = strategy.precision_plugin
+        synced = self._ddp.require_backward_grad_sync
+        if self._driver.in_tail:
+            self._send_changes(with_parameters=False)
+            self.announce("backward", synced)
+        if not self.members.serves and self._lockstep.loss_factor != 1.0:
+            loss = loss * self._lockstep.loss_factor
+        # Joined ranks run the hooks themselves. What is in the graph is seen.
+        with self._driver.on_all_ranks():
+            strategy.pre_backward(loss)
+            loss = precision.pre_backward(loss, module)
+        precision.backward(loss, module, None, *args, **kwargs)
+        with self._driver.on_all_ranks():
+            loss = precision.post_backward(loss, module)
+            strategy.post_backward(loss)
+        self._shadow.settle()
+        self._lockstep.check_reduced()
+        if self._driver.in_tail:
+            self._mirror.after_backward(synced)
+        else:
+            self._mirror.before_tail(synced)
+        return loss
+
+    @contextmanager
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], options: dict[str, Any]
+    ) -> Iterator[Callable[[], Any]]:
+        """Put around an optimizer's step with the closure that this gives."""
+        before, self._stepping = self._stepping, True
+        calls = 0
+
+        def closure_and_announce() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1 and self._driver.channel.world_size > 1:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} evaluates its closure more than once, which a rank without a batch"
+                    " cannot follow. Use an optimizer that takes one gradient per step."
+                )
+            result = closure()
+            if self._driver.in_tail:
+                self._mirror.check_averaged([p for group in optimizer.param_groups for p in group["params"]])
+                self._send_changes()
+                self.announce_open("step", (self._index_of(optimizer), _options(optimizer), options))
+            # From here on joined ranks do the same.
+            rest.enter_context(self._driver.on_all_ranks())
+            return result
+
+        try:
+            with ExitStack() as rest:
+                yield closure_and_announce
+        finally:
+            self._stepping = before
+        if self._driver.in_tail:
+            self._mirror.remember()
+
+    def answer(self, kind: str, payload: Any) -> None:
+        strategy = self._strategy
+        if kind == "changes":
+            self._mirror.take(payload, self.members.leader)
+        elif kind == "backward":
+            self._ddp.require_backward_grad_sync = payload
+            try:
+                strategy.backward(self._shadow.zero(), None)
+            finally:
+                self._ddp.require_backward_grad_sync = False
+        elif kind == "step":
+            index, options, arguments = payload
+            _set_options(strategy.optimizers[index], options)
+            strategy._lightning_optimizers[index].step(**arguments)
+        else:
+            states, all_options = payload
+            for config, state in zip(strategy.lr_scheduler_configs, states, strict=True):
+                config.scheduler.load_state_dict(state)
+            for optimizer, options in zip(strategy.optimizers, all_options, strict=True):
+                _set_options(optimizer, options)
+
+    def _send_changes(self, with_parameters: bool = True) -> None:
+        changes = self._mirror.changes(with_parameters)
+        if changes:
+            self.announce("changes", changes)
+            with self._driver.own_collectives():
+                self._mirror.take(changes, self.members.leader)
+
+    def _let_buffers_sync(self) -> None:
+        # DDP broadcasts them before a forward only if the last forward was followed by a synced backward.
+        # In manual optimization it takes that for never, and BatchNorm would differ by rank.
+        self._ddp.require_forward_param_sync = True
+
+    def _scheduler_states(self) -> list[Any]:
+        return [config.scheduler.state_dict() for config in self._strategy.lr_scheduler_configs]
+
+    def _index_of(self, optimizer: Optimizer) -> int:
+        return next(i for i, mine in enumerate(self._strategy.optimizers) if mine is optimizer)
+
+    def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._stepping and self._driver.channel.world_size > 1:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step() was called past Lightning in `training_step`, so ranks without a"
+                " batch would not step theirs. Return the optimizer from `configure_optimizers` and step what"
+                " `self.optimizers()` returns."
+            )
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        take_hyperparameters(group, values)

@@ -1,0 +1,40 @@
+"""Parameters that are unfrozen between epochs."""
+
+from lightning_join._protocol import JoiningStrategy
+from torch_join import UnsupportedError
+from torch_join.integration import LockstepJoin
+
+
+def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
+    """Wrap the model anew if a parameter trains that DDP does not know of; all ranks meet.
+
+    DDP averages the gradients of the parameters that required one when it was built. Lightning builds it
+    once: under plain `ddp` the ranks train what is unfrozen later each on its own.
+
+    Raises:
+        UnsupportedError: On all ranks, if they have not unfrozen the same.
+    """
+    assert strategy.join is not None
+    everyone = strategy.channel.gather(strategy.join.unfrozen(), of=list[str])
+    if any(names != everyone[0] for names in everyone):
+        counts = [len(names) for names in everyone]
+        raise UnsupportedError(
+            f"The ranks have unfrozen different parameters before this epoch ({counts} by rank). They train one model:"
+            " unfreeze the same parameters on every rank."
+        )
+    if everyone[0]:
+        strategy.wrap_again()
+
+
+def check_unfrozen_parameters(join: LockstepJoin) -> None:
+    """Raise if a parameter has been unfrozen in the middle of an epoch.
+
+    Raises:
+        UnsupportedError: Some parameter has been trained without the other ranks' gradients.
+    """
+    if names := join.unfrozen():
+        raise UnsupportedError(
+            f"{len(names)} parameters ({names[0]}, ...) were unfrozen in the middle of an epoch, where DDP does not"
+            " average their gradients. Unfreeze them at an epoch's start (on_train_epoch_start, as BackboneFinetuning"
+            " does) or end."
+        )

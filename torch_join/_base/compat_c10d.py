@@ -1,0 +1,56 @@
+"""How to stand between a call of a `c10d` operator and its backend: private names of torch, seen in torch 2.13.0.
+
+`tests/test_tap.py` notices when one of them goes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def overload(name: str) -> Any:
+    """Return the `c10d` operator of this name (each has one overload)."""
+    return getattr(torch.ops.c10d, name).default
+
+
+def below(keyset: Any) -> Any:
+    """Return what is left of a call's keyset after the key at which the tap listens."""
+    return keyset & torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def has_kernel(name: str) -> bool:
+    """Whether an operator has a kernel at the key at which the tap listens."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "BackendSelect"))
+
+
+def c10d_library() -> Any:
+    """Return something to register kernels of the `c10d` operators with."""
+    make: Any = torch.library.Library
+    return make("c10d", "IMPL")
+
+
+def destroy(library: Any) -> None:
+    """Take back everything that `library` has registered."""
+    library._destroy()
+
+
+@contextmanager
+def changing_all_reduces(change: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+    """Have `change` called with what each all-reduce inside sends; does nothing where a tap is installed."""
+    if has_kernel("allreduce_"):
+        yield
+        return
+    op, library = overload("allreduce_"), c10d_library()
+
+    def kernel(keyset: Any, tensors: list[Tensor], *args: Any) -> Any:
+        change(tensors)
+        return op.redispatch(below(keyset), tensors, *args)
+
+    library.impl("allreduce_", kernel, "BackendSelect", with_keyset=True)
+    try:
+        yield
+    finally:
+        destroy(library)

@@ -1,0 +1,106 @@
+"""Which ranks take part in a step, and what follows from it for this rank."""
+
+from enum import Enum
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_join._base.weighting import Weighting, loss_factor
+
+
+class Role(Enum):
+    """What a rank does for the others."""
+
+    EVEN = "even"  # nothing: all ranks have an input
+    TAIL = "tail"  # it has an input, and announces what it does to those that have none
+    SERVING = "serving"  # it has none, and follows what the others announce
+
+
+class Membership:
+    """The ranks that have an input at the current step, and this rank's role among them.
+
+    Args:
+        group: The process group; a single process needs none.
+        weighting: How the gradients of the active ranks are combined.
+
+    Attributes:
+        rank: This rank in the group.
+        global_ranks: The group's ranks, as torch numbers them in the whole job.
+        active: The ranks that have an input.
+        before: Those that had one at the step before.
+        leader: The lowest active rank, which speaks for all; once all have joined, the one whose state all take.
+        role: What this rank does for the others.
+        samples: The number of samples in this rank's batch, where they are counted.
+        total_samples: That of all ranks.
+    """
+
+    def __init__(self, group: Any, weighting: Weighting) -> None:
+        self.group = group
+        self.weighting = weighting
+        alone = not dist.is_initialized()  # or `enable=False`
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.global_ranks = [0] if alone else dist.get_process_group_ranks(group)
+        self.world_size = len(self.global_ranks)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, as before the first step."""
+        self.all_active()
+        self.before = self.active
+        self.leader = 0
+        self.role = Role.EVEN
+        self.samples = self.total_samples = 0
+
+    def all_active(self) -> None:
+        """All ranks have an input again: a tail is over."""
+        self.active: tuple[int, ...] = tuple(range(self.world_size))
+
+    def change(self, active: tuple[int, ...]) -> None:
+        """Go on to another step, with these ranks."""
+        self.before, self.active = self.active, active
+        if active:
+            self.leader = active[0]
+
+    @property
+    def announces(self) -> bool:
+        """Whether this rank is active and another one has joined, which it tells what comes next."""
+        return self.role is Role.TAIL
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank has joined and follows the others."""
+        return self.role is Role.SERVING
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of inputs."""
+        return self.rank not in self.active
+
+    @property
+    def joined_ranks(self) -> list[int]:
+        """The ranks that have run out of inputs."""
+        return [rank for rank in range(self.world_size) if rank not in self.active]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some rank has no input at this step."""
+        return len(self.active) < self.world_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the lowest active rank."""
+        return self.rank == self.leader
+
+    @property
+    def deletes(self) -> bool:
+        """Whether this is the lowest joined rank, which deletes what all joined ranks have read."""
+        return self.rank == self.joined_ranks[0]
+
+    @property
+    def loss_factor(self) -> float:
+        """What to multiply this rank's gradients with, as DDP divides their sum by the world size."""
+        return loss_factor(self.weighting, self.world_size, len(self.active), self.samples, self.total_samples)
+
+    def has_joined(self, global_rank: int) -> bool:
+        """Whether a rank of the whole job is one of the group's that have run out of inputs."""
+        return global_rank in self.global_ranks and self.global_ranks.index(global_rank) not in self.active

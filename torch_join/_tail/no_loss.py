@@ -1,0 +1,52 @@
+"""Steps in which a rank has a batch and no loss, and among them those in which no rank has one.
+
+Such a rank goes through backward as one without a batch, since the others need it there. If nobody has
+a loss, and no gradient has been accumulated either, the average of nothing would be zero: a gradient that
+momentum and weight decay act upon, where a single process has none. Ranks without a loss therefore count
+themselves before their backward. Nobody comes through its collectives before all have come to them, so after it
+the count is complete. Ranks with a loss have nothing to do.
+"""
+
+from typing import NamedTuple
+
+from torch_join._control.channel import Channel
+
+_GRADIENTS = 1 << 32  # one addition carries both counts
+
+
+class Totals(NamedTuple):
+    """What all ranks together have at the end of a step's backward."""
+
+    has_loss: bool
+    has_gradients: bool
+
+
+class NoLossCount:
+    """Counts the ranks without a loss, over the channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._stale: str | None = None
+
+    def add(self, holds_gradients: bool) -> None:
+        """Count this rank, before its backward."""
+        self.tidy()
+        mine = 1 if holds_gradients else 1 + _GRADIENTS
+        if self._channel.add(self._key, mine) == mine:
+            self._stale = self._key
+
+    def read(self) -> Totals:
+        """Return what is left when all ranks that count themselves have done so: after the backward's collectives."""
+        total = self._channel.add(self._key, 0)
+        everyone = self._channel.world_size
+        return Totals(total % _GRADIENTS < everyone, total // _GRADIENTS < everyone)
+
+    def tidy(self) -> None:
+        """Delete what the last step has left; the ranks have met since."""
+        if self._stale is not None:
+            self._channel.delete(self._stale)
+            self._stale = None
+
+    @property
+    def _key(self) -> str:
+        return f"lossless/{self._channel.beats}"

@@ -1,0 +1,147 @@
+"""Serving inside the steps of a loop that stays in lockstep."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torch_join._base.membership import Membership, Role
+from torch_join._base.weighting import Weighting
+from torch_join._collectives.compat import in_backward
+from torch_join._collectives.tap import CollectiveTap
+from torch_join._control.channel import Channel
+from torch_join._tail.records import DONE
+from torch_join._tail.server import Server
+from torch_join.joinables._gradients.clears import Clears
+from torch_join.joinables.part import Driver, Part
+
+P = TypeVar("P", bound=Part)
+
+
+class StepDriver:
+    """The driver of loops that a framework runs: what active ranks do together in a step, and how the others take part.
+
+    In such a loop all ranks go through every step, and know who is active. So a joined rank serves one step at a time,
+    until the active ranks say that it is done.
+
+    Args:
+        channel: The channel between the ranks.
+        group: The process group.
+        weighting: How the gradients of the active ranks are combined.
+    """
+
+    # What the parts ask of a driver: there is always a meeting before the step.
+    in_loop = sees_steps = True
+    in_plain_loop = may_break = awaits_others = last_joiner = False
+    clears: Sequence[Clears] = ()
+    step_number = 0
+
+    def __init__(self, channel: Channel, group: Any = None, weighting: Weighting = "world") -> None:
+        self.members = Membership(group or (dist.group.WORLD if dist.is_initialized() else None), weighting)
+        self._server = Server(self.members)
+        self._server.open(channel)
+
+    @property
+    def channel(self) -> Channel:
+        """Carries small messages between the ranks."""
+        return self._server.channel
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """What takes part in steps besides collectives."""
+        return self._server.parts
+
+    @property
+    def in_tail(self) -> bool:
+        """Whether this rank is active, in a step that another one does not have, and does what that one does not."""
+        return self._server.in_tail
+
+    def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
+        """See `Driver`."""
+        self._server.announce(index, kind, payload, hold)
+
+    def own_collectives(self) -> AbstractContextManager[None]:
+        """See `Driver`."""
+        return self._server.own_collectives()
+
+    def run_hook(self, main_hook: Callable[[], None]) -> None:
+        """See `Driver`."""
+        self._server.run_hook(main_hook)
+
+    def before_forward(self, samples: int, waits: bool = True) -> None:
+        """Nothing to do: the ranks have met."""
+
+    def before_notice(self, part: Part) -> None:
+        """Nothing to do: the ranks have met."""
+
+    # ------------------------------------------------------------ what the framework's loop calls
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        members = self.members
+        return members.active if members.role is not Role.EVEN and not self._server.is_on_all_ranks else None
+
+    def on_all_ranks(self) -> AbstractContextManager[None]:
+        """Put around what joined ranks do too, of their own accord, in the midst of a step."""
+        return self._server.on_all_ranks()
+
+    def add(self, make: Callable[[Driver, int], P]) -> P:
+        """Add what takes part in steps besides collectives, and install it; `make` gets this object and an index."""
+        part = make(self, len(self.parts))
+        self._server.parts.append(part)
+        part.enter()
+        return part
+
+    def close(self) -> None:
+        """Remove all that was installed."""
+        self._server.close()
+        self.members.group = None  # a destroyed group must hang up on its peers at once
+
+    @contextmanager
+    def step(self, active: tuple[int, ...], listens: bool = True) -> Iterator[None]:
+        """Put around what an active rank does in a step; joined ranks take part in what it does with others.
+
+        Args:
+            active: The ranks that have a batch.
+            listens: Whether joined ranks take part in collectives too, or in what the parts announce only.
+        """
+        server, members = self._server, self.members
+        server.begin_step(active)
+        if not members.uneven:
+            yield
+            return
+        if listens:
+            server.agreement.compare(members.rank, active)
+        members.role = Role.TAIL
+        if listens:
+            server.tap.install()
+        try:
+            yield
+            self.announce(-1, DONE)
+        finally:
+            members.role = Role.EVEN
+            server.tap.remove()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Put around an active rank's backward, after a step in the tail: collectives raise in it, but DDP's and ours.
+
+        Joined ranks have no counterpart to them. Others, of hooks that run before or after it, all ranks issue alike.
+        """
+        has_joined = self.members.has_joined
+        return self._server.listening(CollectiveTap(lambda _: None, lambda rank: in_backward() and has_joined(rank)))
+
+    def follow(self, active: tuple[int, ...]) -> None:
+        """Answer, on a joined rank, what the active ranks announce in a step, until they are done with it."""
+        self._server.begin_step(active)
+        self._server.follow(DONE)
+
+    def derive(self, part: Part, kind: str, payload: Any = None) -> None:
+        """Answer what every rank knows from the meeting to come next, and nobody announces."""
+        part.answer(kind, payload)
+
+    def after_meeting(self) -> None:
+        """All ranks have met since the last step: what was announced in it has been read."""
+        if self.members.joined:
+            self._server.forget()

@@ -1,0 +1,185 @@
+"""A tail, from the first rank that joins to the last, whose state all ranks get; and what is compared at both ends."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._base.hyperparameters import Steps, Words
+from torch_join._handover.audit import Audit, Often
+from torch_join._handover.compat import is_sharded
+from torch_join._handover.departure import Departure, Word, check
+from torch_join._handover.handover import hand_over
+from torch_join._tail.records import END
+from torch_join._tail.server import Server
+from torch_join.joinables._gradients.clears import innermost_optimizer
+from torch_join.joinables.kinds import stateful
+from torch_join.joinables.missing_model import missing_model
+
+
+class Tails:
+    """The tails of one `Join`, on this rank.
+
+    Args:
+        objects: Everything that was given to `Join`.
+        often: In which loops to compare the ranks' states, see `Audit`.
+        hands_over_ignored: Whether parameters that DDP ignores are handed over, see `Audit`.
+
+    Attributes:
+        server: The ranks' server.
+        departure: How this rank has left its loop by `break`, if it has.
+        last_joiner: Whether this rank was among the last to run out of inputs.
+        changes_freely: What a rank may change between a `break` and the next meeting.
+    """
+
+    def __init__(
+        self,
+        objects: Sequence[Any],
+        often: Often,
+        hands_over_ignored: bool | None,
+    ) -> None:
+        self._objects = objects
+        self._audit = Audit(stateful(objects), often, hands_over_ignored)
+        self.server: Server
+        self._posted: list[str] = []  # keys, for ranks that join
+        self.departure: Departure | None = None
+        self.last_joiner = True
+        self.changes_freely: object = None
+
+    def depart(self, watches: bool) -> None:
+        """Note what there is as this rank leaves its loop; `watches` where something may be handed over later."""
+        states = [thing for thing in stateful(self._objects) if thing is not self.changes_freely]
+        self.departure = Departure(self._objects, states if watches else None)
+
+    # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
+    @torch.inference_mode(False)
+    def begin_tail(self, at_top: bool) -> None:
+        """Begin a tail on an active rank.
+
+        Args:
+            at_top: Whether this rank is at the top of a step, before any code of the user's.
+        """
+        self._look(at_top)
+        self.server.begin_tail()
+
+    @torch.inference_mode(False)
+    def end_tail(self, has_run: bool) -> None:
+        """All ranks have joined; if some came earlier, give all of them the last one's state.
+
+        Args:
+            has_run: Whether there was anything since the last loop ended.
+        """
+        self.last_joiner = True
+        if self.server.members.announces:
+            self._hand_over(self.server.end_tail())
+        elif has_run:
+            self._audit.even(self.server.channel, self._has_synced, self.departure is not None)
+        self.server.members.all_active()
+
+    @torch.inference_mode(False)
+    def serve(self, at_top: bool) -> None:
+        """Do what the active ranks announce, with nothing, until they have joined too; see `begin_tail`."""
+        members, channel = self.server.members, self.server.channel
+        if not members.announces:
+            self._look(at_top)
+        self.server.join()
+        words, position, leader = self.server.follow(END)
+        if not members.deletes:
+            channel.forget(delete=False)  # the lowest does, once all have read this one
+        self.server.change(())
+        # It may be another one than in the last announcement: the others may have left without one since.
+        members.leader = leader
+        self.last_joiner = False
+        channel.skip_to(position)
+        self._hand_over(words)
+        members.all_active()
+
+    def compare_steps(self, steps: Steps, is_late: bool) -> None:
+        """Compare, where some rank joins, whether the optimizers of those that came so far went together."""
+        members, channel = self.server.members, self.server.channel
+        # Between two departures nothing may be announced.
+        place = f"steps/{channel.records}/{len(members.active)}"
+        words = steps.words(is_late)
+        channel.post(f"{place}/{members.rank}", words)
+        self._posted.append(f"{place}/{members.rank}")
+        theirs = {rank: channel.read(f"{place}/{rank}", of=Words) for rank in members.before if rank != members.rank}
+        steps.compare({members.rank: words, **theirs})
+
+    def _look(self, at_top: bool) -> None:
+        """Look at what there is, on every rank, where the first ones join."""
+        untouched = self.departure is None or self.departure.changed() == []
+        self._audit.begin(self.server.members.joined_ranks, at_top, untouched)
+
+    def _hand_over(self, words: list[Any]) -> None:
+        members = self.server.members
+        while self._posted:  # all have come to the end of the tail, and so have read it
+            self.server.channel.delete(self._posted.pop())
+        # What a joined rank says does not count: it has synced what it accumulated as a shadow.
+        has_synced = self._has_synced or not members.leads
+        for part, theirs in zip(self.server.parts, words, strict=True):
+            part.receive_closing(theirs, members.leader)
+        self._audit.end(self.server.channel, self._take_states(), has_synced)
+        self._restore_flags()
+
+    def hand_over_states(self) -> frozenset[int]:
+        """Give all ranks the leader's state of everything that has one; every rank calls this.
+
+        Returns:
+            The `id` of each parameter that has stayed as it was on each rank.
+
+        Raises:
+            JoinError: A rank has changed something between its `break` and this, which others have yet to come to.
+        """
+        local = self._take_states()
+        self._restore_flags()
+        return local
+
+    def _take_states(self) -> frozenset[int]:
+        left, server = self.departure, self.server
+        sharded = not self.last_joiner and any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
+        word = left is not None, [] if left is None else left.changed(), left is not None and sharded
+        check(server.channel.gather(word, of=Word), server.members.rank)
+        local = self._audit.local(server.channel)
+        if left is not None:
+            left.before_handover()
+        if states := stateful(self._objects):
+            hand_over(states, server.members.leader, server.channel, server.members.group, local)
+        return local
+
+    def _restore_flags(self) -> None:
+        """Set again what flags this rank has set after a `break`: only then may ranks differ."""
+        if self.departure is not None:
+            self.departure.after_handover()
+
+    @property
+    def _has_synced(self) -> bool:
+        """Whether gradients have been averaged since the last tail, and none been accumulated since."""
+        return all(part.synced and not part.accumulates for part in self.server.models())
+
+    # ------------------------------------------------------------ checks
+
+    def compare_given(self) -> None:
+        """Compare what the ranks' `Join`s were given; every rank calls this.
+
+        Raises:
+            JoinValueError: Other types, or in another order.
+        """
+        everyone = self.server.channel.gather([type(thing).__name__ for thing in self._objects], of=list[str])
+        if any(names != everyone[0] for names in everyone):
+            given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(everyone))
+            raise JoinValueError(f"All ranks must give Join the same joinables in the same order, but gave {given}.")
+
+    def check_backward(self, group: list[int], is_ddps: bool) -> None:
+        """Raise for a collective in backward that would be wrong or wait for ever."""
+        members = self.server.members
+        if not is_ddps and members.weighting == "samples" and not members.announces:
+            raise UnsupportedError(
+                "A collective in backward (of a loss over all ranks' outputs, for example) under weighting='samples':"
+                " each rank's gradients are weighted by its number of samples where they reach the parameters, and"
+                " by then those of other ranks are mixed into them. Use weighting='world' with a loss that weighs"
+                " samples itself, or a collective on detached tensors in the forward pass."
+            )
+        joined = [rank for rank in group if members.has_joined(rank)]
+        if is_ddps and members.announces and joined and not any(model.in_backward for model in self.server.models()):
+            raise missing_model(joined)

@@ -1,0 +1,81 @@
+"""What active ranks besides the leader have seen of an accumulation, in case the leader has seen nothing.
+
+Each leaves a word where a backward of its own begins, which nobody waits for. A joined rank looks for these words if it
+holds gradients of which the leader cannot tell whether they count. To a backward that averages all active ranks come;
+of one that does not it only notes that there was a doubt, since others may leave that out.
+"""
+
+from torch_join.joinables._gradients.verdicts import CLEARED, KEPT, UNKNOWN, common_verdict
+from torch_join.joinables.part import Driver
+
+
+class OtherVerdicts:
+    """The words of one model's part.
+
+    Args:
+        driver: What the part belongs to.
+        index: The part's.
+    """
+
+    def __init__(self, driver: Driver, index: int) -> None:
+        self._driver = driver
+        self._index = index
+        self._left: list[str] = []
+        self._read: list[str] = []  # by all, as the next backward begins
+        self._doubts: list[int] = []  # on a joined rank, the records of them
+
+    def leave(self, verdict: str, averages: bool) -> None:
+        """Leave a word on an active rank that is about to announce a backward."""
+        self._delete(self._read)
+        if self._driver.members.rank != self._driver.members.leader:
+            key = self._key(self._driver.members.rank, self._driver.channel.records)
+            self._driver.channel.post(key, verdict)
+            self._left.append(key)
+        if averages:
+            # Nobody comes through its collectives before the joined ranks have answered it.
+            self._read, self._left = self._left, []
+
+    def forget(self) -> None:
+        """Delete what is left: the tail is over."""
+        self._delete(self._left)
+        self._delete(self._read)
+        self._doubts.clear()
+
+    def doubt(self) -> str:
+        """Note, on a joined rank, that the leader cannot tell at a backward that does not average; keep it for now."""
+        self._doubts.append(self._driver.channel.records - 1)
+        return KEPT
+
+    def ask(self) -> str:
+        """Return the verdict of the active ranks besides the leader, at a backward that averages.
+
+        Raises:
+            PeerFailedError: One of them has failed.
+            JoinTimeoutError: One of them has not come to this backward.
+        """
+        channel = self._driver.channel
+        keys = [self._key(rank, channel.records - 1) for rank in self._others]
+        return common_verdict([channel.read(key, of=str) for key in keys])
+
+    def settle(self) -> str:
+        """Return their verdict on what was in doubt before, at a backward that averages; see `ask`."""
+        if not self._doubts:
+            return KEPT
+        self.ask()  # who has come here has left all its words from before
+        channel, verdicts = self._driver.channel, []
+        while self._doubts:
+            record = self._doubts.pop()
+            keys = [key for rank in self._others if channel.posted(key := self._key(rank, record))]
+            verdicts.append(common_verdict([channel.read(key, of=str) for key in keys]))
+        return UNKNOWN if UNKNOWN in verdicts else CLEARED if CLEARED in verdicts else KEPT
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self._driver.members.active if rank != self._driver.members.leader]
+
+    def _delete(self, keys: list[str]) -> None:
+        while keys:
+            self._driver.channel.delete(keys.pop())
+
+    def _key(self, rank: int, record: int) -> str:
+        return f"gradients/{self._index}/{record}/{rank}"
