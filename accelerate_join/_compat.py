@@ -1,6 +1,6 @@
 """Every private name of Accelerate that this package touches (seen in accelerate 1.15.0).
 
-`tests/test_compat.py` notices when one of them goes.
+`tests/accelerate/test_compat.py` notices when one of them goes.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """Every private name of Lightning and torchmetrics that this package touches.
 
-Seen in lightning 2.6.6 and torchmetrics 1.9.0. `tests/test_compat.py` notices when one goes.
+Seen in lightning 2.6.6 and torchmetrics 1.9.0. `tests/lightning/test_compat.py` notices when one goes.
 """
 
 from collections.abc import Iterator

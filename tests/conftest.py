@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 
 @pytest.fixture(scope="session")

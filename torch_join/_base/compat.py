@@ -1,6 +1,6 @@
 """Every private name of torch that this package touches (seen in torch 2.13.0).
 
-`tests/test_compat.py` notices when one of them goes.
+`tests/core/_base/test_compat.py` notices when one of them goes.
 """
 
 from collections.abc import Callable, Sequence

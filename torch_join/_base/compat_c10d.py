@@ -1,6 +1,6 @@
 """How to stand between a call of a `c10d` operator and its backend: private names of torch, seen in torch 2.13.0.
 
-`tests/test_tap.py` notices when one of them goes.
+`tests/core/_collectives/test_tap.py` notices when one of them goes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

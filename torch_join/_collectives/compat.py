@@ -1,6 +1,6 @@
 """Every private name of torch that the collective tap touches (seen in torch 2.13.0).
 
-`tests/test_tap.py` notices when one of them goes.
+`tests/core/_collectives/test_tap.py` notices when one of them goes.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The private names of torch that the handover touches (seen in torch 2.13.0).
 
-`tests/test_handover.py` notices when one of them goes.
+`tests/core/_handover/test_handover.py` notices when one of them goes.
 """
 
 import sys

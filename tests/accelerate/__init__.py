@@ -1,0 +1,1 @@
+"""Tests of `accelerate_join`."""

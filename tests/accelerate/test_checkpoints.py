@@ -1,0 +1,218 @@
+"""`save_state` and `load_state` in the tail, also with the main process joined."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.support.accelerated import (
+    Script,
+    accelerator_of,
+    dataset,
+    make_loader,
+    make_optimizer,
+    make_scheduler,
+    network,
+    plain,
+    reference,
+)
+from tests.support.workers import Workers
+
+Seen = list[list[list[int]]]
+
+
+class Count:
+    """Something of the user's own with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Session:
+    """An accelerator and what it has prepared."""
+
+    def __init__(self, accelerator: Any, script: Script, rank: int) -> None:
+        self.accelerator = accelerator
+        net = network(script.norm)
+        optimizer = make_optimizer(script.optimizer, net.parameters())
+        self.net = net
+        self.model, self.optimizer, self.scheduler, self.loader = accelerator.prepare(
+            net, optimizer, make_scheduler(optimizer), make_loader(script, rank)
+        )
+        self.count = Count()
+        accelerator.register_for_checkpointing(self.count)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward((self.model(x) - y).pow(2).mean())
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.count.count += 1
+
+    @property
+    def state(self) -> Any:
+        return (
+            [p.tolist() for p in self.net.parameters()],
+            plain(self.optimizer.state_dict()),
+            plain(self.scheduler.state_dict()),
+            self.accelerator.step,
+            self.count.count,
+        )
+
+
+def save_each_step(rank: int, script: Script, folder: str, automatic: bool) -> tuple[Seen, Any]:
+    config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=20) if automatic else None
+    with accelerator_of(rank, gradient_accumulation_steps=script.accumulate, project_config=config) as accelerator:
+        session = Session(accelerator, script, rank)
+        seen: Seen = [[]]
+        with accelerator.join_uneven_inputs():
+            for step, (numbers, x, y) in enumerate(session.loader):
+                seen[0].append(numbers.tolist())
+                session.step(x, y)
+                accelerator.save_state(None if automatic else f"{folder}/{step}")
+        return seen, session.state
+
+
+def restore(rank: int, script: Script, path: str) -> Any:
+    with accelerator_of(rank, gradient_accumulation_steps=script.accumulate) as accelerator:
+        session = Session(accelerator, script, rank)
+        accelerator.load_state(path)
+        return session.state
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(lengths=(2, 5)),
+        Script(lengths=(5, 2), optimizer="sgd", accumulate=2),
+        Script(world_size=3, lengths=(0, 4, 3), accumulate=2),
+    ],
+    ids=lambda script: str(script.lengths),
+)
+def test_a_checkpoint_of_the_tail(workers: Workers, script: Script, automatic: bool, tmp_path: Path) -> None:
+    results = workers.run(script.world_size, save_each_step, script, str(tmp_path), automatic)
+    seen = [mine for mine, _ in results]
+    assert all(state == results[0][1] for _, state in results)
+    for step in range(max(script.lengths)):
+        path = tmp_path / "checkpoints" / f"checkpoint_{step}" if automatic else tmp_path / str(step)
+        states = workers.run(script.world_size, restore, script, str(path))
+        assert all(state == states[0] for state in states)
+        parameters, optimizer, scheduler, accelerator_step, count = states[0]
+        whole = script.accumulate == 1 or (step + 1) % script.accumulate == 0 or step + 1 == max(script.lengths)
+        until = step + 1 if whole else step + 1 - (step + 1) % script.accumulate
+        net, other, other_scheduler = reference(Script(**{**vars(script), "scheduler": "step"}), _cut(seen, until))
+        for mine, theirs in zip(parameters, net.parameters(), strict=True):
+            assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
+        moments = [value for state in other.state.values() for value in state.values() if isinstance(value, Tensor)]
+        found = [value for state in optimizer["state"].values() for value in state.values() if value is not None]
+        assert len(moments) == len(found)
+        for mine, theirs in zip(found, moments, strict=True):
+            assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
+        assert scheduler["last_epoch"] == other_scheduler.last_epoch
+        assert count == step + 1
+        assert accelerator_step == (0 if step + 1 == max(script.lengths) else step + 1)
+
+
+def _cut(seen: list[Seen], steps: int) -> list[Seen]:
+    return [[mine[0][:steps]] for mine in seen]
+
+
+def load_back(rank: int, script: Script, folder: str, at: int) -> tuple[Seen, Any]:
+    """Save after the first step; go back to it after step `at`, and go on."""
+    with accelerator_of(rank) as accelerator:
+        session = Session(accelerator, script, rank)
+        seen: Seen = [[]]
+        with accelerator.join_uneven_inputs():
+            for step, (numbers, x, y) in enumerate(session.loader):
+                if step == 0 or step > at:
+                    seen[0].append(numbers.tolist())
+                session.step(x, y)
+                if step == 0:
+                    accelerator.save_state(folder)
+                if step == at:
+                    accelerator.load_state(folder)
+        return seen, session.state
+
+
+@pytest.mark.parametrize("lengths", [(2, 6), (6, 2), (1, 6, 4)])
+def test_going_back_in_the_tail(workers: Workers, lengths: tuple[int, ...], tmp_path: Path) -> None:
+    script = Script(world_size=len(lengths), lengths=lengths)
+    results = workers.run(len(lengths), load_back, script, str(tmp_path), 3)
+    assert all(state == results[0][1] for _, state in results)
+    net, *_ = reference(Script(**{**vars(script), "scheduler": "step"}), [seen for seen, _ in results])
+    for mine, theirs in zip(results[0][1][0], net.parameters(), strict=True):
+        assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
+
+
+def stateful(rank: int, samples: int, lengths: tuple[int, ...], folder: str, at: int | None) -> list[int]:
+    """Save after step `at`, or begin there; return what was seen."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    with accelerator_of(rank, dataloader_config=config) as accelerator:
+        loader: Any = DataLoader(dataset(samples), 1)
+        if lengths:  # the user's own shards, from a sampler that may be wound forward past its end
+            batches = [[index] for index in range(lengths[rank])]
+            loader = DataLoaderShard(dataset(lengths[rank]), batch_sampler=batches, use_stateful_dataloader=True)
+            loader._is_accelerate_prepared = True
+        model, loader = accelerator.prepare(network(False), loader)
+        if at is None:
+            accelerator.load_state(folder)
+        seen = []
+        with accelerator.join_uneven_inputs(even_batches=False):
+            for step, (numbers, x, _) in enumerate(loader):
+                seen += numbers.tolist()
+                model(x).sum().backward()
+                model.zero_grad()
+                if step == at:
+                    accelerator.save_state(folder)
+        return seen
+
+
+@pytest.mark.parametrize("at", [0, 2, 3])
+@pytest.mark.parametrize("samples", [7, 8])
+def test_a_stateful_loader_is_resumed_where_the_active_ranks_were(
+    workers: Workers, samples: int, at: int, tmp_path: Path
+) -> None:
+    everything = workers.run(2, stateful, samples, (), str(tmp_path), at)
+    left = workers.run(2, stateful, samples, (), str(tmp_path), None)
+    # At its end a loader begins anew, on the rank that had joined before too.
+    assert left == [numbers[at + 1 :] if at < 3 else numbers for numbers in everything]
+
+
+@pytest.mark.parametrize("lengths", [(2, 7), (7, 2), (0, 7)])
+def test_a_stateful_loader_is_resumed_in_the_tail(workers: Workers, lengths: tuple[int, ...], tmp_path: Path) -> None:
+    everything = workers.run(2, stateful, 0, lengths, str(tmp_path), 3)
+    left = workers.run(2, stateful, 0, lengths, str(tmp_path), None)
+    assert left == [numbers[4:] for numbers in everything]
+
+
+def position(rank: int, lengths: tuple[int, ...]) -> Any:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    with accelerator_of(rank, dataloader_config=config) as accelerator:
+        batches = [[index] for index in range(lengths[rank])]
+        loader: Any = DataLoaderShard(dataset(lengths[rank]), batch_sampler=batches, use_stateful_dataloader=True)
+        loader._is_accelerate_prepared = True
+        model, loader = accelerator.prepare(network(False), loader)
+        with accelerator.join_uneven_inputs():
+            for _, x, _ in loader:
+                model(x).sum().backward()
+        return plain(loader.state_dict())
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (1, 3)])
+def test_after_a_loop_all_would_save_the_same_position(workers: Workers, lengths: tuple[int, ...]) -> None:
+    first, second = workers.run(2, position, lengths)
+    assert first == second
+    assert first["_iterator_finished"]

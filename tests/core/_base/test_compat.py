@@ -1,0 +1,115 @@
+"""Notices when a private name that we rely on goes; the behaviour behind it is tested elsewhere."""
+
+import inspect
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+from tests.support.inside import MODEL_AVERAGING_FOLDER
+from torch_join._base import compat as torch_compat
+
+
+def test_torchmetrics() -> None:
+    names = {*dir(Metric), *inspect.getsource(Metric.__init__).split()}
+    assert "_copy_state_dict" in names
+    assert {"self._update_count", "self._computed", "self._forward_cache"} <= {n.rstrip(":") for n in names}
+
+
+def test_torchs_ddp() -> None:
+    source = inspect.getsource(DistributedDataParallel)
+    for name in ("_use_python_reducer", "_delay_all_reduce_params", "mixed_precision", "parameters_to_ignore"):
+        assert f"self.{name}" in source
+    rebuild = source.index(
+        "torch.is_grad_enabled() and self.reducer._rebuild_buckets()"
+    )  # `check_reduced` does the same
+    assert rebuild < source.index("self._has_rebuilt_buckets = True") < source.index("if self._check_sync_bufs_pre_fwd")
+    assert "len(self.modules_buffers) > 0" in source
+    assert "self.module(*inputs" in source, "DDP no longer calls `self.module`, which the shadow stands in for"
+    assert callable(torch.distributed._broadcast_coalesced)
+    assert isinstance(torch.distributed.distributed_c10d._world.pg_map, dict)
+
+
+def test_torchs_reducer() -> None:
+    for name in ("_check_reducer_finalized", "_get_local_used_map", "_rebuild_buckets"):
+        assert callable(getattr(torch.distributed.Reducer, name))
+    source = inspect.getsource(DistributedDataParallel)
+    assert "self._comm_hooks.append((hook, state))" in source
+    assert "self.find_unused_parameters and not self.static_graph" in source
+    assert PostLocalSGDState.__name__ == "PostLocalSGDState"
+    x = torch.ones(1, requires_grad=True)
+    y = x * 1
+    assert torch_compat.differentiable({"a": torch.ones(1), "b": [x, y]})[0] is y
+    assert torch_compat.differentiable({"a": torch.ones(1)}) == []
+    assert [None if n is None else n.item() for n in torch_compat.norms([torch.full((3,), -2.0), None])] == [6.0, None]
+
+
+def test_torch_tells_which_gradients_a_backward_adds_to() -> None:
+    x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
+    seen = []
+
+    def note(_: torch.Tensor) -> None:
+        seen.append((torch_compat.will_accumulate(x), torch_compat.will_accumulate(y)))
+
+    def product() -> torch.Tensor:
+        out = x * 2
+        out.register_hook(note)
+        return (out * y).sum() if not seen else out.sum()
+
+    product().backward()
+    product().backward()
+    torch.autograd.grad(product(), x)
+    assert seen == [(True, True), (True, False), (False, False)]
+
+
+def test_torchs_post_accumulate_hooks_live_in_a_dictionary_that_autograd_reads() -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    assert torch_compat.post_accumulate_hooks(parameter) == {}
+    seen = []
+    parameter.register_post_accumulate_grad_hook(lambda _: seen.append(1))
+    hooks = torch_compat.post_accumulate_hooks(parameter)
+    kept = dict(hooks)
+    hooks.clear()
+    parameter.sum().backward()
+    assert seen == []
+    hooks.update(kept)
+    parameter.sum().backward()
+    assert seen == [1]
+
+
+def test_torchs_model_averaging_is_where_it_was() -> None:
+    assert inspect.getsourcefile(average_parameters).startswith(MODEL_AVERAGING_FOLDER)  # type: ignore[union-attr]
+
+
+def test_torchs_join_config() -> None:
+    disabled = torch_compat.disabled_join_config()
+    assert (disabled.enable, disabled.is_first_joinable, disabled.throw_on_early_termination) == (False, False, False)
+    assert {*disabled._fields} == {"enable", "throw_on_early_termination", "is_first_joinable"}
+    source = inspect.getsource(TorchJoin.notify_join_context)
+    assert "joinable._join_config" in source
+    assert source.index("is_first_joinable") < source.index("dist.all_reduce")
+
+
+def test_torchs_hooks_live_in_a_dictionary_that_autograd_reads() -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    seen = []
+    parameter.register_hook(lambda grad: seen.append(1))
+    hooks = torch_compat.backward_hooks(parameter)
+    kept = dict(hooks)
+    hooks.clear()
+    parameter.sum().backward()
+    assert seen == []
+    hooks.update(kept)
+    parameter.sum().backward()
+    assert seen == [1]
+
+
+def test_torch_configures_joinables_after_it_has_asked_for_their_hooks() -> None:
+    source = inspect.getsource(TorchJoin.__init__)
+    assert source.index("join_hook(") < source.index("self._set_joinable_configs()")
+    assert "joinable._join_config = _JoinConfig(" in inspect.getsource(TorchJoin._set_joinable_configs)
+    # A word has the form of torch's count.
+    assert "torch.zeros(1, device=self._device)" in inspect.getsource(TorchJoin._get_num_nonjoined_procs)

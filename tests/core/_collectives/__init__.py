@@ -1,0 +1,1 @@
+"""Tests of `torch_join/_collectives`: each collective alone, beside a model, and in sub-groups."""

@@ -1,0 +1,240 @@
+"""Every collective of the table in a real loop: a model is trained, and some ranks have joined."""
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.core._collectives.test_neutral import FORMS, supported
+from tests.core._collectives.test_refusals import issue_refused
+from tests.support.collectives import BY_OPERATION, DTYPES, REDUCING, WITHOUT_TENSORS, Case, Results, check
+from tests.support.workers import Workers
+from torch_join import Join, UnsupportedError
+from torch_join._collectives.call import REFUSALS
+from torch_join._collectives.neutral import ENTRIES, REDUCTIONS
+
+MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
+WORLDS = [(1, 3), (3, 1), (1, 3, 2), (3, 1, 1), (0, 2, 2)]
+# torch.compile takes seconds, and `test_neutral` has it.
+PLAIN_FORMS = [name for name in FORMS if not name.startswith("compiled")]
+
+
+@dataclass(frozen=True)
+class Play:
+    """A collective, or a form of some, on a group."""
+
+    label: str
+    ranks: tuple[int, ...]
+    function: Callable[[Case], Results]
+    options: dict[str, Any]
+    default: bool = False
+    mode: int = 0
+
+
+def plays(world_size: int) -> Iterator[Play]:
+    """All operations, reduce operations and dtypes; by turns groups, grad modes, and synchronous or not."""
+    everyone = tuple(range(world_size))
+    groups = [g for n in range(1, world_size + 1) for g in itertools.combinations(everyone, n)]
+    turn = itertools.count()
+    for name, function in BY_OPERATION.items():
+        for reduction in [r.op for r in REDUCTIONS] if name in REDUCING else ["SUM"]:
+            for dtype in [torch.float32] * 6 if name in WITHOUT_TENSORS else DTYPES:
+                if supported(reduction, dtype):
+                    n = next(turn)
+                    ranks = everyone if n % 2 else groups[n // 2 % len(groups)]
+                    options = {"dtype": dtype, "reduction": reduction, "async_op": n // 2 % 2 == 0}
+                    yield Play(f"{name} {options} {ranks}", ranks, function, options, n % 2 == 1, n % 3)
+    for name in PLAIN_FORMS:
+        for ranks, default in ((everyone, True), (everyone, False), (groups[-2], False)):
+            yield Play(f"AVG {name} {ranks}", ranks, FORMS[name][0], {}, default)
+
+
+def train(rank: int, lengths: Sequence[int], collective: bool) -> tuple[int, list[Any]]:
+    world_size = len(lengths)
+    subsets = [g for n in range(1, world_size + 1) for g in itertools.combinations(range(world_size), n)]
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in subsets}
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    count = 0
+    with Join([model, optimizer]) as join:
+        for step in join.batches(list(range(lengths[rank]))):
+            optimizer.zero_grad()
+            loss = model(torch.arange(6, dtype=torch.float64).view(3, 2) + rank + step).pow(2).mean()
+            if collective and len(join.active_ranks) < world_size:
+                todo = list(plays(world_size))
+                half = len(todo) // 2
+                count += issue(todo[:half], rank, join.active_ranks, groups)
+                loss.backward()
+                count += issue(todo[half:], rank, join.active_ranks, groups)
+            else:
+                loss.backward()
+            optimizer.step()
+    return count, [t.tolist() for t in (*model.parameters(), *model.buffers())]
+
+
+def issue(todo: Sequence[Play], rank: int, active: Sequence[int], groups: dict[tuple[int, ...], Any]) -> int:
+    """Issue those of the groups that this rank is in, and return how many."""
+    mine = [play for play in todo if rank in play.ranks]
+    for play in mine:
+        ranks = [r for r in play.ranks if r in active]
+        case = Case(rank, list(play.ranks), ranks, None if play.default else groups[play.ranks], **play.options)
+        with MODES[play.mode]():
+            results = play.function(case)
+        check(play.label, results)
+    return len(mine)
+
+
+@pytest.mark.parametrize("lengths", WORLDS, ids=str)
+def test_every_collective_beside_a_model(workers: Workers, lengths: tuple[int, ...]) -> None:
+    found = workers.run(len(lengths), train, lengths, True)
+    plain = workers.run(len(lengths), train, lengths, False)
+    assert [state for _, state in found] == [state for _, state in plain]
+    assert all(state == found[0][1] for _, state in found)
+    for (count, _), length in zip(found, lengths, strict=True):
+        assert count > 300 if length > min(lengths) else count == 0
+
+
+def test_the_plays_are_all_there_is() -> None:
+    for world_size in (2, 3):
+        mine = list(plays(world_size))
+        kinds = {(p.label.split()[0], p.options.get("async_op"), p.default) for p in mine if p.options}
+        assert kinds == set(itertools.product(ENTRIES, (True, False), (True, False)))
+        kinds = {(p.label.split()[0], p.options["reduction"], p.options["dtype"]) for p in mine if p.options}
+        for name in set(ENTRIES) - set(WITHOUT_TENSORS):
+            for reduction in [r.op for r in REDUCTIONS] if name in REDUCING else ["SUM"]:
+                for dtype in DTYPES:
+                    assert ((name, reduction, dtype) in kinds) == supported(reduction, dtype)
+        assert {(p.mode, p.default) for p in mine} == set(itertools.product(range(3), (True, False)))
+
+
+# ---------------------------------------------------------------- what cannot be mirrored
+
+
+def refused(rank: int) -> tuple[dict[str, list[str]], list[float], list[Any]]:
+    """Rank 0 joins, rank 1 tries everything that it must not, and training goes on."""
+    named = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(2, 1).double())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    messages: dict[str, list[str]] = {}
+    sums = []
+    with Join([model, optimizer]) as join:
+        for _ in join.batches(list(range(1 + 2 * rank))):
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 2, dtype=torch.float64)).sum()
+            for group in (None, named) if join.active_ranks == (1,) else ():
+                for what, calls in issue_refused(group).items():
+                    for call in calls:
+                        with pytest.raises(UnsupportedError) as error:
+                            call()
+                        messages.setdefault(what, []).append(str(error.value))
+            loss.backward()
+            optimizer.step()
+            one = torch.ones(1)
+            dist.all_reduce(one)
+            sums.append(float(one))
+    return messages, sums, [p.tolist() for p in model.parameters()]
+
+
+def test_what_cannot_be_mirrored_raises_and_mispairs_nothing(workers: Workers) -> None:
+    (none, _, joined), (messages, sums, active) = workers.run(2, refused, store="tcp")
+    assert not none
+    assert sums == [2.0, 1.0, 1.0]
+    assert joined == active
+    assert set(messages) == {refusal.what for refusal in REFUSALS}
+    for refusal in REFUSALS:
+        text = f"ranks \\[0\\] have joined.*{re.escape(refusal.why)}. Use {re.escape(refusal.instead)}"
+        assert all(re.search(text, message) for message in messages[refusal.what])
+
+
+class Middle(nn.Module):
+    """A collective in backward, before, among or after DDP's own."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+        self.layers = nn.ModuleList([nn.Linear(2, 2).double() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == self.place:
+                x = differentiable.all_reduce(x.clone())
+        return x
+
+
+def in_backward(rank: int, place: int) -> None:
+    model = DistributedDataParallel(Middle(place), bucket_cap_mb=1e-5)
+    with Join([model]) as join:
+        for step in join.batches(list(range(1 + 2 * rank))):
+            model.module.place = place if len(join.active_ranks) == 1 else -1
+            model(torch.ones(3, 2, dtype=torch.float64) + step).sum().backward()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_collective_in_the_models_own_backward_raises(workers: Workers, place: int) -> None:
+    joined, active = workers.outcomes(2, in_backward, place, timeout=4.0)
+    assert active.error.startswith("UnsupportedError: all_reduce on a process group in which ranks [0] have joined")
+    assert "in backward a joined rank cannot know its place" in active.error
+    assert joined.error.startswith("PeerFailedError: Rank 1 failed")
+    assert not joined.ends
+    assert not active.ends
+
+
+def sync_batch_norm(rank: int) -> str:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model.module[1] = nn.SyncBatchNorm(2)  # DDP itself takes it on accelerators only
+    with pytest.raises(UnsupportedError) as error:
+        Join([model])
+    return str(error.value)
+
+
+def test_sync_batch_norm_is_refused_on_all_ranks(workers: Workers) -> None:
+    assert all("Use BatchNorm" in text and "SyncBatchNorm" in text for text in workers.run(2, sync_batch_norm))
+
+
+def sharded_forward(rank: int, kind: str) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    # The outermost one keeps its parameters after the forward, others gather them in each.
+    other: Any
+    if kind == "FSDP":
+        cpu = torch.device("cpu")
+        other = nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2), device_id=cpu), nn.Linear(2, 2))
+        other = FullyShardedDataParallel(other, device_id=cpu)
+    else:
+        other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (other[0], other):
+            fully_shard(module, mesh=mesh)
+    texts = []
+    with Join([model]) as join:
+        for _ in join.batches(list(range(1 + 2 * rank))):
+            model(torch.ones(1, 2)).sum().backward()
+            try:
+                with torch.no_grad():
+                    other(torch.ones(1, 2))
+            except UnsupportedError as error:
+                texts.append(str(error))
+                break
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "fully_shard"])
+def test_a_sharded_model_that_was_not_given_raises_in_the_tail(workers: Workers, kind: str) -> None:
+    joined, active = workers.run(2, sharded_forward, kind)
+    assert joined == []
+    assert len(active) == 1
+    assert "it needs the parameters' shards of ranks that have joined" in active[0]

@@ -1,0 +1,239 @@
+"""Every collective of the table, issued by active ranks alone and mirrored by a rank that has joined."""
+
+import functools
+import itertools
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
+from torch import Tensor
+
+from tests.support.collectives import (
+    BY_OPERATION,
+    DTYPES,
+    FLOATS,
+    REDUCING,
+    WITHOUT_TENSORS,
+    Case,
+    Results,
+    check,
+)
+from tests.support.party import Party
+from tests.support.workers import Workers
+from torch_join._base.errors import JoinError
+from torch_join._collectives.call import REFUSALS
+from torch_join._collectives.neutral import ENTRIES, REDUCTIONS, mirror
+from torch_join._collectives.tap import Call
+
+
+def _cases(world_size: int, joined: int) -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
+    """All operations, dtypes, reduce operations and groups, each pair of them at least once."""
+    everyone = tuple(range(world_size))
+    groups = [g for n in (1, 2, 3) for g in itertools.combinations(everyone, n) if g != (joined,)]
+    turn = itertools.count()
+    for name in BY_OPERATION:
+        for reduction in [r.op for r in REDUCTIONS] if name in REDUCING else ["SUM"]:
+            for dtype in [torch.float32] * 4 if name in WITHOUT_TENSORS else DTYPES:
+                if not supported(reduction, dtype):
+                    continue
+                n = next(turn)
+                default = n % 2 == 0
+                kwargs = {"dtype": dtype, "reduction": reduction, "async_op": n // 2 % 2 == 1, "default": default}
+                yield name, everyone if default else groups[n // 2 % len(groups)], kwargs
+
+
+def supported(reduction: str, dtype: torch.dtype) -> bool:
+    """Whether gloo has it."""
+    if reduction == "AVG":
+        return dtype in FLOATS
+    return dtype not in FLOATS or not reduction.startswith("B")
+
+
+def _play_all(rank: int, world_size: int, joined: int) -> int:
+    party = Party(rank, {joined})
+    count = 0
+    for name, ranks, kwargs in _cases(world_size, joined):
+        case = party.case(ranks, **kwargs)
+        results = party.play(lambda: BY_OPERATION[name](case), ranks)  # noqa: B023
+        label = f"{name} {ranks} {kwargs}"
+        if results is not None:
+            check(label, results)
+            _check_calls(label, party.calls, case)
+        count += 1
+    return count
+
+
+def _check_calls(label: str, calls: list[Call], case: Case) -> None:
+    operations = {call.operation for call in calls}
+    assert operations == ({label.split()[0]} if case.active != case.ranks else set()), label
+    assert pickle.loads(pickle.dumps(calls)) == calls
+
+
+@pytest.mark.parametrize(("world_size", "joined"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_active_ranks_get_what_they_would_get_alone(workers: Workers, world_size: int, joined: int) -> None:
+    counts = workers.run(world_size, _play_all, world_size, joined, store="tcp")
+    assert min(counts) > 400
+
+
+def test_the_cases_cover_all_pairs() -> None:
+    for world_size, joined in ((2, 0), (3, 2)):
+        cases = list(_cases(world_size, joined))
+        assert {name for name, _, _ in cases} == set(ENTRIES)
+        seen = {(name, kwargs["async_op"]) for name, _, kwargs in cases}
+        assert seen == set(itertools.product(ENTRIES, (True, False)))
+        seen = {(name, kwargs["default"]) for name, _, kwargs in cases}
+        assert seen == set(itertools.product(ENTRIES, (True, False)))
+        assert len({ranks for _, ranks, _ in cases}) == 2**world_size - 2
+        dtypes = {(name, kwargs["dtype"]) for name, _, kwargs in cases if name not in WITHOUT_TENSORS}
+        assert dtypes == set(itertools.product(set(ENTRIES) - set(WITHOUT_TENSORS), DTYPES))
+        reductions = {(name, kwargs["reduction"]) for name, _, kwargs in cases if name in REDUCING}
+        assert reductions == set(itertools.product(REDUCING, [r.op for r in REDUCTIONS]))
+
+
+def _functional(case: Case) -> Results:
+    mine, group = case.value(case.rank), case.group or dist.group.WORLD
+    sent, received = case.scattered()
+    whole, gathered = torch.cat(sent), torch.cat(case.gathered())
+    source = case.ranks.index(case.root)
+    mean = sum(case.gathered()) / len(case.active)
+    return [
+        (functional.all_reduce(mine, "sum", group), case.reduced()),
+        (functional.all_reduce(mine, "avg", group), mean),
+        (functional.all_gather_tensor(mine, 0, group), gathered),
+        (functional.reduce_scatter_tensor(whole, "sum", 0, group), received),
+        (functional.broadcast(mine, source, group), case.value(case.root)),
+        (
+            functional.all_to_all_single(whole, None, None, group),
+            torch.cat(case.gathered(shift=case.ranks.index(case.rank))),
+        ),
+        (functional.all_reduce_coalesced([mine, mine], "sum", group), [case.reduced()] * 2),
+        (functional.all_gather_into_tensor_coalesced([mine, mine], group), [gathered] * 2),
+        (functional.reduce_scatter_tensor_coalesced([whole] * 2, "sum", [0, 0], group), [received] * 2),
+        (differentiable.all_reduce(mine.clone().requires_grad_(), group=group), case.reduced()),
+    ]
+
+
+def _compiled(backend: str, case: Case) -> Results:
+    def step(tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=case.group)
+        return functional.all_reduce(tensor * 2, "max", case.group or dist.group.WORLD)
+
+    step = torch.compile(step, backend=backend)
+    return [(step(case.value(case.rank)), case.reduced() * 2), (step(case.value(case.rank)), case.reduced() * 2)]
+
+
+def _grad_modes(case: Case) -> Results:
+    results = []
+    least, mean = functools.reduce(torch.minimum, map(case.value, case.active)), case.reduced() / len(case.active)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            inside, outside, averaged = (case.value(case.rank) for _ in range(3))
+            dist.all_reduce(inside, dist.ReduceOp.MIN, case.group)
+            dist.all_reduce(averaged, dist.ReduceOp.AVG, case.group)
+        dist.all_reduce(outside, dist.ReduceOp.MIN, case.group)
+        results += [(inside, least), (averaged, mean), (outside, least)]
+    with torch.no_grad():
+        leaf = case.value(case.rank).requires_grad_()
+        dist.all_reduce(leaf, dist.ReduceOp.AVG, case.group)
+    return [*results, (leaf.detach(), mean)]
+
+
+def _several_under_way(case: Case) -> Results:
+    tensors = [case.value(case.rank, shift) for shift in range(4)]
+    work = [dist.all_reduce(t, group=case.group, async_op=True) for t in tensors]
+    objects = [None] * len(case.ranks)
+    dist.all_gather_object(objects, case.rank, case.group)
+    for one in reversed(work):
+        one.wait()
+    assert [o for o in objects if o is not None] == case.active
+    return [(tensor, case.reduced(shift)) for shift, tensor in enumerate(tensors)]
+
+
+def _other_layouts(case: Case) -> Results:
+    sparse = torch.diag(case.value(case.rank)).to_sparse()
+    hybrid = torch.diag(case.value(case.rank)).to_sparse(1)
+    dist.all_reduce(sparse, group=case.group)
+    dist.all_reduce(hybrid, group=case.group)
+    complex_ = torch.complex(case.value(case.rank), case.value(case.rank))
+    dist.all_reduce(complex_, dist.ReduceOp.AVG, case.group)
+    scalar, empty = case.value(case.rank)[0].clone(), torch.empty(0, 3)
+    dist.all_reduce(scalar, group=case.group)
+    dist.all_reduce(empty, group=case.group)
+    mean = case.reduced() / len(case.active)
+    return [
+        (sparse.to_dense(), torch.diag(case.reduced())),
+        (hybrid.to_dense(), torch.diag(case.reduced())),
+        (complex_, torch.complex(mean, mean)),
+        (scalar, case.reduced()[0]),
+    ]
+
+
+def _deprecated(case: Case) -> Results:
+    tensors = [case.value(case.rank, shift) for shift in (0, 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.all_reduce_coalesced(tensors, group=case.group)
+        output = torch.empty(5 * len(case.ranks))
+        dist.all_gather_into_tensor(output, tensors[0], group=case.group)
+    gathered = [case.reduced() if r in case.active else torch.zeros(5) for r in case.ranks]
+    return [*((t, case.reduced(shift)) for shift, t in enumerate(tensors)), (output, torch.cat(gathered))]
+
+
+FORMS = {
+    "functional": (_functional, 10),
+    "compiled for eager": (functools.partial(_compiled, "eager"), 4),
+    "compiled for aot_eager": (functools.partial(_compiled, "aot_eager"), 4),
+    "grad modes": (_grad_modes, 7),
+    "several under way": (_several_under_way, 5),
+    "other layouts": (_other_layouts, 5),
+    "deprecated": (_deprecated, 2),
+}
+
+
+def _play_form(rank: int, joined: int, name: str) -> None:
+    party = Party(rank, {joined})
+    function, number = FORMS[name]
+    for ranks in ((0, 1, 2), (0, 2)):
+        case = party.case(ranks, default=len(ranks) == 3)
+        results = party.play(lambda: function(case), ranks)  # noqa: B023
+        if results is not None:
+            check("AVG", results)
+            assert len(party.calls) == number, party.calls
+
+
+@pytest.mark.parametrize("joined", [0, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_collectives_are_seen_in_every_form(workers: Workers, form: str, joined: int) -> None:
+    workers.run(3, _play_form, joined, form, store="tcp")
+
+
+def test_a_collective_of_other_ranks_is_not_mirrored() -> None:
+    mirror(Call("all_reduce", "a group of others", reduce_op="SUM"))
+    with pytest.raises(JoinError, match="announced 'send', in which no joined rank can take part"):
+        mirror(Call("send", "0"))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_neutral_values_are_of_the_dtype(dtype: torch.dtype) -> None:
+    values = {r.op: r.value(dtype) for r in REDUCTIONS if dtype != torch.complex64 or r.op in ("SUM", "PRODUCT")}
+    assert all(not torch.full((1,), value, dtype=dtype).to(torch.complex128).isnan().any() for value in values.values())
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows))
+
+
+def test_the_docs_show_the_table() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "collectives.md").read_text()
+    operations = ((f"`{e.operation}`", e.contribution, e.result) for e in ENTRIES.values())
+    assert _table(("operation", "a joined rank contributes", "active ranks get"), operations) in text
+    reductions = ((f"`{r.op}`", r.contribution, r.result) for r in REDUCTIONS)
+    assert _table(("reduce operation", "a joined rank contributes", "active ranks get"), reductions) in text
+    assert _table(("what raises", "why", "use instead"), iter(REFUSALS)) in text

@@ -1,0 +1,157 @@
+"""Collectives in process groups of which some active ranks are no members."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.cases import Batch, Case, Module, Result, assert_exact, build_trainer, difference, result_of
+from tests.support.joinables import WorldJoinable
+from tests.support.loops import Models, Program, reference
+from tests.support.workers import Workers
+from torch_join import Join
+
+PAIRS = ((1, 2), (0, 2), (0, 1))
+Sums = dict[tuple[int, int], int]
+
+
+def exchange(rank: int, groups: dict[tuple[int, int], Any], how: str, loss: Tensor) -> Sums:
+    """Sum 10 ** rank in every pair that this rank is in, and run the backward."""
+    values = {pair: torch.tensor([10.0**rank]) for pair in groups if rank in pair}
+    if how == "async":  # in an order of its own
+        order = sorted(values, reverse=rank == 1)
+        works = [dist.all_reduce(values[pair], group=groups[pair], async_op=True) for pair in order]
+        loss.backward()
+        for work in works:
+            assert work is not None
+            work.wait()
+    elif how == "objects":
+        for pair, value in values.items():
+            objects: list[Any] = [None, None]
+            dist.all_gather_object(objects, value.item(), group=groups[pair])
+            value[0] = sum(number for number in objects if number is not None)
+        loss.backward()
+    else:
+        if how == "after":
+            loss.backward()
+        for pair, value in values.items():
+            dist.all_reduce(value, group=groups[pair])
+        if how == "before":
+            loss.backward()
+    return {pair: int(value.item()) for pair, value in values.items()}
+
+
+def train_in_pairs(rank: int, lengths: tuple[int, ...], heartbeat: bool, how: str) -> tuple[Any, list[Tensor]]:
+    groups = {pair: dist.new_group(list(pair)) for pair in PAIRS}
+    models = Models(Program(lengths))
+    ddp = DistributedDataParallel(models)
+    optimizer = torch.optim.Adam(models.parameters(), lr=0.05)
+    found = []
+    with Join([ddp, optimizer], timeout=timedelta(seconds=20), heartbeat=heartbeat) as join:
+        for epoch in range(2):
+            for x, y in join.batches(Program(lengths).data.batches(rank, epoch)):
+                optimizer.zero_grad()
+                sums = exchange(rank, groups, how, (ddp(x) - y).pow(2).mean())
+                optimizer.step()
+                found.append((sums, join.active_ranks))
+    return found, [p.detach() for p in models.parameters()]
+
+
+@pytest.mark.parametrize("how", ["before", "after", "async", "objects"])
+@pytest.mark.parametrize(
+    ("lengths", "heartbeat"),
+    [((4, 4, 1), False), ((1, 3, 5), False), ((5, 2, 4), True), ((5, 0, 2), False), ((0, 3, 3), True)],
+)
+def test_pairs_sum_over_their_active_members(
+    workers: Workers, lengths: tuple[int, ...], heartbeat: bool, how: str
+) -> None:
+    results = workers.run(3, train_in_pairs, lengths, heartbeat, how, deadline=30.0)
+    expected, _ = reference(Program(lengths, epochs=2))
+    for rank, (found, parameters) in enumerate(results):
+        assert len(found) == 2 * lengths[rank]
+        for sums, active in found:
+            assert sums == {pair: sum(10**r for r in pair if r in active) for pair in PAIRS if rank in pair}
+        assert difference(parameters, list(expected.parameters())) < 1e-10
+
+
+class PairCounter(WorldJoinable, JoinHook):
+    """Counts in a pair and in the world, as a joinable of the user's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.groups = {pair: dist.new_group(list(pair)) for pair in PAIRS}
+        self.total = 0
+
+    def count(self, one: float = 1.0) -> None:
+        for group in (*(self.groups[pair] for pair in PAIRS if self.rank in pair), None):
+            value = torch.tensor([one])
+            dist.all_reduce(value, group=group)
+            self.total += int(value.item())
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    def main_hook(self) -> None:
+        total = self.total
+        self.count(0.0)
+        self.total = total
+
+
+def count_in_pairs(rank: int, lengths: tuple[int, ...]) -> int:
+    counter = PairCounter(rank)
+    with Join([counter], timeout=timedelta(seconds=20)) as join:
+        for _ in join.batches(range(lengths[rank])):
+            TorchJoin.notify_join_context(counter)
+            counter.count()
+    return counter.total
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, 5), (4, 2, 0), (3, 5, 4)])
+def test_main_hooks_take_part_in_pairs(workers: Workers, lengths: tuple[int, ...]) -> None:
+    for rank, total in enumerate(workers.run(3, count_in_pairs, lengths, deadline=20.0)):
+        expected = 0
+        for step in range(lengths[rank]):
+            active = [r for r, length in enumerate(lengths) if length > step]
+            expected += sum(len(set(pair) & set(active)) for pair in PAIRS if rank in pair) + len(active)
+        assert total == expected
+
+
+class Pairs(Module):
+    """Sums in every pair in each step."""
+
+    def on_fit_start(self) -> None:
+        self.groups = {pair: dist.new_group(list(pair)) for pair in PAIRS}
+        self.found: list[tuple[int, Sums]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        values = {pair: torch.tensor([10.0**self.global_rank]) for pair in PAIRS if self.global_rank in pair}
+        for pair, value in values.items():
+            dist.all_reduce(value, group=self.groups[pair])
+        self.found.append((batch_idx, {pair: int(value.item()) for pair, value in values.items()}))
+        return super().training_step(batch, batch_idx)
+
+
+def fit_in_pairs(rank: int, case: Case) -> tuple[Any, Result]:
+    module = Pairs(case)
+    trainer = build_trainer(case)
+    trainer.fit(module)
+    return module.found, result_of(trainer, module)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 1), (1, 3, 5), (3, 1, 5), (5, 0, 2), (2, 4, 0)])
+def test_pairs_in_lightning_sum_over_their_active_members(workers: Workers, lengths: tuple[int, ...]) -> None:
+    case = Case(lengths, epochs=2)
+    outcomes = workers.run(3, fit_in_pairs, case, deadline=30.0)
+    assert_exact(case, [result for _, result in outcomes])
+    for rank, (found, _) in enumerate(outcomes):
+        assert len(found) == 2 * lengths[rank]
+        for step, sums in found:
+            active = {r for r, length in enumerate(lengths) if length > step}
+            assert sums == {pair: sum(10**r for r in pair if r in active) for pair in PAIRS if rank in pair}

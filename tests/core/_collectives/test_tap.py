@@ -1,0 +1,211 @@
+"""What the tap sees, passes over, and what it leaves behind: nothing."""
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.collectives import (
+    BY_OPERATION,
+    Case,
+    check,
+)
+from tests.support.inside import see
+from tests.support.party import listening
+from tests.support.workers import Workers
+from torch_join import UnsupportedError
+from torch_join._base import compat_c10d as _dispatch
+from torch_join._base.errors import JoinError
+from torch_join._collectives import compat as _compat_c10d
+from torch_join._collectives.call import OBJECT_OPERATIONS
+from torch_join._collectives.neutral import ENTRIES, REDUCTIONS
+from torch_join._collectives.tap import Call, CollectiveTap
+
+
+class _Checkpointed(torch.nn.Sequential):
+    def forward(self, tensor: Tensor) -> Tensor:
+        return checkpoint(super().forward, tensor.requires_grad_(), use_reentrant=True)
+
+
+def _ddp_backward(rank: int, hook: str) -> tuple[int, list[Any]]:
+    torch.manual_seed(0)
+    kind = _Checkpointed if hook == "reentrant" else torch.nn.Sequential
+    module = kind(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    buckets = 25 if hook == "power" else 1e-5  # several would mispair on gloo without a tap too
+    ddp = DistributedDataParallel(module, find_unused_parameters=hook == "unused", bucket_cap_mb=buckets)
+    if hook == "compressed":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if hook == "power":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    observed: list[Call] = []
+    tap = CollectiveTap(observed.append, lambda r: r == 0)
+    for step in range(4):
+        with listening(tap) if rank == 1 else contextlib.nullcontext():
+            with tap.ignoring():  # the buckets are rebuilt
+                loss = ddp(torch.full((2, 4), float(rank + step))).sum()
+            loss.backward()
+    return len(observed), [p.grad.tolist() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("hook", ["", "unused", "compressed", "power", "reentrant"])
+def test_ddps_own_collectives_in_backward_are_passed_over(workers: Workers, hook: str) -> None:
+    (_, gradients), (observed, same) = workers.run(2, _ddp_backward, hook, store="tcp")
+    assert observed == 0
+    assert same == gradients
+
+
+def _leaves_nothing_behind(rank: int) -> list[Any]:
+    observed: list[Call] = []
+    tap = CollectiveTap(observed.append, lambda r: r == 0)
+    operators = _compat_c10d.operators()
+    for _ in range(3):
+        tap.install()
+        tap.install()
+        assert all(map(_dispatch.has_kernel, operators))
+        with pytest.raises(JoinError, match="another join context"):
+            CollectiveTap(observed.append, lambda r: True).install()
+        with tap.ignoring():
+            with tap.ignoring():
+                dist.barrier()
+            dist.barrier()
+        assert observed == []
+        tap.remove()
+        tap.remove()
+        assert not any(map(_dispatch.has_kernel, operators))
+    tap.install()
+    dist.barrier()
+    tap.remove()
+    assert [call.operation for call in observed] == ["barrier"]
+    everything = [BY_OPERATION[name](Case(rank, [0, 1], [0, 1], None)) for name in ENTRIES]
+    assert len(observed) == 1
+    return everything
+
+
+def test_nothing_is_left_behind(workers: Workers) -> None:
+    for everything in workers.run(2, _leaves_nothing_behind, store="tcp"):
+        for name, results in zip(ENTRIES, everything, strict=True):
+            check(name, results)
+
+
+def _observer_raises(rank: int) -> bool:
+    def observe(call: Call) -> None:
+        raise KeyError(call.operation)
+
+    tap = CollectiveTap(observe, lambda r: r == 0)
+    tensor = torch.ones(2)
+    if rank == 1:
+        for async_op in (False, True):
+            with pytest.raises(KeyError, match="all_reduce"), listening(tap):
+                dist.all_reduce(tensor, async_op=async_op)
+    assert not any(map(_dispatch.has_kernel, _compat_c10d.operators()))
+    dist.all_reduce(tensor)
+    return tensor.tolist() == [2.0, 2.0]
+
+
+def test_what_the_observer_raises_the_collective_raises_unissued(workers: Workers) -> None:
+    assert workers.run(2, _observer_raises, store="tcp") == [True, True]
+
+
+def _follows(rank: int) -> tuple[list[str], list[float]]:
+    observed: list[Call] = []
+    tensor = torch.full((2,), float(rank))
+    with listening(CollectiveTap(observed.append, None)):
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        dist.broadcast(tensor, 0)
+        dist.all_gather_object([None, None], rank)
+        with pytest.raises(UnsupportedError, match="send on a process group in which some ranks have joined"):
+            dist.send(tensor, 1 - rank)
+    return [call.operation for call in observed], tensor.tolist()
+
+
+def test_a_rank_that_follows_on_its_own_sees_everything_and_scales_nothing(workers: Workers) -> None:
+    for seen, tensor in workers.run(2, _follows, store="tcp"):
+        assert seen == ["all_reduce", "broadcast", "all_gather_object"]
+        assert tensor == [0.5, 0.5]
+
+
+def _other_threads(rank: int) -> tuple[int, int, list[float]]:
+    observed: list[Call] = []
+    group = dist.new_group([0, 1])
+    tap = CollectiveTap(observed.append, lambda r: r == 0)
+    tensor = torch.ones(2)
+    ticks = 0
+    if rank == 1:
+        # One tap while a collective of another thread waits, another while one of this thread does.
+        thread = threading.Thread(target=dist.monitored_barrier, args=(group,))
+        with listening(tap):
+            thread.start()
+            time.sleep(0.2)
+        dist.all_reduce(tensor)
+        thread.join()
+        done = threading.Event()
+
+        def tick() -> None:
+            nonlocal ticks
+            while not done.wait(0.01):
+                ticks += 1
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        with listening(tap):
+            dist.monitored_barrier()
+        done.set()
+        thread.join()
+    else:
+        dist.all_reduce(tensor)
+        dist.monitored_barrier(group)
+        time.sleep(0.5)
+        dist.monitored_barrier()
+    return len(observed), ticks, tensor.tolist()
+
+
+def test_other_threads_are_not_listened_to_and_not_held_up(workers: Workers) -> None:
+    _, (observed, ticks, tensor) = workers.run(2, _other_threads, store="tcp")
+    assert observed == 1
+    assert ticks > 10
+    assert tensor == [2.0, 2.0]
+
+
+def test_installing_takes_little_time() -> None:
+    tap = CollectiveTap(lambda call: None, lambda r: True)
+    tap.install()
+    tap.remove()
+    start = time.perf_counter()
+    for _ in range(50):
+        tap.install()
+        tap.remove()
+    assert (time.perf_counter() - start) / 50 < 0.01
+
+
+def test_what_the_tap_does_not_know_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    tap = CollectiveTap(lambda call: None, lambda r: True)
+    with pytest.raises(UnsupportedError, match="c10d::all_new_ is newer than this version"):
+        see(tap, "all_new_", {})
+    monkeypatch.setattr(_compat_c10d, "unbox_group", lambda boxed: boxed)
+    monkeypatch.setattr(_compat_c10d, "group_ranks", lambda group: [])
+    with pytest.raises(UnsupportedError, match=r"barrier on a process group that torch\.distributed does not know of"):
+        see(tap, "barrier", {"process_group": None})
+
+
+def test_the_dispatcher_still_has_what_the_tap_relies_on() -> None:
+    assert set(_compat_c10d.operators()) == set(_compat_c10d.OPERATORS)
+    for name in _compat_c10d.operators():
+        assert "process_group" in _compat_c10d.argument_names(name)
+        assert not _dispatch.has_kernel(name)
+    assert set(ENTRIES) == {*_compat_c10d.OPERATORS.values(), *OBJECT_OPERATIONS} - {"send", "recv"}
+    assert not _compat_c10d.in_backward()
+    for name in OBJECT_OPERATIONS:
+        assert name in vars(distributed_c10d)
+    assert "group_dst" in distributed_c10d.gather_object.__wrapped__.__code__.co_varnames
+    members = {r.op for r in REDUCTIONS} | {"PREMUL_SUM"}
+    assert set(dist.ReduceOp.RedOpType.__members__) == members

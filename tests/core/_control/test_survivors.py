@@ -1,0 +1,319 @@
+"""Who is left when a rank fails hears of the first cause, soon, wherever it is."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.inside import channel_of
+from tests.support.workers import Workers, connect
+from torch_join import Join, JoinError, PeerFailedError
+from torch_join._base import compat as _compat
+from torch_join._collectives.tap import CollectiveTap
+from torch_join._control.store_channel import StoreChannel
+from torch_join.integration import open_channel, telling_failures
+
+
+def model_and_optimizer() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(5, 1))
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+# ---------------------------------------------------------------- killed in the tail
+
+
+def probe_under_a_tap(rank: int) -> bool:
+    dist.barrier()
+    if rank == 1:
+        os._exit(1)
+    tap = CollectiveTap(lambda call: None, lambda rank: True)
+    tap.install()
+    try:
+        end = time.monotonic() + 10
+        while not (gone := _compat.is_gone(dist.group.WORLD, 1)) and time.monotonic() < end:  # type: ignore[arg-type]
+            time.sleep(0.1)
+        return gone
+    finally:
+        tap.remove()
+        dist.destroy_process_group()
+
+
+def test_a_process_that_has_ended_is_seen_from_a_tail_too(workers: Workers) -> None:
+    assert workers.outcomes(2, probe_under_a_tap)[0].value is True
+
+
+def killed_in_the_tail(rank: int) -> tuple[str, float]:
+    connect()
+    model, optimizer = model_and_optimizer()
+    start = time.monotonic()
+    try:
+        with Join([model, optimizer], heartbeat=True, timeout=timedelta(seconds=40)) as join:
+            for step, x in enumerate(join.batches([torch.ones(2, 5)] * (2, 9, 9)[rank])):
+                if rank == 2 and step == 4:
+                    os._exit(1)
+                if rank == 1 and step == 4:  # it comes to the next meeting, and no collective tells of the end
+                    start = time.monotonic()
+                    continue
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except JoinError as error:
+        dist.destroy_process_group()
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+def test_a_rank_that_is_killed_in_the_tail_is_noticed_soon(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, killed_in_the_tail, timeout=60.0)
+    assert outcomes[2].error == "the process ended"
+    for rank in (0, 1):
+        text, seconds = outcomes[rank].value
+        assert re.search(r"[Rr]ank 2 (is gone|failed|did not answer)", text), outcomes
+        assert seconds < 15, outcomes
+
+
+# ---------------------------------------------------------------- the host of the store
+
+
+def host_raises(rank: int, where: str) -> str:
+    connect()
+    channel = open_channel()
+    assert isinstance(channel, StoreChannel)
+    try:
+        with telling_failures(channel):
+            if rank == 0:
+                raise KeyError("a hole")
+            if where == "store":
+                channel.beat()
+            elif where == "collective":
+                dist.all_reduce(torch.ones(1))
+            else:
+                time.sleep(5)
+                channel.beat()
+    except PeerFailedError as error:
+        channel.leave()
+        dist.destroy_process_group()
+        return str(error)
+    except KeyError:
+        channel.leave()
+        dist.destroy_process_group()
+        os._exit(1)  # and the store with it
+    return ""
+
+
+@pytest.mark.parametrize("where", ["store", "collective", "elsewhere"])
+def test_the_words_of_the_stores_host_are_heard(workers: Workers, where: str) -> None:
+    outcomes = workers.outcomes(3, host_raises, where)
+    for rank in (1, 2):
+        assert outcomes[rank].value == (f"Rank 0 failed, so rank {rank} cannot go on. Rank 0: KeyError: 'a hole'"), (
+            outcomes
+        )
+
+
+def host_notices(rank: int) -> tuple[str, float]:
+    connect()
+    channel = open_channel(timeout=timedelta(seconds=40))
+    channel.beat()
+    dist.barrier()
+    if rank == 2:
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        with telling_failures(channel):
+            if rank == 0:
+                channel.beat()
+            else:
+                channel.read("never")  # which nobody can set in place of rank 0
+    except JoinError as error:
+        channel.leave()
+        dist.destroy_process_group()
+        if rank == 0:
+            os._exit(3)
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+def test_survivors_blame_the_first_cause(workers: Workers) -> None:
+    outcomes = workers.outcomes(4, host_notices)
+    for rank in (1, 3):
+        text, seconds = outcomes[rank].value
+        assert re.search(r"[Rr]ank 2 (is gone|failed)", text), outcomes
+        assert seconds < 20, outcomes
+
+
+def breaks_without_a_word(rank: int) -> str:
+    connect()
+    channel = open_channel(timeout=timedelta(seconds=30))
+    try:
+        with telling_failures(channel):
+            if rank == 1:
+                os._exit(1)
+            if rank == 0:
+                dist.all_reduce(torch.ones(1))
+            time.sleep(4.5)
+            # It comes here when rank 0 has found out, and long before a wait looks for processes that have ended.
+            start = time.monotonic()
+            try:
+                channel.beat()
+            finally:
+                assert time.monotonic() - start < 3
+    except PeerFailedError as error:
+        time.sleep(3)
+        dist.destroy_process_group()
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_answer_is_told_of_to_the_others(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, breaks_without_a_word)
+    assert "rank 1 did not answer since" in outcomes[0].value, outcomes
+    assert "Rank 1 failed, so rank 2 cannot go on. Rank 1: it does not answer: it was killed" in outcomes[2].value
+
+
+# ---------------------------------------------------------------- the last step of a rank that departs
+
+
+def windows(loader: list[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(loader)
+    while window := list(islice(iterator, size)):
+        yield window
+
+
+def ragged(rank: int, lengths: tuple[int, ...], size: int) -> None:
+    connect()
+    model, optimizer = model_and_optimizer()
+    data = [torch.ones(4, 5)] * lengths[rank]
+    with Join([model, optimizer], timeout=timedelta(seconds=15)) as join:
+        for window in join.batches(windows(data, size)):
+            dist.all_reduce(torch.tensor(len(window)))
+            for i, x in enumerate(window):
+                with model.no_sync() if i + 1 < len(window) else nullcontext():
+                    model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("lengths", [(8, 5, 1), (5, 8, 1), (1, 7, 8), (1, 8, 7)])
+def test_a_last_step_that_differs_is_told(workers: Workers, lengths: tuple[int, ...]) -> None:
+    outcomes = workers.outcomes(3, ragged, lengths, 2, timeout=8.0)
+    for outcome in outcomes:
+        assert re.match("JoinError|PeerFailedError", outcome.error), outcomes
+        assert "The active ranks do different things in the tail of a loop" in outcome.error, outcomes
+        assert outcome.seconds < 20, outcomes
+
+
+@pytest.mark.parametrize("lengths", [(8, 4, 2), (2, 8, 8), (0, 6, 4)])
+def test_last_steps_that_agree_are_fine(workers: Workers, lengths: tuple[int, ...]) -> None:
+    workers.run(3, ragged, lengths, 2)
+
+
+# ---------------------------------------------------------------- quiet waits, and few connections
+
+
+def slow(rank: int) -> int:
+    connect()
+    channel = open_channel()
+    sys.stderr.flush()
+    before = os.dup(2)
+    with open(f"/tmp/torch_join-quiet-{os.getpid()}", "w+") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            if rank == 1:
+                time.sleep(6)
+            channel.beat()
+            if rank == 1:
+                time.sleep(6)
+            channel.gather(rank)
+        finally:
+            os.dup2(before, 2)
+        file.seek(0)
+        found = file.read()
+        os.unlink(file.name)
+    dist.barrier()
+    assert not found, found
+    return channel.beat(1).total
+
+
+def test_a_healthy_wait_is_quiet(workers: Workers) -> None:
+    assert workers.run(3, slow) == [3] * 3
+
+
+def count_connections(rank: int) -> list[int]:
+    made: list[int] = []
+
+    def counted(kind: Any) -> Any:
+        clone = kind.clone
+        kind.clone = lambda self: (made.append(1), clone(self))[1]
+        return clone
+
+    kinds = dist.TCPStore, dist.PrefixStore
+    clones = [counted(kind) for kind in kinds]
+    counts = []
+    try:
+        for _ in range(3):
+            model, optimizer = model_and_optimizer()
+            with Join([model, optimizer]) as join:
+                counts.append(len(made))
+                for x in join.batches([torch.ones(2, 5)] * (1 + rank)):
+                    model(x).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    time.sleep(0.3)
+                channel_of(join).roll_call()
+            counts.append(len(made))
+    finally:
+        for kind, clone in zip(kinds, clones, strict=True):
+            kind.clone = clone  # type: ignore[method-assign]
+    return counts
+
+
+def test_connections_are_made_before_anything_is_trained(workers: Workers) -> None:
+    assert workers.run(2, count_connections, store="tcp") == [[2] * 6] * 2
+
+
+# ---------------------------------------------------------------- the end of the interpreter
+
+ROOT = Path(__file__).parents[3]
+END = """
+import atexit, os, sys, tempfile
+atexit.register(sum, range(6_000_000))  # in C: it does not let go of the interpreter's lock
+import torch, torch.distributed as dist
+from tests.support.inside import QUIESCE_PLACE, asked_at_exit
+from torch_join.integration import open_channel
+calls = []
+quiesce = getattr(*QUIESCE_PLACE)
+setattr(*QUIESCE_PLACE, lambda: (calls.append(1), quiesce()))
+atexit.register(lambda: calls.append(0))
+dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+assert not asked_at_exit
+open_channel(), open_channel()
+assert len(asked_at_exit) == 1
+atexit.register(lambda: (dist.all_reduce(torch.ones(1000)), calls.append(0)))
+atexit._run_exitfuncs()
+print(calls)
+"""
+
+
+def test_the_interpreter_waits_for_gloos_threads_after_other_handlers() -> None:
+    found = subprocess.run([sys.executable, "-c", END], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "[0, 0, 1]"
+
+
+def test_importing_asks_for_nothing() -> None:
+    code = "from tests.support.inside import asked_at_exit; print(len(asked_at_exit))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"

@@ -1,0 +1,475 @@
+"""What makes ranks drift apart is named, whatever it is; what differs on purpose is not."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DistributedSampler
+
+from tests.support.inside import PLACES_PLACE, SET_TRAINING_PLACE, TILES_PLACE, rank_of
+from tests.support.workers import Workers
+from torch_join import Join
+from torch_join._handover import optimizers as _optimizers
+from torch_join._handover.audit import Audit
+from torch_join._handover.digest import checksums
+from torch_join.integration import Channel, open_channel
+
+UNEVEN = ((2, 4), (3, 3), (4, 1))
+
+
+class Net(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.second = nn.Linear(3, 1)
+        self.unused = nn.Linear(1, 1) if options.get("unused") else None
+        self.accuracy = torchmetrics.MeanMetric() if options.get("metric") else None
+        self.calls = 0
+        self.counts = options.get("counts")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += bool(self.counts)
+        hidden = self.norm(self.first(x))
+        if self.accuracy is not None:
+            self.accuracy.update(hidden.detach().mean())
+        result: Tensor = self.second(torch.dropout(hidden, 0.5, train=self.training))
+        return result
+
+
+class Counting(SGD):
+    """Its rate falls by a counter that is in no state dict."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.param_groups[0]["momentum"] = 0.5 / self.count
+        super().step(closure)
+
+
+class Wrapper(SGD):
+    """Its state is in an optimizer that it wraps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1, 0.9)
+        self.inner = SGD(self.param_groups, 0.1, 0.9)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+
+class Holder:
+    """Something of the user's with a state."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Leave all as it is."""
+
+
+class Lossy(Holder):
+    """A scheduler, by its looks, that does not restore what it saves."""
+
+
+def falling() -> Callable[[], float]:
+    calls = 0
+
+    def factor() -> float:
+        nonlocal calls
+        calls += 1
+        return 1 / calls
+
+    return factor
+
+
+# What the handover has learnt, and forgets.
+OLD_HANDOVER: dict[str, Any] = {
+    "master weights": (*PLACES_PLACE, lambda _: iter(())),
+    "a wrapped optimizer": (_optimizers, "with_wrapped", lambda optimizer: [optimizer]),
+    "flags": (*SET_TRAINING_PLACE, lambda *_: None),
+}
+
+
+def drift(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
+    with mock.patch.object(*OLD_HANDOVER[kind]) if kind in OLD_HANDOVER else nullcontext():
+        return run(rank, kind, audit, epochs)
+
+
+def run(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
+    torch.manual_seed(0)
+    model = Net(counts=kind == "an attribute of a module")
+    ddp = DistributedDataParallel(model)
+    factor = falling()
+    torch.manual_seed(rank)
+    optimizer: Any = Counting(ddp.parameters(), 0.1) if kind == "an attribute of an optimizer" else None
+    optimizer = Wrapper(ddp.parameters()) if kind == "a wrapped optimizer" else optimizer or SGD(ddp.parameters(), 0.1)
+    masters = [p.detach().clone() for p in ddp.parameters()]
+    if kind == "master weights":
+        optimizer = SGD(masters, 0.1)
+    things: list[Any] = [ddp, optimizer]
+    holder = Holder(temperature=1.0)
+    if kind == "an object":
+        things.append(holder)
+    if kind == "a schedule's closure":
+        things.append(LambdaLR(optimizer, lambda _: factor()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Join(things, audit=audit) as join:
+            for lengths in epochs:
+                for step in join.batches(range(lengths[rank])):
+                    if kind == "flags" and step == 3:
+                        model.norm.eval()
+                    optimizer.zero_grad()
+                    ddp(torch.randn(3, 2)).square().mean().backward()
+                    if kind == "a closure in the loop":
+                        for p in ddp.parameters():
+                            p.grad.mul_(factor())  # type: ignore[union-attr]
+                    if kind == "master weights":
+                        ddp.zero_grad()
+                        ddp(torch.randn(3, 2)).square().mean().backward()
+                        for master, p in zip(masters, ddp.parameters(), strict=True):
+                            master.grad = p.grad
+                    optimizer.step()
+                    if kind == "master weights":
+                        for master, p in zip(masters, ddp.parameters(), strict=True):
+                            p.data.copy_(master)
+                    holder.temperature *= 0.5
+                    if kind == "a schedule's closure":
+                        things[-1].step()
+    return [str(w.message) for w in caught if "the ranks" in str(w.message)]
+
+
+DRIFTS = {
+    "a closure in the loop": "When rank 1 ran out of inputs, the ranks already differed in .*: first.weight, ",
+    "master weights": "When rank 1 ran out of inputs, the ranks already differed in .*: first.weight, ",
+    "an attribute of an optimizer": r"differ in optimizer 0 \(Counting\): .count \(2 on rank 0, 4 on rank 1\)",
+    "an attribute of a module": r"the ranks differ in model 0 .*: .calls \(2 on rank 0, 4 on rank 1\)",
+    "an object": r"the ranks differ in other 0 \(Holder\): .temperature \(0.25 on rank 0, 0.0625 on rank 1\)",
+    "a schedule's closure": r"the ranks differ in LR scheduler 0 .*'s factor's calls \(3 on rank 0, 5 on rank 1\)",
+    "a wrapped optimizer": r"the ranks differ in optimizer 0 \(Wrapper\): optimizer 1 in it \(SGD\): .state\[0\]",
+    "flags": r"handover the ranks still differ in model 0 .*: training\['module.norm'\] \(True on rank 0, False",
+}
+
+
+@pytest.mark.parametrize("kind", DRIFTS)
+def test_what_makes_ranks_drift_is_named(workers: Workers, kind: str) -> None:
+    epochs = UNEVEN if "first.weight" in DRIFTS[kind] else UNEVEN[:1]
+    said, nothing = workers.run(2, drift, kind, "tail", epochs)
+    assert nothing == []  # one rank speaks for all
+    with pytest.warns(UserWarning, match=DRIFTS[kind]):
+        warnings.warn("\n".join(said), stacklevel=1)
+    assert len(said) == 1
+    assert workers.run(2, drift, kind, False, epochs) == [[], []]
+
+
+def test_even_loops_are_looked_at_if_asked(workers: Workers) -> None:
+    epochs = (*UNEVEN[:1], (3, 3), (2, 2))
+    said, _ = workers.run(2, drift, "a closure in the loop", True, epochs)
+    assert len(said) == 2
+    assert said[0].startswith("After an even loop, the ranks already differed in model 0")
+    assert workers.run(2, drift, "a closure in the loop", "tail", epochs) == [[], []]
+
+
+def at_a_join(rank: int, kind: str) -> list[str]:
+    """Look at what the other checks of `Join` would stop first."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net())
+    optimizer: Any = Adam(ddp.parameters(), 0.1)
+    things: list[Any] = [ddp, optimizer, StepLR(optimizer, 1), torch.amp.GradScaler("cpu")]
+    ddp(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    weight = ddp.module.first.weight
+    with torch.no_grad():
+        if kind == "parameters" and rank:
+            weight[1, 0] += 1e-7
+        elif kind == "signs" and rank:
+            weight.neg_()
+        elif kind == "rows" and rank:
+            weight.copy_(weight.flip(0))
+        elif kind == "state" and rank:
+            optimizer.state[weight]["exp_avg"].add_(1)
+        elif kind == "hyperparameters":
+            optimizer.param_groups[0]["lr"] = 0.1 + rank
+        elif kind == "schedules":
+            things[2].last_epoch += rank
+        elif kind == "scalers":
+            things[3].load_state_dict({**things[3].state_dict(), "scale": 2.0**rank})
+        elif kind == "frozen":
+            weight.requires_grad_(not rank)
+        elif kind == "alike, but for signs of zero":
+            weight.zero_()
+            weight.mul_(1 - 2 * rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        channel = open_channel()
+        audit = Audit(things, "tail", None)
+        audit.begin([0], settled=True)
+        torch.manual_seed(1)
+        for p in ddp.parameters():
+            p.data.fill_(0.5)
+            p.requires_grad_()
+        if kind == "gradients" and rank:
+            ddp.zero_grad()
+        if kind == "alike, but for signs of zero":
+            ddp.module.second.bias.data.fill_(0.0).mul_(1 - 2 * rank)
+        audit.end(channel, frozenset(), has_gradients=True)
+    return [str(w.message) for w in caught]
+
+
+JOINS = {
+    "parameters": r"already differed in model 0 \(DistributedDataParallel\): first.weight. They",
+    "signs": r"already differed in model 0 \(DistributedDataParallel\): first.weight. They",
+    "rows": r"already differed in model 0 \(DistributedDataParallel\): first.weight. They",
+    "state": r"already differed in optimizer 0 \(Adam\): state\[parameter 0 of group 0\]\['exp_avg'\]. They",
+    "hyperparameters": r"groups\[0\]\[0\]\['lr'\] \(0.1 on rank 0, 1.1 on rank 1\)",
+    "schedules": r"LR scheduler 0 \(StepLR\): state_dict\(\)\['last_epoch'\] \(0 on rank 0, 1 on rank 1\)",
+    "scalers": r"GradScaler 0 \(GradScaler\): state_dict\(\)\['scale'\] \(1.0 on rank 0, 2.0 on rank 1\)",
+    "frozen": r"requires_grad\['first.weight'\] \(True on rank 0, False on rank 1\)",
+    "gradients": r".grad of first.weight \(there on rank 0, None on rank 1\)",
+    "alike, but for signs of zero": r"^After the handover the ranks still differ in model 0 .*: second.bias: its load",
+}
+
+
+@pytest.mark.parametrize("kind", JOINS)
+def test_what_differs_when_a_rank_joins_is_named(workers: Workers, kind: str) -> None:
+    said, nothing = workers.run(2, at_a_join, kind)
+    assert nothing == []
+    with pytest.warns(UserWarning, match=JOINS[kind]):
+        warnings.warn("\n".join(said), stacklevel=1)
+
+
+class Loader:
+    """Where it is differs by rank."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for self.position in range(5):
+            yield self.position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+LEGITIMATE = [
+    "nothing",
+    "each rank's own buffers",
+    "random numbers",
+    "a rank that never trains",
+    "a metric",
+    "a metric inside the model",
+    "a sharded optimizer",
+    "ignored parameters",
+    "signs of zero",
+    "kinds of NaN",
+    "an attribute with the rank",
+    "a counter that differed before",
+    "clocks",
+    "accumulation that is not over",
+    "an evaluation after accumulation",
+    "gradients cleared first",
+    "gradients kept",
+    "parameters without a gradient",
+    "a frozen layer",
+    "the order of attributes",
+    "a loader",
+    "a sampler",
+    "generators",
+    "a communication hook's state",
+    "a scheduler stepped first",
+    "a heartbeat",
+    "weighting by samples",
+    "a plain for",
+    "an evaluation on one rank",
+    "a scaler",
+]
+
+
+def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
+    torch.manual_seed(0)
+    model = Net(metric=kind == "a metric inside the model", unused=kind == "parameters without a gradient")
+    if kind == "ignored parameters":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["second.weight", "second.bias"])
+        nn.init.constant_(model.second.weight, 0.1 + rank)
+    if kind in ("signs of zero", "kinds of NaN"):
+        model.first.requires_grad_(False)
+    if kind == "a frozen layer":
+        model.second.requires_grad_(False)
+    options = {"broadcast_buffers": False} if kind == "each rank's own buffers" else {}
+    ddp = DistributedDataParallel(model, find_unused_parameters=kind == "parameters without a gradient", **options)
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        if kind in ("signs of zero", "kinds of NaN"):
+            odd = [0.0, -0.0] if kind == "signs of zero" else [float("nan"), -float("nan")]
+            model.first.weight[0, 0] = odd[rank]
+    sharded = kind == "a sharded optimizer"
+    parameters = [p for p in ddp.parameters() if p.requires_grad]
+    optimizer: Any = ZeroRedundancyOptimizer(parameters, Adam, lr=0.1) if sharded else Adam(parameters, 0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=kind == "a scaler", growth_interval=2)
+    scheduler = StepLR(optimizer, 2)
+    things: list[Any] = [ddp, optimizer, scheduler, scaler]
+    metric = torchmetrics.MeanMetric()
+    loader = Loader()
+    things += {"a metric": [metric], "a loader": [loader]}.get(kind, [])
+    if kind == "a sampler":
+        things.append(Holder(sampler=DistributedSampler(list(range(9))), rank=rank))
+    if kind == "generators":
+        things.append(Holder(generator=torch.Generator().manual_seed(rank)))
+    if kind == "an attribute with the rank":
+        model.rank, optimizer.rank = rank, rank
+    if kind == "a communication hook's state":
+        ddp.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1), powerSGD_hook)
+    if kind == "the order of attributes":
+        things.append(Holder(**{"ab"[rank]: 1, "ba"[rank]: 1}))
+    holder = Holder(seen=rank, started=time.time())
+    things += [holder] if kind in ("a counter that differed before", "clocks") else []
+    lengths = (0, 3) if kind == "a rank that never trains" else lengths
+    heartbeat = kind in ("a heartbeat", "gradients cleared first", "a scheduler stepped first")
+    weighting: Any = "samples" if kind == "weighting by samples" else "world"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with Join(things, audit=True, heartbeat=heartbeat, weighting=weighting) as join:
+                batches = range(lengths[rank])
+                for step in batches if kind == "a plain for" else join.batches([torch.randn(3, 2) for _ in batches]):
+                    del step
+                    holder.seen, holder.started = holder.seen + 1, time.time()
+                    if kind == "a scheduler stepped first":
+                        scheduler.step()
+                    if kind == "a loader":
+                        next(iter(loader))
+                    if kind != "gradients kept":
+                        optimizer.zero_grad()
+                    syncs = "accumulation" not in kind or join.step % 2 == 0
+                    with nullcontext() if syncs else ddp.no_sync():
+                        scaler.scale(ddp(torch.randn(3, 2)).square().mean()).backward()
+                    if syncs:
+                        scaler.step(optimizer)
+                        scaler.update()
+                    if kind == "gradients kept":
+                        optimizer.zero_grad()
+                    metric.update(torch.tensor(float(rank)))
+                    if kind == "an evaluation on one rank" and rank_of(join) == join.active_ranks[0]:
+                        model.eval()
+                        model(torch.randn(3, 2))
+                        model.train()
+                    if kind != "a scheduler stepped first":
+                        scheduler.step()
+                with torch.no_grad():
+                    for _ in join.batches(range(3 - rank)) if kind == "an evaluation after accumulation" else ():
+                        ddp(torch.randn(3, 2))
+    return [str(w.message) for w in caught if "the ranks" in str(w.message)]
+
+
+@pytest.mark.parametrize("kind", LEGITIMATE)
+def test_what_differs_on_purpose_is_not_named(workers: Workers, kind: str) -> None:
+    assert workers.run(2, legitimate, kind, (2, 5)) == [[], []]
+    assert workers.run(2, legitimate, kind, (4, 1)) == [[], []]
+
+
+class Counter(Channel):
+    """Counts messages."""
+
+    gathered = 0
+
+    def gather(self, value: Any, unless_beat: bool = False, of: Any = Any) -> list[Any]:
+        self.gathered += 1
+        return [value]
+
+
+class Broken(dict[str, int]):
+    def items(self) -> Any:
+        raise OSError("not now")
+
+
+def test_what_cannot_be_looked_at_is_passed_over() -> None:
+    audit = Audit([Holder(closed=Broken()), Net()], "tail", None)
+    audit.begin([1], settled=True)
+    audit.end(Channel(), frozenset(), has_gradients=True)
+
+
+def test_it_is_one_message_where_nothing_differs_and_none_where_it_is_off() -> None:
+    model = Net()
+    for often, messages in (("tail", 1), (True, 1), (False, 0)):
+        channel, audit = Counter(), Audit([model], often, None)  # type: ignore[arg-type]
+        audit.begin([1], settled=True)
+        audit.end(channel, audit.local(channel), has_gradients=True)
+        assert channel.gathered == messages
+        audit.even(channel, has_gradients=True)
+        assert channel.gathered == messages + (often is True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int8])
+def test_a_digest_weighs_every_place(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(50, 8192) * 9).to(dtype)
+    first = checksums([x])
+    order = torch.randperm(50)
+    swapped = x.clone()
+    swapped[:, [0, 4096]] = swapped[:, [4096, 0]]
+    changes = [x[order], x.flip(1), -x, swapped, torch.cat([x[1:], x[:1]])]
+    assert len({*(checksums([change])[0] for change in changes), *first}) == 6
+    assert checksums([x.t().contiguous().t()]) == first
+    eye = torch.eye(50, dtype=dtype)
+    assert checksums([eye]) != checksums([eye[order]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128])
+def test_a_digest_that_is_not_exact(dtype: torch.dtype) -> None:
+    zeros, nans = torch.zeros(9, dtype=dtype), torch.full((9,), torch.nan, dtype=dtype)
+    assert checksums([zeros], exact=False) == checksums([-zeros], exact=False)
+    assert checksums([zeros]) != checksums([-zeros])
+    assert checksums([nans], exact=False) == checksums([-nans], exact=False)
+    infinite = torch.full((9,), torch.inf, dtype=dtype)
+    assert checksums([infinite], exact=False) != checksums([-infinite], exact=False)
+    assert checksums([infinite], exact=False) != checksums([nans], exact=False)
+
+
+def test_a_digest_is_of_one_tensor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = torch.randn(70), torch.randn(300_001, dtype=torch.float64)
+    alone = checksums([small]) + checksums([large])
+    assert checksums([small, large]) == alone
+    assert checksums([large, small]) == alone[::-1]
+    monkeypatch.setattr(*TILES_PLACE, lambda _: 2)  # as on an accelerator
+    assert checksums([small, large]) == alone
+
+
+def large_attribute(rank: int) -> list[str]:
+    """Something given holds a table of a million numbers, which the loop changes."""
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    holder = Holder(table=[[[0] * 20 for _ in range(256)] for _ in range(256)], count=0)
+    with warnings.catch_warnings(record=True) as caught, Join([model, holder]) as join:
+        warnings.simplefilter("always")
+        for _ in join.batches([0] * (1 + rank)):
+            model(torch.ones(1, 2)).sum().backward()
+            holder.count += 1
+            for rows in holder.table:
+                rows[0][0] += 1
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_is_too_large_to_be_named_is_left_out(workers: Workers) -> None:
+    said, _ = workers.run(2, large_attribute)
+    assert any("count" in text for text in said)
+    assert not any("table" in text for text in said)

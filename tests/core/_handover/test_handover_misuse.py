@@ -1,0 +1,175 @@
+"""Misuse of the handover, the checksum of what it covers, and the sizes of its buckets."""
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from tests.core._handover.test_handover import mlp
+from tests.core._handover.test_handover_objects import Holder
+from tests.support.inside import buckets_of
+from tests.support.workers import Workers
+from torch_join import JoinTypeError, JoinValueError
+from torch_join._base.specs import TensorSpec
+from torch_join._handover import transfer as _transfer
+from torch_join._handover.handover import checksum, hand_over
+from torch_join.integration import Channel, open_channel
+
+
+def misuse(rank: int, what: str) -> None:
+    model, optimizer = nn.Linear(2, 2), None
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    objects: list[Any] = [model, optimizer]
+    source = 1
+    if what == "unknown":
+        objects.append(3)
+    elif what == "source":
+        source = rank
+    elif what == "no such source":
+        source = 5
+    elif what == "unpicklable":
+        objects.append(Holder(threading.Lock()))
+    elif what == "reference":
+        objects.append(Holder(Counter({optimizer: 1})))
+    elif what == "meta":
+        objects.append(nn.Linear(1, 1, device="meta"))
+    elif what == "lazy":
+        objects.append(nn.LazyLinear(2))
+    elif rank == 0 and what == "unknown on one":
+        objects.append("text")
+    elif rank == 0 and what == "fewer":
+        objects.pop()
+    elif rank == 0 and what == "other kind":
+        objects[1] = torch.optim.Adam(model.parameters())
+    elif rank == 0 and what == "shape":
+        objects[0] = nn.Linear(2, 3)
+    elif rank == 0 and what == "names":
+        objects[0] = nn.Linear(2, 2, bias=False)
+    elif rank == 0 and what == "groups":
+        optimizer.add_param_group({"params": [torch.zeros(1)]})
+    elif what == "scaler":
+        objects.append(torch.amp.GradScaler("cpu", enabled=rank == 0))
+    elif what == "no counterpart":
+        objects.append(Holder(model if rank == 1 else ()))
+    before = checksum([model, optimizer])
+    channel = open_channel()
+    dist.barrier()  # nobody leaves, with the store, while another is still on its way to it
+    try:
+        hand_over(objects, source, channel)
+    finally:
+        assert checksum([model, optimizer]) == before
+
+
+MISUSE = {
+    "unknown": "JoinTypeError: Ranks 0, 1, 2: A int has no state to hand over. Expected a model (torch.nn.Module,",
+    "unknown on one": "JoinTypeError: Rank 0: A str has no state to hand over.",
+    "source": "JoinValueError: The ranks do not agree on the rank whose state counts: Rank 0 said 0; Rank 1 said 1;",
+    "no such source": "JoinValueError: The source is a rank from 0 to 2, not 5.",
+    "unpicklable": "JoinTypeError: Rank 1: other 0 (Holder).state_dict()['value'] is a lock that cannot be",
+    "reference": "JoinTypeError: Rank 1: other 0 (Holder).state_dict()['value'] refers to a SGD, which cannot be sent.",
+    "meta": "JoinTypeError: Rank 1: model 1 (Linear): weight cannot be handed over: it is on the meta device.",
+    "lazy": "JoinTypeError: Rank 1: model 1 (LazyLinear): weight cannot be handed over: it is not initialized",
+    "fewer": "JoinValueError: The ranks gave different objects: Rank 0 gave [Linear]; Ranks 1, 2 gave [Linear, SGD].",
+    "other kind": "JoinValueError: The ranks gave different objects: Rank 0 gave [Linear, Adam]; Ranks 1, 2 gave [Li",
+    "shape": "JoinValueError: Rank 0: model 0 (Linear): weight is float32[3, 2] on cpu here and float32[2, 2]",
+    "names": "JoinValueError: Rank 0: model 0 (Linear) has other parameters than on the source: ['bias'] are not on",
+    "groups": "JoinValueError: Rank 0: optimizer 0 (SGD) has groups of [2, 1] parameters here and of [2] on",
+    "scaler": "JoinValueError: Rank 0: GradScaler 0 (GradScaler) is enabled on the source or here, but not on both.",
+    "no counterpart": "JoinValueError: Ranks 0, 2: other 0 (Holder).state_dict()['value'] is a Linear on the source,",
+}
+
+
+@pytest.mark.parametrize("what", MISUSE)
+def test_misuse_raises_the_same_on_every_rank_and_changes_nothing(workers: Workers, what: str) -> None:
+    for outcome in workers.outcomes(3, misuse, what):
+        assert outcome.error.startswith(MISUSE[what]), outcome.trace
+
+
+def test_a_world_of_one_is_only_checked() -> None:
+    model = mlp()
+    before = checksum([model])
+    hand_over([model], 0, Channel())
+    assert checksum([model]) == before
+    with pytest.raises(JoinTypeError, match="A int has no state"):
+        hand_over([3], 0, Channel())
+    with pytest.raises(JoinValueError, match="from 0 to 0, not 1"):
+        hand_over([], 1, Channel())
+
+
+@contextmanager
+def changed(tensor: Tensor, index: Any, value: float) -> Iterator[None]:
+    before = tensor[index].clone()
+    with torch.no_grad():
+        tensor[index] = value
+    yield
+    with torch.no_grad():
+        tensor[index] = before
+
+
+def test_the_checksum_sees_every_part() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(90, 130), nn.BatchNorm1d(130))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(3, 90)).sum().backward()
+    optimizer.step()
+    scheduler, custom = StepLR(optimizer, 1), Holder({"a": {3, "x"}, "b": Counter(), "c": torch.ones(3)})
+    objects = [model, optimizer, scheduler, custom]
+    first = checksum(objects)
+    assert 0 <= first < 2**63
+    assert checksum(objects[::-1]) == first
+    seen = {first}
+    weight, state = model[0].weight, optimizer.state[model[1].bias]
+    changes = [(weight, (0, 0)), (weight, (129, 89)), (weight, (60, 7)), (model[1].running_mean, 5)]
+    changes += [(model[1].num_batches_tracked, ()), (state["step"], ()), (state["exp_avg"], 129)]
+    for tensor, index in changes:
+        with changed(tensor, index, 77.0):
+            seen.add(checksum(objects))
+    assert len(seen) == 1 + len(changes)
+    for entries, key, value in [
+        (optimizer.param_groups[0], "lr", 0.5),
+        (scheduler.__dict__, "last_epoch", 9),
+        (custom.value, "a", {3, "y"}),
+        (custom.value["b"], "k", 1),
+    ]:
+        before = dict(entries)
+        entries[key] = value
+        seen.add(checksum(objects))
+        entries.clear()
+        entries.update(before)
+    assert len(seen) == 5 + len(changes)
+    assert checksum(objects) == first
+
+
+def test_the_checksum_is_of_values() -> None:
+    rows = torch.randn(6, 4)
+    forms = [rows, rows.t().contiguous().t(), torch.cat([rows[:1], rows])[1:], torch.randn(25)[1:].view(6, 4)]
+    forms[-1].copy_(rows)
+    assert len({checksum([Holder({"x": form})]) for form in forms}) == 1
+    assert checksum([Holder({"x": rows.flip(0)})]) != checksum([Holder({"x": rows})])
+    large = torch.randn(128, 128)
+    assert checksum([Holder(large.flip(0))]) != checksum([Holder(large)])
+    assert checksum([Holder({0, 8})]) == checksum([Holder(set([8, 0]))])  # noqa: C405  the order counts
+    text = "".join(["a", "b"])
+    assert checksum([Holder(deque([text, text]))]) == checksum([Holder(deque([text, "".join(["a", "b"])]))])
+    assert checksum([Holder({"x": 1, "y": 2})]) == checksum([Holder({"y": 2, "x": 1})])
+    assert checksum([Holder({"x": torch.ones(64)})]) != checksum([Holder({"x": torch.full((64,), 2.0)})])
+    twice = torch.ones(2)
+    assert checksum([Holder([twice, twice])]) == checksum([Holder([twice, twice.clone()])])
+
+
+def test_no_bucket_is_over_its_limit() -> None:
+    sizes = [1, 0, 7, 300, 90, 4096, 5, 5_000_000, 2, 1_000_000, 3_000_000] + 12 * [900_000]
+    specs = [TensorSpec.of(torch.empty(size)) for size in sizes]
+    buckets = list(buckets_of(specs, "cpu"))
+    assert sorted(index for bucket in buckets for index in bucket) == [i for i, size in enumerate(sizes) if size]
+    assert [7] in buckets
+    for bucket in buckets:
+        assert len(bucket) == 1 or sum(specs[index].nbytes for index in bucket) <= _transfer.BUCKET_BYTES
+    assert list(buckets_of(specs, "cuda")) == []

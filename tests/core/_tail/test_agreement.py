@@ -1,0 +1,47 @@
+"""Active ranks that do different things in the tail of a loop are told so."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.loops import Models, Program
+from tests.support.workers import Workers, connect
+from torch_join import Join
+
+
+def disagree(rank: int, lengths: tuple[int, ...], kind: str, odd_step: int) -> None:
+    connect()
+    models = Models(Program(lengths))
+    ddp = DistributedDataParallel(models)
+    optimizer = torch.optim.SGD(models.parameters(), lr=0.05)
+    with Join([ddp, optimizer], timeout=timedelta(seconds=10)) as join:
+        for step, (x, y) in enumerate(join.batches(Program(lengths).data.batches(rank, 0))):
+            (ddp(x) - y).pow(2).mean().backward()
+            odd = rank == 2 and step == odd_step
+            # Both pair with what the other ranks do without a word of complaint.
+            if kind == "operation":
+                dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+            elif kind == "shape":
+                dist.all_reduce(torch.ones(1, 2) if odd else torch.ones(2))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "odd_step", "kind"),
+    [((1, 6, 6), 3, "operation"), ((8, 2, 8), 3, "shape"), ((1, 40, 40), 19, "operation")],
+)
+def test_ranks_that_disagree_are_told(workers: Workers, lengths: tuple[int, ...], odd_step: int, kind: str) -> None:
+    outcomes = workers.outcomes(3, disagree, lengths, kind, odd_step, deadline=30.0, timeout=4.0)
+    for outcome in outcomes:
+        assert "The active ranks do different things in the tail of a loop" in outcome.error, outcomes
+        assert "rank 2 had announced" in outcome.error
+        assert outcome.seconds < 10, outcomes
+
+
+@pytest.mark.parametrize("lengths", [(1, 6, 6), (8, 2, 8), (2, 5, 7)])
+def test_ranks_that_agree_are_not(workers: Workers, lengths: tuple[int, ...]) -> None:
+    workers.run(3, disagree, lengths, "", 0)

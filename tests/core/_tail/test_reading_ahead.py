@@ -1,0 +1,265 @@
+"""Loaders that must not be read ahead, or that must not be refilled if they are."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_sequence
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.data import DataLoader, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.support.workers import Workers
+from torch_join import Join, JoinValueError
+from torch_join._tail.reader import Reader
+
+
+class Loader:
+    """Has a length; its batches come from `fill`, which gets the batch's number."""
+
+    def __init__(self, fill: Callable[[int], Any], length: int = 6) -> None:
+        self.fill = fill
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.fill(number) for number in range(self.length))
+
+
+class Image(Tensor):
+    """As torchvision's."""
+
+
+class Opaque:
+    """Says nothing of what it holds."""
+
+
+class Made(Mapping[str, Any]):
+    """A batch that makes what it holds when it is asked for it."""
+
+    def __init__(self, mean: Tensor) -> None:
+        self.mean = mean
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["tensor", "array", "text", "noise", "object", "objects"])
+
+    def __getitem__(self, name: str) -> Any:
+        return {
+            "tensor": lambda: self.mean + 1,
+            "array": lambda: self.mean.numpy() + 1,
+            "text": lambda: f"batch {self.mean}",
+            "noise": lambda: self.mean + torch.rand(2),
+            "object": Opaque,
+            "objects": lambda: numpy.array([Opaque(), 1]),
+        }[name]()
+
+
+def refilling(kind: str) -> Callable[[int], Any]:
+    buffers = [torch.zeros(2) for _ in range(2)]
+    array, several = numpy.zeros(2), torch.zeros(3, 2)
+    growing: dict[int, Tensor] = {}
+    same: dict[str, Any] = {"mask": torch.ones(2)}
+    strided = torch.zeros(4)[::3]
+    made, image = Made(torch.zeros(2)), torch.zeros(2).as_subclass(Image)
+
+    def again(number: int) -> Any:
+        same["x"] = torch.full((2,), number)
+        return same
+
+    kinds: dict[str, Callable[[int], Any]] = {
+        "tensor": lambda n: buffers[0].fill_(n),
+        "two in turns": lambda n: buffers[n % 2].fill_(n),
+        "data": lambda n: (buffers[0], buffers[0].data.fill_(n))[0],
+        "a new tensor of an array": lambda n: (array.fill(n), {"x": [torch.from_numpy(array)]})[1],
+        "array": lambda n: (array.fill(n), array)[1],
+        "a part": lambda n: (torch.ones(2), several[:1].fill_(n)),
+        "the dictionary": again,
+        "a subclass": lambda n: image.fill_(n),
+        "a batch of its own kind": lambda n: (made.mean.fill_(n), made)[1],
+        "an object in the dictionary": lambda n: (same.update(x=Opaque()), same)[1],
+        "late": lambda n: torch.ones(2) * n if n < 1 else growing.setdefault(n // 4, torch.zeros(2)).fill_(n),
+        "strided": lambda n: strided.fill_(n),
+    }
+    return kinds[kind]
+
+
+SHORT = (
+    *("tensor", "data", "a new tensor of an array", "array", "a part", "the dictionary", "a batch of its own kind"),
+    *("an object in the dictionary", "a subclass"),
+)
+REFILLING = (*SHORT, "two in turns")
+
+
+def read_all(loader: Any) -> list[Any]:
+    """As a loop does where lengths are certain."""
+    reader, seen, step = Reader(loader), [], 0
+    while True:
+        reader.length_if_known(step)
+        if not reader.has_next():
+            return seen
+        seen.append(reader.take())
+        step += 1
+
+
+@pytest.mark.parametrize("kind", [*REFILLING, "late", "strided"])
+def test_a_refilled_batch_is_noticed(kind: str) -> None:
+    with pytest.raises(JoinValueError, match=r"refills the memory of one batch.*heartbeat=True"):
+        read_all(Loader(refilling(kind)))
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_refilled_batch_of_two_is_noticed(kind: str) -> None:
+    with pytest.raises(JoinValueError, match="refills the memory of one batch"):
+        read_all(Loader(refilling(kind), length=2))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and quantized tensors
+def test_what_is_not_refilled_may_share_memory() -> None:
+    constant, whole = torch.tensor([1.0, torch.nan]), torch.arange(40.0)
+    loaders: dict[str, Any] = {
+        "constant": Loader(lambda _: constant),
+        "mask": Loader(lambda n: {"x": torch.full((2,), n), "mask": constant}),
+        "views": Loader(lambda n: whole[4 * n : 4 * n + 6]),
+        "array": Loader(lambda n: (torch.from_numpy(whole.numpy())[n:], numpy.ones(3), "text", n)),
+        "sparse": Loader(lambda n: torch.eye(2).to_sparse()),
+        "made when asked for": Loader(lambda n: Made(torch.full((2,), float(n)))),
+        "nested": Loader(lambda n: torch.nested.nested_tensor([torch.ones(2), torch.ones(n + 1)])),
+        "jagged": Loader(lambda n: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
+        "quantized": Loader(lambda n: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
+        "meta": Loader(lambda n: torch.ones(2, device="meta")),
+        "objects": Loader(lambda n: numpy.array(["a", Opaque()], dtype=object)),
+        "masked": Loader(lambda n: numpy.ma.array([1, 2], mask=[0, 1])),
+        "packed": Loader(lambda n: pack_sequence([torch.ones(3), torch.ones(2)])),
+        "conjugated": Loader(lambda n: torch.ones(3, dtype=torch.complex64).conj()),
+        "expanded": Loader(lambda n: torch.ones(1).expand(3)),
+        "wrapped": Loader(lambda n: TwoTensor(torch.ones(2), torch.ones(2))),
+        "strings": Loader(lambda n: ["a", "b"]),
+        "list": [constant] * 6,
+        "empty": Loader(lambda n: torch.empty(0, 3)[:, ::2]),
+    }
+    for name, loader in loaders.items():
+        assert len(read_all(loader)) == 6, name
+
+
+def test_a_batch_may_be_changed_by_the_loop() -> None:
+    """A list whose batches the loop normalizes in place, or a constant one."""
+    constant = torch.ones(2)
+    reader, step = Reader(Loader(lambda _: constant)), 0
+    while reader.length_if_known(step) != step:
+        reader.take().mul_(2)
+        step += 1
+    assert step == 6
+
+
+def train_refilled(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[float]:
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1).double())
+    buffer = torch.zeros(1, 1, dtype=torch.float64)
+    seen = []
+    with Join([ddp], heartbeat=heartbeat) as join:
+        for batch in join.batches(Loader(lambda n: buffer.fill_(n), lengths[rank])):
+            seen.append(float(batch))
+            ddp(batch).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (0, 5)])
+def test_no_rank_trains_on_a_refilled_batch(workers: Workers, lengths: tuple[int, ...]) -> None:
+    for outcome in workers.outcomes(2, train_refilled, lengths, False):
+        assert "refills the memory of one batch" in outcome.error
+        assert outcome.seconds < 20
+    assert workers.run(2, train_refilled, lengths, True) == [list(map(float, range(n))) for n in lengths]
+
+
+# ---------------------------------------------------------------- loaders with a position
+
+
+class Counting:
+    """Knows how many batches it has given out, as a loader with `state_dict` does."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.given < self.length:
+            self.given += 1
+            yield torch.full((1, 1), float(self.given), dtype=torch.float64)
+        self.given = 0
+
+
+class CountingSampler(SequentialSampler):
+    given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(len(self)):
+            self.given = index + 1
+            yield index
+
+
+class Bar:
+    """Like a progress bar."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __len__(self) -> int:
+        return len(self.iterable)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.iterable
+
+
+def save_within(rank: int, lengths: tuple[int, ...], kind: str) -> list[int]:
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1).double())
+    data = torch.ones(lengths[rank], 1, dtype=torch.float64)
+    sampler = CountingSampler(data)
+    counting = Counting(lengths[rank])
+    loaders: dict[str, tuple[Any, Callable[[], int]]] = {
+        "own": (counting, lambda: counting.state_dict()["given"]),
+        "bar": (Bar(counting), lambda: counting.state_dict()["given"]),
+        "sampler": (DataLoader(data, 1, sampler=sampler), lambda: sampler.given),  # type: ignore[arg-type]
+    }
+    if kind == "stateful":
+        stateful = StatefulDataLoader(data, 1)  # type: ignore[arg-type]
+        loaders[kind] = stateful, lambda: int(stateful.state_dict()["_num_yielded"])
+    loader, given = loaders[kind]
+    found = []
+    with Join([ddp]) as join:
+        for batch in join.batches(loader):
+            ddp(batch).sum().backward()
+            found.append(given())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["own", "bar", "sampler", "stateful"])
+@pytest.mark.parametrize("lengths", [(4, 4), (1, 5)])
+def test_the_position_is_that_of_the_batch_in_the_loop(workers: Workers, kind: str, lengths: tuple[int, ...]) -> None:
+    assert workers.run(2, save_within, lengths, kind) == [list(range(1, n + 1)) for n in lengths]
+
+
+def test_a_module_in_a_loader_is_no_position() -> None:
+    loader = Bar(torch.ones(3, 1))
+    loader.transform = torch.nn.Linear(1, 1)  # type: ignore[attr-defined]
+    assert Reader(loader).certain_length() == 3
+    assert Reader(Bar(Bar(Counting(3)))).certain_length() is None

@@ -1,0 +1,331 @@
+"""Which gradients of ranks that have joined still count: ten ways of clearing, in loops that accumulate or do not.
+
+Each run is compared with one process in float64. Rank 0 joins first; in the second epoch all have the same length.
+"""
+
+import copy
+import io
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.cases import difference
+from tests.support.workers import Workers
+from torch_join import Join
+
+LENGTHS = ((1, 5, 2), (2, 2, 2))
+
+Clear = Callable[[Sequence[Tensor], torch.optim.Optimizer], None]
+
+
+def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def set_none(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def zero_data(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for gradient in gradients(parameters):
+        gradient.data.zero_()
+
+
+def fill_data(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for gradient in gradients(parameters):
+        gradient.data.fill_(0)
+
+
+def multiply(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for gradient in gradients(parameters):
+        gradient.mul_(0)
+
+
+def foreach(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    if found := gradients(parameters):
+        torch._foreach_zero_(found)
+
+
+def foreach_data(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    if found := [gradient.data for gradient in gradients(parameters)]:
+        torch._foreach_zero_(found)
+
+
+def numpy(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for gradient in gradients(parameters):
+        gradient.detach().numpy().fill(0)
+
+
+def another_tensor(parameters: Sequence[Tensor], _: torch.optim.Optimizer) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+IDIOMS: dict[str, Clear] = {
+    "zero_grad": lambda _, optimizer: optimizer.zero_grad(),
+    "zero_grad, zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "none": set_none,
+    ".data.zero_": zero_data,
+    ".data.fill_": fill_data,
+    "mul_": multiply,
+    "foreach": foreach,
+    "foreach of .data": foreach_data,
+    "numpy": numpy,
+    "another tensor": another_tensor,
+}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a step does: windows of `window` micro-batches, of which the last one syncs.
+
+    On rank 1 the first micro-batch of each window is masked (a gradient of zero) or skipped.
+    """
+
+    window: int = 1
+    view: bool = False
+    masked: bool = False
+    skipped: bool = False
+    clears_after: bool = False  # at a window's end, not at its begin
+
+
+PATTERNS = {
+    "each": Pattern(),
+    "each, views": Pattern(view=True),
+    "each, after": Pattern(clears_after=True),
+    "window": Pattern(2),
+    "window, views": Pattern(2, view=True),
+    "window, after": Pattern(2, clears_after=True),
+    "masked": Pattern(2, masked=True),
+    "masked, views": Pattern(2, view=True, masked=True),
+    "skipped": Pattern(2, skipped=True),
+    "skipped, after": Pattern(2, skipped=True, clears_after=True),
+}
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def batch(epoch: int, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * epoch + 100 * rank + step)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: Any, x: Tensor, pattern: Pattern, rank: int, step: int) -> Tensor | None:
+    loss: Tensor = model(x).pow(2).mean()
+    if rank == 1 and step % 2 == 0:
+        return None if pattern.skipped else loss * 0.0 if pattern.masked else loss
+    return loss
+
+
+def train(rank: int, idiom: str, pattern: Pattern, loop: str, epochs: Any) -> list[Tensor]:
+    model = new_model()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=pattern.view)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    clear = lambda: IDIOMS[idiom](list(model.parameters()), optimizer)  # noqa: E731
+    for epoch, lengths in enumerate(epochs):
+        loader: Iterable[Tensor] = [batch(epoch, rank, step) for step in range(lengths[rank])]
+        with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
+            for step, x in enumerate(loader if loop == "plain" else join.batches(loader)):
+                begins, ends = step % pattern.window == 0, step % pattern.window == pattern.window - 1
+                if begins and not pattern.clears_after:
+                    clear()
+                with nullcontext() if ends else ddp.no_sync():
+                    if (loss := loss_of(ddp, x, pattern, rank, step)) is not None:
+                        loss.backward()
+                if ends:
+                    optimizer.step()
+                    if pattern.clears_after:
+                        clear()
+    return [p.detach() for p in model.parameters()]
+
+
+def reference(idiom: str, pattern: Pattern, epochs: Any) -> list[Tensor]:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch, lengths in enumerate(epochs):
+        for step in range(max(lengths)):
+            begins, ends = step % pattern.window == 0, step % pattern.window == pattern.window - 1
+            if begins and not pattern.clears_after:
+                IDIOMS[idiom](list(model.parameters()), optimizer)
+            for rank, length in enumerate(lengths):
+                if step < length:
+                    loss = loss_of(model, batch(epoch, rank, step), pattern, rank, step)
+                    if loss is not None:
+                        (loss / len(lengths)).backward()
+            if ends:
+                optimizer.step()
+                if pattern.clears_after:
+                    IDIOMS[idiom](list(model.parameters()), optimizer)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("loop", ["sized", "heartbeat", "plain"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_way_of_clearing_is_seen(workers: Workers, pattern: str, loop: str) -> None:
+    # Where rank 1 cannot tell, rank 2 can.
+    for found in workers.run(3, train_with_all, PATTERNS[pattern], loop, LENGTHS):
+        for idiom, parameters in found.items():
+            assert difference(parameters, reference(idiom, PATTERNS[pattern], LENGTHS)) < 1e-10, idiom
+
+
+def first_only(model: Any, x: Tensor, pattern: Pattern, rank: int, step: int) -> Tensor | None:
+    loss: Tensor = model(x).pow(2).mean()
+    if (rank, step) == (1, 0):
+        return None if pattern.skipped else loss * 0.0
+    return loss
+
+
+def train_late(rank: int, pattern: Pattern, epochs: Any) -> list[Tensor]:
+    def late(model: Any, x: Tensor, pattern: Pattern, rank: int, step: int) -> Tensor | None:
+        if (rank, step) == (2, 1):
+            time.sleep(0.7)  # the leader is at the next backward by then, the one that averages, and has announced it
+        return first_only(model, x, pattern, rank, step)
+
+    with mock.patch(f"{__name__}.loss_of", late):
+        return train(rank, "none", pattern, "sized", epochs)
+
+
+@pytest.mark.parametrize("skips", ["masked", "skipped"])
+def test_a_rank_that_can_tell_may_be_late(workers: Workers, skips: str) -> None:
+    # Rank 1 leads from step 1 on and cannot tell there whether it has cleared; rank 2 can.
+    pattern, epochs = Pattern(3, **{skips: True}), ((1, 3, 3), (3, 3, 3))
+    with mock.patch(f"{__name__}.loss_of", first_only):
+        expected = reference("none", pattern, epochs)
+    for parameters in workers.run(3, train_late, pattern, epochs):
+        assert difference(parameters, expected) < 1e-10
+
+
+# With two ranks nobody else can.
+ALONE = ((1, 4), (2, 2))
+
+
+@pytest.mark.parametrize("loop", ["sized", "heartbeat", "plain"])
+@pytest.mark.parametrize("idiom", ["zero_grad", "zero_grad, zeros"])
+@pytest.mark.parametrize("pattern", ["masked", "skipped"])
+def test_the_optimizers_zero_grad_tells_where_no_gradient_does(
+    workers: Workers, pattern: str, idiom: str, loop: str
+) -> None:
+    for parameters in workers.run(2, train, idiom, PATTERNS[pattern], loop, ALONE):
+        assert difference(parameters, reference(idiom, PATTERNS[pattern], ALONE)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("pattern", "idiom", "loop"), [("masked", ".data.zero_", "sized"), ("skipped", "none", "plain")]
+)
+def test_where_nobody_can_tell_all_ranks_raise(workers: Workers, pattern: str, idiom: str, loop: str) -> None:
+    # The one that is in the all-reduce hears of it when the process group's timeout ends that.
+    outcomes = workers.outcomes(2, train, idiom, PATTERNS[pattern], loop, ALONE, timeout=5.0)
+    assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
+
+
+def train_with_all(rank: int, pattern: Pattern, loop: str, lengths: Any) -> dict[str, list[Tensor]]:
+    return {idiom: train(rank, idiom, pattern, loop, lengths) for idiom in IDIOMS}
+
+
+def leave_out(rank: int) -> None:
+    """Ranks 0 and 1 leave out a whole micro-batch, forward too; so they have never run a backward without a sync."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 2).double())
+    with Join([ddp]) as join:
+        for x in join.batches([torch.ones(2, 3, dtype=torch.float64)] * (1 if rank == 2 else 2)):
+            if join.step == 0 and rank < 2:
+                continue
+            with ddp.no_sync() if join.step == 0 else nullcontext():
+                ddp(x).sum().backward()
+
+
+def test_ranks_that_have_never_accumulated_say_that_they_cannot_tell(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, leave_out, timeout=5.0)
+    assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
+
+
+def drop_by_model(rank: int, inner: bool) -> list[Tensor]:
+    """Rank 0 drops, by a model's `zero_grad`, what the third window has come to; rank 1 has joined with its share."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 2).double())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with Join([ddp, optimizer]) as join:
+        for x in join.batches([batch(0, rank, step) for step in range(8 - 3 * rank)]):
+            begins = join.step % 2 == 0
+            if join.step == 0:
+                optimizer.zero_grad()  # of which no later step makes use
+            elif begins or join.step == 5:
+                (ddp.module if inner else ddp).zero_grad()
+            if (rank, join.step) == (0, 4):
+                continue
+            with ddp.no_sync() if begins else nullcontext():
+                ddp(x).pow(2).mean().backward()
+            if not begins:
+                optimizer.step()
+    return [p.detach() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_models_zero_grad_counts_too(workers: Workers, inner: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(8):
+        if step % 2 == 0 or step == 5:
+            optimizer.zero_grad()
+        for rank in range(2):
+            if step < 8 - 3 * rank and (rank, step) != (0, 4):
+                (model(batch(0, rank, step)).pow(2).mean() / 2).backward()
+        if step % 2:
+            optimizer.step()
+    for parameters in workers.run(2, drop_by_model, inner):
+        assert difference(parameters, [p.detach() for p in model.parameters()]) < 1e-10
+
+
+def copy_in_a_loop(rank: int) -> None:
+    model = new_model()
+    ddp = DistributedDataParallel(model)
+    with Join([ddp]) as join:
+        for x in join.batches([batch(0, rank, step) for step in range(2)]):
+            ddp(x).pow(2).mean().backward()
+            stored = io.BytesIO()
+            torch.save(model, stored)
+            stored.seek(0)
+            for other in (copy.deepcopy(model), torch.load(stored, weights_only=False)):
+                other(x).pow(2).mean().backward()
+                other.zero_grad()
+                assert all(p.grad is None for p in other.parameters())
+                assert all(p.grad is not None for p in model.parameters())
+    assert "zero_grad" not in vars(model)
+
+
+def test_a_copy_of_a_given_model_clears_its_own_gradients(workers: Workers) -> None:
+    workers.run(2, copy_in_a_loop)
+
+
+def begin_after_a_step(rank: int, view: bool, heartbeat: bool) -> list[Tensor]:
+    """DDP rebuilds its buckets in the first forward of the loop, when the gradients from before have been cleared."""
+    model = new_model()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    ddp(batch(0, rank, 0)).pow(2).mean().backward()
+    with Join([ddp], heartbeat=heartbeat) as join:
+        for x in join.batches([batch(0, rank, step) for step in range(2 * rank)]):
+            set_none(list(model.parameters()), torch.optim.SGD(model.parameters()))
+            ddp(x).pow(2).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("heartbeat", [False, True])
+def test_what_is_cleared_before_buckets_are_rebuilt_is_seen(workers: Workers, heartbeat: bool, view: bool) -> None:
+    model = new_model()
+    (model(batch(0, 1, 1)).pow(2).mean() / 2).backward()
+    for found in workers.run(2, begin_after_a_step, view, heartbeat):
+        assert difference(found, gradients(list(model.parameters()))) < 1e-10

@@ -1,0 +1,214 @@
+"""What a tail needs and was not given to `Join` is warned of, and nothing else is."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import SequentialLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tests.support.workers import Workers
+from torch_join import Join
+
+
+class Wrapped(Optimizer):
+    """Like Accelerate's: an optimizer around one, with the other's state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class WrappedScheduler:
+    """Like Accelerate's: a scheduler around one."""
+
+    def __init__(self, scheduler: Any, optimizer: Any) -> None:
+        self.scheduler, self.optimizers = scheduler, [optimizer]
+
+    def step(self) -> None:
+        self.scheduler.step()
+
+    def state_dict(self) -> Any:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.scheduler.load_state_dict(state)
+
+
+class Training:
+    """Everything in one object with a state."""
+
+    def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
+        self.parts = [optimizer, scheduler]
+
+    def state_dict(self) -> Any:
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: Any) -> None:
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+class Hidden(nn.Module):
+    """A module, of which only tensors are handed over, whatever else it holds."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+
+class Set(Optimizer):
+    """A user's own optimizer without a state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def given(kind: str, model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return what `Join` gets besides the model, and what the loop steps."""
+    adam = Adam(model.parameters(), lr=0.1)
+    plain = SGD(model.parameters(), lr=0.1)
+    if kind == "nothing":
+        return [], [adam]
+    if kind == "the scheduler only":
+        scheduler = StepLR(adam, 1)
+        return [scheduler], [adam, scheduler]
+    if kind == "a part":
+        head = SGD([*model.parameters()][:1], lr=0.1, momentum=0.9)
+        return [adam], [adam, head]
+    if kind == "in a module":
+        return [Hidden(adam)], [adam]
+    if kind == "sharded":
+        zero = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
+        return [zero], [zero]
+    if kind == "sharded, scheduler forgotten":
+        zero = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
+        return [zero], [zero, StepLR(zero, 1)]
+    if kind == "wrapped":
+        scheduler = StepLR(adam, 1)
+        return [Wrapped(adam), WrappedScheduler(scheduler, Wrapped(adam))], [adam, scheduler]
+    if kind == "wrapped, scheduler forgotten":
+        return [Wrapped(adam)], [adam, StepLR(adam, 1)]
+    if kind == "scheduler of the inner one":
+        scheduler = StepLR(adam, 1)
+        return [Wrapped(adam), scheduler], [adam, scheduler]
+    if kind == "in one object":
+        scheduler = StepLR(adam, 1)
+        return [Training(adam, scheduler)], [adam, scheduler]
+    if kind == "both":
+        scheduler = SequentialLR(adam, [StepLR(adam, 1), StepLR(adam, 1)], [1])
+        return [scheduler, adam], [adam, scheduler]
+    if kind == "scheduler forgotten":
+        return [adam], [adam, StepLR(adam, 1)]
+    if kind == "scheduler not stepped":
+        StepLR(adam, 1)
+        return [adam], [adam]
+    if kind == "stateless":
+        return [], [plain, Set(model.parameters())]
+    if kind == "stateless, rate changed":
+        return [], [plain, StepLR(plain, 1)]
+    assert kind == "of another model"
+    return [], [Adam(nn.Linear(1, 1).parameters())]
+
+
+def train(rank: int, kind: str, lengths: tuple[int, ...], loop: str = "sized") -> tuple[list[str], int]:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    things, steps = given(kind, model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with Join([model, *things]) as join:
+                batches = list(range(lengths[rank]))
+                for _ in join.batches(batches) if loop == "sized" else batches:
+                    for thing in steps:
+                        if isinstance(thing, Optimizer):
+                            thing.zero_grad()
+                    model(torch.ones(3, 2)).sum().backward()
+                    for thing in steps:
+                        thing.step()
+    texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning) and "Join" in str(w.message)]
+    return [text for text in texts if "the ranks already differed" not in text], hooks()  # which is said too
+
+
+def hooks() -> int:
+    """How many hooks on the steps of all optimizers there are."""
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    handle.remove()
+    found = handle.hooks_dict_ref()
+    return 0 if found is None else len(found)
+
+
+QUIET = ["sharded", "wrapped", "scheduler of the inner one", "in one object", "both", "scheduler not stepped"]
+QUIET += ["stateless", "of another model"]
+LOUD = {
+    "nothing": "Adam steps 4 of the 4 parameters of what was given to Join, but was not itself given",
+    "the scheduler only": "Adam steps 4 of the 4 parameters",
+    "a part": "SGD steps 1 of the 4 parameters",
+    "in a module": "Adam steps 4 of the 4 parameters",
+    "sharded, scheduler forgotten": "The learning rate of ZeroRedundancyOptimizer changed .* its LR scheduler was not",
+    "wrapped, scheduler forgotten": "The learning rate of Wrapped changed .* its LR scheduler was not given",
+    "scheduler forgotten": "The learning rate of Adam changed while some ranks had joined, and its LR scheduler was",
+    "stateless, rate changed": "The learning rate of SGD changed .* SGD was not given to Join: joined ranks keep",
+}
+
+
+@pytest.mark.parametrize("kind", QUIET)
+def test_what_was_given_is_not_warned_of(workers: Workers, kind: str) -> None:
+    assert workers.run(2, train, kind, (2, 4)) == [([], 0)] * 2
+
+
+@pytest.mark.parametrize("kind", LOUD)
+def test_what_was_forgotten_is_warned_of_once(workers: Workers, kind: str) -> None:
+    joined, active = workers.run(2, train, kind, (2, 4), "sized" if len(kind) % 2 else "plain")
+    assert joined == ([], 0)
+    texts, left = active
+    assert left == 0
+    assert len(texts) == 1
+    with pytest.warns(UserWarning, match=LOUD[kind]):
+        warnings.warn(texts[0], stacklevel=1)
+    assert "Join([model, optimizer" in texts[0]
+
+
+def test_even_inputs_need_nothing(workers: Workers) -> None:
+    assert workers.run(2, train, "nothing", (2, 2)) == [([], 0)] * 2
+
+
+def fail(rank: int) -> tuple[int, int]:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    inside = -1
+    try:
+        with Join([model]) as join:
+            for _ in join.batches(range(1 + 2 * rank)):
+                model(torch.ones(1, 1)).sum().backward()
+                inside = hooks()
+                if join.step == 1:
+                    raise KeyError
+    except (KeyError, RuntimeError):
+        pass
+    return inside, hooks()
+
+
+def test_the_hook_is_there_in_the_tail_only_and_goes_with_an_exception(workers: Workers) -> None:
+    assert workers.run(2, fail) == [(0, 0), (1, 0)]

@@ -1,0 +1,135 @@
+"""Models with outputs that are of no common kind, and what a look at outputs must not do."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.cases import difference
+from tests.support.workers import Workers
+from torch_join import Join
+
+LENGTHS = (7, 2)
+WINDOW = 3
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.arange(6, dtype=torch.float64).view(2, 3) / (1 + rank + step)
+
+
+class Box:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Net(nn.Module):
+    def __init__(self, pack: Callable[["Net", Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(3, 2).double()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(self, x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.predict(x).pow(2).mean()
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+PACKS: dict[str, tuple[Callable[[Net, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (Net.predict, lambda output: output),
+    "own class": (lambda net, x: Box(net.predict(x)), lambda output: output.value),
+    "another output first": (lambda net, x: (net.predict(x + 1), net.predict(x)), lambda output: output[1]),
+    "a parameter first": (lambda net, x: (net.scale, net.predict(x)), lambda output: output[1]),
+}
+
+
+def in_windows(rank: int, pack: str) -> list[Tensor]:
+    """A plain `for`, in whose first window rank 1 runs out."""
+    make, take = PACKS[pack]
+    ddp = DistributedDataParallel(Net(make))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Join([ddp, optimizer]):
+        for step in range(LENGTHS[rank]):
+            if step % WINDOW == 0:
+                optimizer.zero_grad()
+            syncs = step % WINDOW == WINDOW - 1
+            with nullcontext() if syncs else ddp.no_sync():
+                take(ddp(batch(rank, step))).pow(2).mean().backward()
+            if syncs:
+                optimizer.step()
+    return [p.detach() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_gradients_are_told_apart_whatever_a_model_returns(workers: Workers, pack: str) -> None:
+    net = Net(Net.predict)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(max(LENGTHS)):
+        if step % WINDOW == 0:
+            optimizer.zero_grad()
+        for rank, length in enumerate(LENGTHS):
+            if step < length:
+                (net.loss(batch(rank, step)) / len(LENGTHS)).backward()
+        if step % WINDOW == WINDOW - 1:
+            optimizer.step()
+    for parameters in workers.run(2, in_windows, pack):
+        assert difference(parameters, [p.detach() for p in net.parameters()]) < 1e-12
+
+
+def with_penalty(rank: int) -> tuple[list[Tensor], int]:
+    """The loop adds an L2 term of the parameter that the model returns, in a backward of its own."""
+    ddp = DistributedDataParallel(Net(PACKS["a parameter first"][0]))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Join([ddp, optimizer]) as join:
+        for x in join.batches([batch(rank, step) for step in range(3 - rank)]):
+            optimizer.zero_grad()
+            ddp(x)[1].pow(2).mean().backward()
+            (0.1 * ddp.module.scale**2).backward()
+            optimizer.step()
+    return [p.detach() for p in ddp.parameters()], len(ddp.module.scale._backward_hooks or {})
+
+
+def test_nothing_stays_on_a_parameter_that_a_model_returns(workers: Workers) -> None:
+    net = Net(Net.predict)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [net.loss(batch(rank, step)) for rank in range(2) if step < 3 - rank]
+        (sum(losses, torch.zeros(())) / 2 + 0.1 * net.scale**2).backward()
+        optimizer.step()
+    for parameters, hooks in workers.run(2, with_penalty):
+        assert difference(parameters, [p.detach() for p in net.parameters()]) < 1e-12
+        assert hooks == 0
+
+
+def static(rank: int, how: str) -> float:
+    ddp = DistributedDataParallel(Net(Net.predict), static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    if how == "not entered":
+        Join([ddp, optimizer])
+    elif how == "left":
+        with Join([ddp, optimizer]):
+            pass
+    for epoch in range(2):
+        with Join([ddp, optimizer]) as join:
+            # Of one step, after which nothing looks at the first iteration any more.
+            for x in join.batches([batch(rank, step) for step in range(1 + 3 * epoch * rank)]):
+                optimizer.zero_grad()
+                ddp(x).pow(2).mean().backward()
+                optimizer.step()
+    return float(ddp.module.scale)
+
+
+@pytest.mark.parametrize("how", ["not entered", "left"])
+def test_another_join_around_a_static_graph_counts_no_gradient_twice(workers: Workers, how: str) -> None:
+    expected = workers.run(2, static, "")
+    assert workers.run(2, static, how) == expected

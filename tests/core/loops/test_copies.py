@@ -1,0 +1,101 @@
+"""Copies of what was given to `Join`, made inside the `with`, are as free as those made outside."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.core.loops.test_leaving import Training, check_exact
+from tests.support.workers import Workers
+from torch_join import Join
+
+
+class Plain:
+    """An optimizer that does not derive from torch's."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.param_groups = [{"params": parameters, "lr": 0.1}]
+        self.state: dict[Any, Any] = {}
+
+    def zero_grad(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def saved(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copy_amid(rank: int, lengths: tuple[int, ...], how: str, heartbeat: bool) -> list[Tensor]:
+    training = Training(lengths, rank)
+    duplicate = copy.deepcopy if how == "deepcopy" else saved
+    copies: list[Any] = []
+    with Join([training.ddp, training.optimizer], heartbeat=heartbeat) as join:
+        copies.append(duplicate(training.ddp.module if how == "inner" else training.ddp))
+        for batch in join.batches(training.batches):
+            training.step(batch)
+            copies.append(duplicate(training.ddp.module if how == "inner" else training.ddp))
+            theirs = copies[-1]
+            mine = {p: p.grad for p in training.ddp.parameters()}
+            for p in theirs.parameters():
+                p.grad = torch.ones_like(p)
+            theirs.zero_grad()
+            assert all(p.grad is None for p in theirs.parameters())
+            assert all(p.grad is grad and grad is not None for p, grad in mine.items())
+            assert len(duplicate(training.optimizer).param_groups) == 1
+    for theirs in copies:
+        assert not isinstance(theirs, DistributedDataParallel) or isinstance(theirs.module, nn.Module)
+        (getattr(theirs, "module", theirs)(training.batches[0][0]) if training.batches else torch.zeros(1)).sum()
+    return training.parameters
+
+
+@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("how", ["deepcopy", "saved", "inner"])
+@pytest.mark.parametrize("lengths", [(3, 3), (1, 3), (3, 0, 2)])
+def test_a_model_may_be_copied_in_the_loop(
+    workers: Workers, lengths: tuple[int, ...], how: str, heartbeat: bool
+) -> None:
+    check_exact(workers.run(len(lengths), copy_amid, lengths, how, heartbeat), lengths)
+
+
+def clear_a_copy(rank: int) -> list[bool]:
+    net = nn.Linear(2, 1)
+    ddp, optimizer = DistributedDataParallel(net), Plain(list(net.parameters()))
+    kept = []
+    with Join([ddp, optimizer]) as join:
+        for _ in join.batches(range(1 + rank)):
+            ddp(torch.ones(1, 2)).sum().backward()
+            for theirs in (copy.deepcopy(optimizer), saved(optimizer)):
+                for p in theirs.param_groups[0]["params"]:
+                    p.grad = torch.ones_like(p)
+                theirs.zero_grad()
+                kept.append(net.weight.grad is not None)
+                kept.append(all(p.grad is None for p in theirs.param_groups[0]["params"]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return kept
+
+
+def test_a_copy_of_any_optimizer_clears_its_own(workers: Workers) -> None:
+    for kept in workers.run(2, clear_a_copy):
+        assert kept
+        assert all(kept)

@@ -1,0 +1,396 @@
+"""The semantics that PyTorch's own tests of its Join assert, as tests of ours."""
+
+import sys
+import threading
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tests.support.inside import entered_joins, installed_tap
+from tests.support.workers import Workers
+from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError
+from torch_join._base import compat as _compat
+from torch_join._base import compat_c10d as _dispatch
+from torch_join._collectives import compat as _compat_c10d
+
+LOG: list[str] = []
+
+
+class AllReducer(Joinable):
+    """All-reduces a one each step, in `times` pieces."""
+
+    def __init__(self, name: str = "a", times: int = 1, group: Any = None, breaks: bool = False) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.name, self.times, self.group = name, times, group or dist.group.WORLD
+        self.options: dict[str, Any] = {}
+        self.last: list[bool] = []
+        self.hooks = 0
+
+    def __call__(self) -> float:
+        TorchJoin.notify_join_context(self)
+        total = 0.0
+        for _ in range(self.times):
+            one = torch.ones(1)
+            dist.all_reduce(one, group=self.group)
+            total = float(one)
+        return total
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.options = kwargs
+        return AllReducerHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.group
+
+
+class AllReducerHook(JoinHook):
+    def __init__(self, reducer: AllReducer) -> None:
+        self.reducer = reducer
+
+    def main_hook(self) -> None:
+        self.reducer.hooks += 1
+        if self.reducer.breaks:
+            raise MINE
+        LOG.append(self.reducer.name)
+        for _ in range(self.reducer.times):
+            dist.all_reduce(torch.zeros(1), group=self.reducer.group)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.reducer.last.append(is_last_joiner)
+
+
+def add_up(
+    rank: int, lengths: list[int], reducers: int, loop: str
+) -> tuple[list[float], list[int], list[Any], list[str]]:
+    LOG.clear()
+    things = [AllReducer(name, times=1 + i) for i, name in enumerate("abc"[:reducers])]
+    totals = [0.0] * reducers
+    with Join(things, heartbeat=loop == "heartbeat", option=3) as join:
+        for _ in range(lengths[rank]) if loop == "plain" else join.batches(list(range(lengths[rank]))):
+            for i, thing in enumerate(things):
+                totals[i] += thing()
+    assert all(thing.options == {"option": 3} for thing in things)
+    return totals, [thing.hooks for thing in things], [thing.last for thing in things], list(LOG)
+
+
+@pytest.mark.parametrize("loop", ["plain", "sized", "heartbeat"])
+@pytest.mark.parametrize("reducers", [1, 3])
+@pytest.mark.parametrize("lengths", [[2, 5], [5, 0, 3], [3, 3]])
+def test_totals_count_the_active_ranks(workers: Workers, lengths: list[int], reducers: int, loop: str) -> None:
+    longest = max(lengths)
+    for rank, (totals, hooks, last, log) in enumerate(workers.run(len(lengths), add_up, lengths, reducers, loop)):
+        expected = sum(sum(step < length for length in lengths) for step in range(lengths[rank]))
+        assert totals == [float(expected)] * reducers
+        assert hooks == [longest - lengths[rank]] * reducers
+        assert last == [[lengths[rank] == longest]] * reducers
+        assert "".join(log) == "abc"[:reducers] * (longest - lengths[rank])
+
+
+def in_turns(rank: int, lengths: list[int], loop: str) -> tuple[str, list[dict[str, Any]], list[list[bool]]]:
+    """Notify in another order than that of the list, one of them twice a step and one in every other step."""
+    LOG.clear()
+    a, b, c, silent = things = [AllReducer(name, times=1 + i) for i, name in enumerate("abcs")]
+    options = {"option": 3, "divide_by_initial_world_size": False, "other": "x"}
+    with Join(things, heartbeat=loop == "heartbeat", **options) as join:
+        for step in range(lengths[rank]) if loop == "plain" else join.batches(list(range(lengths[rank]))):
+            for thing in (a, c, b, c) if step % 2 else (a, c):
+                thing()
+    assert silent.hooks == 0
+    return "".join(LOG), [thing.options for thing in things], [thing.last for thing in things]
+
+
+@pytest.mark.parametrize("loop", ["plain", "sized", "heartbeat"])
+@pytest.mark.parametrize("lengths", [[2, 5], [3, 0, 3]])
+def test_main_hooks_follow_the_order_of_the_steps(workers: Workers, lengths: list[int], loop: str) -> None:
+    longest = max(lengths)
+    for rank, (log, options, last) in enumerate(workers.run(len(lengths), in_turns, lengths, loop)):
+        assert log == "".join("acbc" if step % 2 else "ac" for step in range(lengths[rank], longest))
+        assert options == [{"option": 3, "divide_by_initial_world_size": False, "other": "x"}] * 4
+        assert last == [[lengths[rank] == longest]] * 4
+
+
+def with_model(rank: int, lengths: list[int], loop: str) -> tuple[float, int, list[bool], list[float]]:
+    torch.manual_seed(0)
+    model, thing, total = DistributedDataParallel(nn.Linear(1, 1).double()), AllReducer(), 0.0
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with Join([thing, model, optimizer], option=1) as join:
+        for _ in range(lengths[rank]) if loop == "plain" else join.batches(list(range(lengths[rank]))):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 1, dtype=torch.float64)).sum()
+            total += thing()
+            loss.backward()
+            optimizer.step()
+    assert thing.options == {"option": 1}
+    return total, thing.hooks, thing.last, [p.item() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("loop", ["plain", "sized"])
+def test_a_joinable_next_to_a_model(workers: Workers, loop: str) -> None:
+    lengths = [2, 5]
+    results = workers.run(2, with_model, lengths, loop)
+    assert [r[:3] for r in results] == [(4.0, 3, [False]), (7.0, 0, [True])]
+    assert results[0][3] == results[1][3]
+
+
+def throw(rank: int, lengths: list[int], loop: str) -> tuple[str, int]:
+    thing, steps = AllReducer(), 0
+    try:
+        with Join([thing], throw_on_early_termination=True) as join:
+            for _ in range(lengths[rank]) if loop == "plain" else join.batches(list(range(lengths[rank]))):
+                thing()
+                steps += 1
+    except EarlyTerminationError as error:
+        return str(error), steps
+    return "", steps
+
+
+@pytest.mark.parametrize("loop", ["plain", "sized"])
+def test_throw_on_early_termination(workers: Workers, loop: str) -> None:
+    for rank, (text, steps) in enumerate(workers.run(3, throw, [2, 4, 2], loop)):
+        assert steps == 2
+        if rank == 1:
+            assert text == "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+        else:
+            assert text == f"Rank {rank} exhausted all inputs."
+    assert workers.run(2, throw, [3, 3], loop) == [("", 3)] * 2
+
+
+def disabled(rank: int) -> list[Any]:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    before = state_of(model)
+    thing = AllReducer()
+    with Join([model, thing], enable=False) as join:
+        inside = state_of(model) == before
+        total = sum(thing() for _ in join.batches([1, 2, 3]))
+    return [inside, total, thing.last]
+
+
+def test_enable_false_behaves_as_if_absent(workers: Workers) -> None:
+    assert workers.run(2, disabled) == [[True, 6.0, []]] * 2
+
+
+def state_of(model: DistributedDataParallel) -> list[Any]:
+    return [
+        dict(model._forward_pre_hooks),
+        dict(model.module._forward_pre_hooks),
+        model._join_config,
+        model.module,
+        set(vars(model)),
+    ]
+
+
+def in_the_process() -> list[Any]:
+    """What a `Join` could leave behind anywhere else."""
+    return [
+        any(map(_dispatch.has_kernel, _compat_c10d.operators())),
+        installed_tap() is None,
+        len(entered_joins),
+        dict(optimizer_hooks()),
+        list(warnings.filters),
+        sys.modules.keys() & {"torch.distributed.fsdp"},
+        threading.active_count(),
+    ]
+
+
+def optimizer_hooks() -> dict[int, Any]:
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    handle.remove()
+    return handle.hooks_dict_ref() or {}
+
+
+class MineError(Exception):
+    """A user's."""
+
+
+MINE = MineError("mine", 3)
+WHERE = ["nowhere", "active", "joined", "everywhere", "hook", "after"]
+
+
+def leave_nothing(rank: int, where: str, loop: str) -> list[Any]:
+    """Rank 0 joins after two steps, rank 1 after four; an exception passes, or none."""
+    warnings.simplefilter("ignore", ResourceWarning)  # a filter of the user's
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    scheduler, thing = torch.optim.lr_scheduler.StepLR(optimizer, 1), AllReducer(breaks=where == "hook" and rank == 0)
+    things: list[Any] = [model, optimizer, scheduler, thing]
+    before = [state_of(model), thing._join_config, optimizer._join_config, in_the_process()]
+    raised: Any = None
+    try:
+        with Join(things, heartbeat=loop == "heartbeat") as join:
+            for step in range(2 + 2 * rank) if loop == "plain" else join.batches(list(range(2 + 2 * rank))):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                thing()
+                optimizer.step()
+                scheduler.step()
+                if (where, step, rank) == ("active", 2, 1) or (where, step) == ("everywhere", 1):
+                    raise MINE
+                if (where, step, rank) == ("joined", 1, 0):  # it would have joined
+                    raise MINE
+            if where == "after" and rank == 1:
+                raise MINE
+    except (MineError, JoinError) as error:
+        raised = error
+    after = [state_of(model), thing._join_config, optimizer._join_config, in_the_process()]
+    disabled = not any(one._join_config.enable for one in (model, optimizer, thing))
+    text = "" if raised is None else f"{type(raised).__name__}: {raised}"
+    same = raised is MINE and raised.args == ("mine", 3) and raised.__cause__ is None
+    if raised is not None:  # collectives are broken: end together without
+        store: Any = dist.PrefixStore("end", _compat.group_store(dist.group.WORLD))
+        store.set(str(rank), "")
+        store.wait(["0", "1"], timedelta(seconds=20))
+        dist.destroy_process_group()
+    handles = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return [[i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y], disabled, same, handles, text]
+
+
+@pytest.mark.parametrize(
+    ("where", "loop"),
+    [
+        (where, loop)
+        for where in WHERE
+        for loop in ("plain", "sized", "heartbeat")
+        if where != "hook" or loop == "sized"
+    ],
+)
+def test_nothing_is_left_behind_and_an_exception_passes_unchanged(workers: Workers, where: str, loop: str) -> None:
+    # The timeout is how long a collective waits for a rank that raised.
+    results = workers.run(2, leave_nothing, where, loop, timeout=4.0)
+    for left, disabled, _, handles, _ in results:
+        assert left == []
+        assert disabled
+        assert handles == 0
+    same, texts = [r[2] for r in results], [r[4] for r in results]
+    if where == "nowhere":
+        assert texts == ["", ""]
+    elif where == "everywhere":
+        assert same == [True, True]
+    else:
+        raises = 1 if where in ("active", "after") else 0
+        assert same[raises]
+        peer = "PeerFailedError: Rank {0} failed, so rank {1} cannot go on. Rank {0}: MineError: ('mine', 3)"
+        if where != "after" or loop == "plain":
+            assert texts[1 - raises] == peer.format(raises, 1 - raises)
+
+
+def after_torch(rank: int, how: str) -> list[Any]:
+    """torch's Join leaves its configuration enabled."""
+    torch.manual_seed(0)
+    model, thing = DistributedDataParallel(nn.Linear(1, 1).double()), AllReducer()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    with TorchJoin([model, optimizer, thing], enable=how != "disabled"):
+        pass
+    enabled = [one._join_config.enable for one in (model, optimizer, thing)]
+    total = 0.0
+    try:
+        with Join([model, optimizer, thing], weighting="active") as join:
+            inside = [one._join_config.enable for one in (model, optimizer, thing)]
+            for _ in join.batches(list(range(2 + 2 * rank))):
+                optimizer.zero_grad()
+                model(torch.full((1, 1), 2.0, dtype=torch.float64)).sum().backward()
+                total += thing()
+                optimizer.step()
+            if how == "raises":
+                raise MINE
+    except MineError:
+        pass
+    outside = [one._join_config.enable for one in (model, optimizer, thing)]
+    if rank == 0:  # under an enabled configuration it would wait for the other
+        model(torch.ones(1, 1, dtype=torch.float64))
+    return [enabled, inside, outside, total, [p.item() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("how", ["enabled", "disabled", "raises"])
+def test_after_torchs_join_nothing_is_enabled(workers: Workers, how: str) -> None:
+    off = [False] * 3
+    first, second = workers.run(2, after_torch, how)
+    assert first[:3] == second[:3] == [[how != "disabled"] * 3, off, off]
+    assert (first[3], second[3]) == (4.0, 6.0)
+    assert first[4] == second[4]
+
+
+def refuse(rank: int) -> list[str]:
+    texts = []
+    group = dist.new_group([0, 1])
+    for things in ([], [AllReducer(), AllReducer(group=group)], [nn.Linear(1, 1), 3]):
+        with pytest.raises((ValueError, JoinTypeError)) as error:
+            Join(things)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_bad_lists_are_refused(workers: Workers) -> None:
+    for empty, groups, kind in workers.run(2, refuse):
+        assert empty.startswith("The join context manager requires at least one joinable: give it")
+        assert groups == "Using join context manager with multiple process groups"
+        assert "not int" in kind
+
+
+def collect(rank: int, lengths: list[int]) -> list[Any]:
+    model = DistributedDataParallel(nn.Linear(1, 1).double())
+    seen: list[Any] = []
+    with Join([model]) as join:
+        for step in join.batches(list(range(lengths[rank]))):
+            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+            total = torch.tensor([float(rank + step)])
+            dist.all_reduce(total)
+            most = torch.tensor([rank], dtype=torch.int64)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            objects: list[Any] = [None] * len(lengths)
+            dist.all_gather_object(objects, {"rank": rank})
+            dist.barrier()
+            seen.append((float(total), int(most), [o for o in objects if o is not None], join.active_ranks))
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [[1, 3], [3, 0, 2]])
+def test_collectives_in_the_step_are_mirrored(workers: Workers, lengths: list[int]) -> None:
+    for rank, seen in enumerate(workers.run(len(lengths), collect, lengths)):
+        assert len(seen) == lengths[rank]
+        for step, (total, most, objects, active) in enumerate(seen):
+            ranks = [r for r, length in enumerate(lengths) if step < length]
+            assert active == tuple(ranks)
+            assert total == sum(r + step for r in ranks)
+            assert most == max(ranks)
+            assert objects == [{"rank": r} for r in ranks]
+
+
+def evaluate_after(rank: int, lengths: list[int]) -> list[Any]:
+    model = DistributedDataParallel(nn.Linear(1, 1).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counted = []
+    with Join([model, optimizer]) as join:
+        for _ in range(2):
+            for _ in join.batches(list(range(lengths[rank]))):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+            with torch.no_grad():
+                for _ in join.batches(list(range(lengths[-1 - rank]))):
+                    model(torch.ones(1, 1, dtype=torch.float64))
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            counted.append(float(total))
+    return [counted, [p.tolist() for p in model.parameters()]]
+
+
+def test_loops_and_collectives_between_them_fit_in_one_context(workers: Workers) -> None:
+    first, second = workers.run(2, evaluate_after, [1, 4])
+    assert first == second
+    assert first[0] == [2.0, 2.0]

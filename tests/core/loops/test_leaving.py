@@ -1,0 +1,269 @@
+"""Loops that are left early, begun inside each other, or held: exact, or an error at once."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.cases import difference
+from tests.support.inside import channel_of, store_of, unwritten
+from tests.support.joinables import WorldJoinable
+from tests.support.loops import Models, Program, reference
+from tests.support.workers import Workers, connect
+from torch_join import EarlyTerminationError, Join
+
+SHORT = timedelta(seconds=10)
+
+
+class Training:
+    """A model under DDP and Adam, whose forward takes its input by keyword."""
+
+    def __init__(self, lengths: tuple[int, ...], rank: int) -> None:
+        self.models = Models(Program(lengths))
+        self.ddp = DistributedDataParallel(self.models)
+        self.optimizer = torch.optim.Adam(self.models.parameters(), lr=0.05)
+        self.batches = Program(lengths).data.batches(rank, 0)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        (self.ddp(x=batch[0]) - batch[1]).pow(2).mean().backward()
+        self.optimizer.step()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.models.parameters()]
+
+
+def check_exact(found: list[list[Tensor]], lengths: tuple[int, ...], weighting: str = "world") -> None:
+    expected, _ = reference(Program(lengths, epochs=1, weighting=weighting))
+    for parameters in found:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, found[0], strict=True))
+    # `reference` clears before a step, as this training does.
+    assert difference(found[0], list(expected.parameters())) < 1e-10
+
+
+def leave(rank: int, lengths: tuple[int, ...], stops: tuple[int, ...], how: str) -> tuple[list[Tensor], float, float]:
+    training = Training(lengths, rank)
+    total, seen = torch.ones(1) * len(lengths), 0.0
+    with Join([training.ddp, training.optimizer], heartbeat=True, timeout=SHORT) as join:
+        loop: Any = join.batches(training.batches)
+        if how == "held":
+            loop = iter(loop)
+        for step, batch in enumerate(loop):
+            if step == stops[rank]:
+                break
+            training.step(batch)
+        if how == "looked at":
+            seen = float(len(join.active_ranks))
+        if how in ("collective", "looked at"):
+            dist.all_reduce(total)
+            check_after = training.parameters  # all have met, so all have the same
+            seen = float(sum(p.sum() for p in check_after))
+        if how == "loop":
+            for _ in join.batches([0] * rank):
+                dist.all_reduce(total)
+    return training.parameters, total.item(), seen
+
+
+@pytest.mark.parametrize("how", ["", "held", "collective", "looked at", "loop"])
+@pytest.mark.parametrize(("lengths", "stops"), [((6, 6), (2, 4)), ((4, 6), (9, 3)), ((5, 0, 5), (1, 9, 3))])
+def test_what_follows_a_break_is_safe(
+    workers: Workers, lengths: tuple[int, ...], stops: tuple[int, ...], how: str
+) -> None:
+    found = workers.run(len(lengths), leave, lengths, stops, how, deadline=30.0)
+    check_exact([parameters for parameters, _, _ in found], tuple(map(min, lengths, stops)))
+    if how == "collective":
+        assert [total for _, total, _ in found] == [len(lengths) ** 2] * len(lengths)
+    assert how == "loop" or len({seen for _, _, seen in found}) == 1
+
+
+def leave_together(rank: int, lengths: tuple[int, ...], weighting: str, most: int) -> list[Tensor]:
+    training = Training(lengths, rank)
+    with Join([training.ddp, training.optimizer], weighting=weighting, timeout=SHORT) as join:
+        for step, batch in enumerate(join.batches(training.batches)):
+            if step == most:
+                break
+            training.step(batch)
+    return training.parameters
+
+
+@pytest.mark.parametrize("weighting", ["world", "active", "samples"])
+def test_a_break_at_the_same_step_needs_nothing(workers: Workers, weighting: str) -> None:
+    found = workers.run(2, leave_together, (5, 5), weighting, 3, deadline=30.0)
+    if weighting == "samples":
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    else:
+        check_exact(found, (3, 3), weighting)
+
+
+def nest(rank: int, lengths: tuple[int, ...], how: str) -> None:
+    connect()
+    training = Training(lengths, rank)
+    with Join([training.ddp, training.optimizer], timeout=SHORT) as join:
+        if how == "zipped":
+            for batch, _ in zip(join.batches(training.batches), join.batches([0] * 9), strict=False):
+                training.step(batch)
+        else:
+            for batch in join.batches(training.batches):
+                training.step(batch)
+                for _ in join.batches([0, 1]):
+                    pass
+
+
+@pytest.mark.parametrize("how", ["nested", "zipped"])
+@pytest.mark.parametrize("lengths", [(3, 3), (1, 3)])
+def test_a_loop_in_a_loop_raises_at_once(workers: Workers, lengths: tuple[int, ...], how: str) -> None:
+    for outcome in workers.outcomes(2, nest, lengths, how, deadline=30.0, timeout=5.0):
+        assert "begun inside another one" in outcome.error, outcome
+        assert outcome.seconds < 8
+
+
+class Counter(WorldJoinable, JoinHook):
+    """Notes the verdict of its post-hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verdicts: list[bool] = []
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.verdicts.append(is_last_joiner)
+
+
+def last_after_break(rank: int, stops: tuple[int, ...]) -> list[bool]:
+    training, counter = Training((6, 6), rank), Counter()
+    with Join([training.ddp, training.optimizer, counter], heartbeat=True, timeout=SHORT) as join:
+        for step, batch in enumerate(join.batches(training.batches)):
+            training.step(batch)
+            if step + 1 == stops[rank]:
+                break
+    return counter.verdicts
+
+
+def test_who_broke_last_joined_last(workers: Workers) -> None:
+    assert workers.run(2, last_after_break, (2, 4)) == [[False], [True]]
+
+
+def throw_late(rank: int) -> str:
+    training = Training((2, 3), rank)
+    try:
+        with Join([training.ddp, training.optimizer], throw_on_early_termination=True, timeout=SHORT) as join:
+            for step, batch in enumerate(join.batches(training.batches)):
+                training.step(batch)
+                if rank == 1 and step == 1:
+                    time.sleep(1.0)  # so that the other rank has thrown
+    except EarlyTerminationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_comes_late_throws_as_well(workers: Workers) -> None:
+    assert workers.run(2, throw_late) == [
+        "Rank 0 exhausted all inputs.",
+        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+    ]
+
+
+def in_a_pair(rank: int, lengths: tuple[int, ...], pair: tuple[int, ...]) -> list[float]:
+    group = dist.new_group(list(pair))
+    training = Training(lengths, rank)
+    found = []
+    with Join([training.ddp, training.optimizer], timeout=SHORT) as join:
+        for batch in join.batches(training.batches):
+            training.step(batch)
+            if rank in pair:
+                total = torch.ones(1)
+                dist.all_reduce(total, group=group)
+                found.append(total.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pair"), [((3, 3, 1), (1, 2)), ((5, 3, 1), (1, 2)), ((2, 1, 3), (0, 1)), ((1, 3, 2), (0, 1))]
+)
+def test_one_pair_alone(workers: Workers, lengths: tuple[int, ...], pair: tuple[int, ...]) -> None:
+    found = workers.run(3, in_a_pair, lengths, pair, deadline=30.0, timeout=8.0)
+    for rank, totals in enumerate(found):
+        expected = [sum(lengths[r] > step for r in pair) for step in range(lengths[rank])] if rank in pair else []
+        assert totals == expected
+
+
+def forward_more(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[Tensor]:
+    training = Training(lengths, rank)
+    with Join([training.ddp, training.optimizer], heartbeat=heartbeat, timeout=SHORT) as join:
+        for batch in join.batches(training.batches):
+            training.step(batch)
+            training.ddp(x=batch[0])  # what is announced of it waits for the next announcement
+        assert not unwritten(join)  # and for no later tail
+    return training.parameters
+
+
+@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("lengths", [(2, 6), (6, 9, 2), (4, 0, 4)])
+def test_a_forward_that_no_backward_follows(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
+    check_exact(workers.run(len(lengths), forward_more, lengths, heartbeat), lengths)
+
+
+def keys_left(rank: int, lengths: tuple[int, ...]) -> int:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    keys = 0
+    with Join([ddp]) as join:
+        for _ in range(2):
+            with torch.no_grad():
+                for _ in join.batches([0] * lengths[rank]):
+                    ddp(torch.zeros(1, 2))
+        store = store_of(channel_of(join))
+    dist.barrier()
+    keys = store.num_keys()
+    dist.barrier()
+    return keys
+
+
+@pytest.mark.parametrize("lengths", [(1, 60), (1, 40, 60)])
+def test_little_is_left_in_the_store(workers: Workers, lengths: tuple[int, ...]) -> None:
+    assert max(workers.run(len(lengths), keys_left, lengths)) < 20
+
+
+def keys_in_the_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[int]:
+    training = Training(lengths, rank)
+    counts = []
+    with Join([training.ddp, training.optimizer], heartbeat=heartbeat) as join:
+        for step, batch in enumerate(join.batches(training.batches)):
+            training.step(batch)
+            if rank == lengths.index(max(lengths)) and step in (10, max(lengths) - 1):
+                time.sleep(0.8)  # threads delete four times a second
+                counts.append(store_of(channel_of(join)).num_keys())
+    return counts
+
+
+@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 60), (60, 1, 60)])
+def test_a_long_tail_leaves_little_in_the_store(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
+    counts = next(filter(None, workers.run(len(lengths), keys_in_the_tail, lengths, heartbeat)))
+    assert counts[1] < counts[0] + 8
+
+
+def noop(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def without_all_reduce(rank: int, lengths: tuple[int, ...]) -> None:
+    training = Training(lengths, rank)
+    training.ddp.register_comm_hook(None, noop)
+    with Join([training.ddp, training.optimizer], timeout=SHORT) as join:
+        for batch in join.batches(training.batches):
+            training.step(batch)
+
+
+def test_a_backward_that_syncs_nothing_deletes_nothing(workers: Workers) -> None:
+    workers.run(3, without_all_reduce, (1, 1, 40), deadline=30.0)

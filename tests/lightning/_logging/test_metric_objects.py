@@ -1,0 +1,107 @@
+"""Metrics of torchmetrics that are logged as objects, by ranks that have a batch in some epochs and steps only."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+from tests.support.cases import Batch, Case, Module, build_trainer
+from tests.support.workers import Workers
+
+
+class Logs(Module):
+    """Logs one metric per step and one per epoch, in training and validation."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.seen, self.each, self.valid = MeanMetric(), MeanMetric(dist_sync_on_step=True), MeanMetric()
+        self.held: list[dict[str, float]] = []
+
+    def value(self, rank: int, epoch: int, step: int) -> float:
+        return 100.0 * epoch + 10 * rank + step
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        value = self.value(self.trainer.global_rank, self.trainer.current_epoch, batch_idx)
+        self.seen(value)
+        self.log("seen", self.seen, on_epoch=True)
+        self.each(value)
+        self.log("each", self.each, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def val_dataloader(self) -> Any:
+        length = self.case.lengths_in(self.trainer.current_epoch)[self.trainer.global_rank]
+        return DataLoader(range(length), batch_size=None)  # type: ignore[arg-type]
+
+    def validation_step(self, _: Any, batch_idx: int) -> None:
+        self.valid(self.value(self.trainer.global_rank, self.trainer.current_epoch, batch_idx))
+        self.log("valid", self.valid)
+
+    def on_train_epoch_end(self) -> None:
+        self.held.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def fit_logging(rank: int, case: Case, folder: str) -> list[dict[str, float]]:
+    module = Logs(case)
+    loggers = [CSVLogger(folder, name="", version=""), TensorBoardLogger(folder, name="", version="events")]
+    build_trainer(case, logger=loggers, log_every_n_steps=1, num_sanity_val_steps=0).fit(module)
+    return module.held
+
+
+@pytest.mark.parametrize("lengths", [((0, 3), (2, 3)), ((1, 4), (3, 2)), ((2, 0, 3), (3, 1, 0))])
+def test_a_rank_may_log_in_some_epochs_only(workers: Workers, lengths: Any, tmp_path: Path) -> None:
+    case = Case(lengths, epochs=2, reload=1)
+    ranks = workers.run(len(lengths[0]), fit_logging, case, str(tmp_path))
+    rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    column = rows[0].index("each_step")
+    written = [float(row[column]) for row in rows[1:] if row[column]]
+    events: Any = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    expected = []
+    for epoch, by_rank in enumerate(lengths):
+        values = [
+            [100.0 * epoch + 10 * r + step for r, length in enumerate(by_rank) if step < length]
+            for step in range(max(by_rank))
+        ]
+        expected += [sum(each) / len(each) for each in values]
+        mean = sum(map(sum, values)) / sum(map(len, values))
+        for held in ranks:
+            assert held[epoch]["seen"] == held[epoch]["each_epoch"] == held[epoch]["valid"] == pytest.approx(mean)
+            assert held[epoch]["each_step"] == pytest.approx(expected[-1])
+    assert written == pytest.approx(expected)  # by rank 0, also where it had joined
+    assert [event.value for event in events.Scalars("each_step")] == pytest.approx(expected)
+
+
+class Endless(IterableDataset[Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.zeros(1)] * self.length)
+
+
+class Stops(Module):
+    """Raises `StopIteration` out of an evaluation step, on one rank."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Endless((1, 5)[self.trainer.global_rank]), batch_size=None)
+
+    def validation_step(self, _: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            next(iter(()))
+
+
+def validate_stopping(rank: int) -> None:
+    build_trainer(Case((1, 5))).validate(Stops(Case((1, 5))), verbose=False)
+
+
+def test_a_stop_iteration_in_a_step_is_an_error_on_all_ranks(workers: Workers) -> None:
+    waiting, own = workers.outcomes(2, validate_stopping, deadline=30.0)
+    assert own.error.startswith("RuntimeError: A step or a hook raised StopIteration"), own
+    assert "PeerFailedError: Rank 1 failed" in waiting.error, waiting

@@ -1,0 +1,132 @@
+"""`training_step` returns `None` on some ranks, or on all."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+
+from tests.support.cases import (
+    Batch,
+    Case,
+    Net,
+    Result,
+    assert_same_bits,
+    build_trainer,
+    difference,
+    flatten,
+    loss_of,
+    result_of,
+)
+from tests.support.joint import JointModule, joint_reference, returns_none
+from tests.support.workers import Workers
+
+
+class Silent(JointModule):
+    """Has no loss at some steps, and otherwise a dictionary."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.seen: list[tuple[bool, dict[str, Any]]] = []
+        self.moved: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if batch_idx % 2:
+            self(batch[0])  # a call of the module itself is not its step
+        none = returns_none(self.case, self.trainer.global_rank, *self.place)
+        return None if none else {"loss": loss_of(self.net, batch), "extra": batch_idx}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        joined = self.trainer.strategy.joined  # type: ignore[attr-defined]
+        none = returns_none(self.case, self.trainer.global_rank, *self.place)
+        self.seen.append((not joined and none, dict(outputs)))
+
+
+def losses(case: Case) -> Any:
+    def of(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor | None]:
+        return {
+            rank: None if returns_none(case, rank, epoch, step) else loss_of(net, batch)
+            for rank, batch in batches.items()
+        }
+
+    return of
+
+
+def fit_silent(rank: int, case: Case) -> tuple[Result, list[tuple[bool, dict[str, Any]]]]:
+    module = Silent(case)
+    trainer = build_trainer(case)
+    trainer.fit(module)
+    return result_of(trainer, module), module.seen
+
+
+CASES = [
+    Case((5, 5), optimizer="adamw", clip=0.5),
+    Case((2, 6), optimizer="sgd", accumulate=2, scheduler="step", weighting="active"),
+    Case((6, 0, 3), accumulate=3, weighting="samples", ragged=True, hooked=True),
+    Case((2, 5, 7), optimizer="sgd", ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_without_a_loss_counts_as_zero(workers: Workers, case: Case) -> None:
+    expected = joint_reference(case, losses(case))
+    outcomes = workers.run(case.world_size, fit_silent, case)
+    assert_same_bits([result for result, _ in outcomes])
+    for result, seen in outcomes:
+        assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
+        ours, theirs = flatten(result.optimizer), flatten(expected.optimizer)
+        assert len(ours) == len(theirs)
+        assert difference(ours, theirs) < 1e-10
+        assert (result.lr, result.global_step) == (expected.lr, expected.steps)
+        assert any(none for none, _ in seen) or not result.trained
+        for none, outputs in seen:
+            assert (outputs == {}) if none else "loss" in outputs
+
+
+def fit_alone(rank: int, case: Case, strategy: str) -> tuple[Result, list[dict[str, Any]]]:
+    module = Silent(case)
+    trainer = build_trainer(case, strategy=strategy)
+    trainer.fit(module)
+    return result_of(trainer, module), [outputs for _, outputs in module.seen] if strategy == "ddp_join" else []
+
+
+def test_one_process_skips_as_lightning_does(workers: Workers) -> None:
+    case = Case((6,), optimizer="adamw", accumulate=2)
+    result, _ = workers.run(1, fit_alone, case, "ddp_join")[0]
+    expected = joint_reference(case, losses(case))
+    assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
+    assert result.global_step == expected.steps
+
+
+class SingleSilent(Silent):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return super().training_step((batch[0].float(), batch[1].float()), batch_idx)
+
+
+def fit_scaled(rank: int, case: Case) -> tuple[Any, int]:
+    module = SingleSilent(case).float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    trainer = build_trainer(case, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    trainer.fit(module)
+    return scaler.state_dict(), trainer.global_step
+
+
+def test_a_grad_scaler_is_updated_where_some_rank_has_a_loss(workers: Workers) -> None:
+    case = Case((0, 3, 6))
+    expected = joint_reference(case, losses(case))
+    for state, steps in workers.run(3, fit_scaled, case):
+        assert (state["_growth_tracker"], steps) == (expected.updates, expected.steps)
+    assert expected.updates < expected.steps
+
+
+def fit_static(rank: int, case: Case) -> None:
+    build_trainer(case).fit(Silent(case))
+
+
+def test_a_first_step_without_a_loss_is_refused_under_static_graph(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, fit_static, Case((2, 3), ddp={"static_graph": True})):
+        assert "UnsupportedError: A step without a loss cannot be the first one under static_graph" in outcome.error

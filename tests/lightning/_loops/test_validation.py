@@ -1,0 +1,214 @@
+"""Validation during fit: at the same steps on every rank, with the values of a single process."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from tests.support.cases import Case, Module, build_trainer, loss_of, reference
+from tests.support.workers import Workers
+
+LOADERS = {  # sizes of the batches, by dataloader and rank
+    "uneven": [((3, 2, 1), (4,), (2, 5))],
+    "empty": [((), (4, 1), (2,))],
+    "two": [((3, 1), (), (2, 2, 1)), ((), (5,), (1, 2))],
+}
+
+
+def batches(loader: int, rank: int, sizes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(10 * loader + rank)
+    return [torch.randn(size, 7, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+class Endless(IterableDataset[Tensor]):
+    def __init__(self, data: list[Tensor]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+class Validated(Module):
+    """Validates on uneven loaders and writes down when, and what it logged."""
+
+    def __init__(self, case: Case, loaders: str = "uneven", streams: bool = False) -> None:
+        super().__init__(case)
+        self.loaders, self.streams = LOADERS[loaders], streams
+        self.at: list[int] = []
+        self.values: list[dict[str, float]] = []
+        self.buffers_seen: list[list[Tensor]] = []
+
+    def val_dataloader(self) -> Any:
+        rank = self.trainer.global_rank
+        data = [batches(i, rank, sizes[rank]) for i, sizes in enumerate(self.loaders)]
+        loaders = [DataLoader(Endless(each) if self.streams else each, batch_size=None) for each in data]  # type: ignore[arg-type]
+        return loaders if len(loaders) > 1 else loaders[0]
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("loss", loss_of(self.net, (batch[:, :4], batch[:, 4:])), sync_dist=True, batch_size=len(batch))
+        self.log("least", batch.min(), sync_dist=True, reduce_fx="min")
+        self.log("most", batch.max(), sync_dist=True, reduce_fx="max")
+        self.log("rows", float(len(batch)), sync_dist=True, reduce_fx="sum")
+
+    def on_validation_start(self) -> None:
+        self.at.append(self.trainer.global_step)
+
+    def on_validation_epoch_end(self) -> None:
+        self.buffers_seen.append([b.clone() for b in self.net.buffers()])
+        self.log("rank", float(self.trainer.global_rank), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.values.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
+
+
+def fit_validated(rank: int, case: Case, options: dict[str, Any], *args: Any) -> Validated:
+    module = Validated(case, *args)
+    build_trainer(case, num_sanity_val_steps=0, **options).fit(module)
+    return module
+
+
+def watch(rank: int, *args: Any) -> tuple[list[int], list[dict[str, float]], list[list[Tensor]]]:
+    module = fit_validated(rank, *args)
+    return module.at, module.values, module.buffers_seen
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "expected"),
+    [
+        (Case((3, 6), epochs=2), {"val_check_interval": 0.5}, [3, 6, 9, 12]),
+        (Case((6, 0, 2), epochs=2), {"val_check_interval": 0.5}, [3, 6, 9, 12]),
+        (Case((2, 7), epochs=2), {"val_check_interval": 4}, [4, 11]),
+        (Case((2, 7), epochs=2, iterable=True), {"val_check_interval": 4}, [4, 11]),
+        (Case((7, 0, 2), epochs=2, iterable=True), {"val_check_interval": 5, "check_val_every_n_epoch": None}, [5, 10]),
+        (Case((2, 4), epochs=2, iterable=True), {}, [4, 8]),
+        (Case((2, 4), epochs=2, iterable=True, accumulate=2), {}, [2, 4]),
+        (Case((1, 5, 3), epochs=4), {"check_val_every_n_epoch": 2}, [10, 20]),
+        (Case(((2, 4), (6, 1))), {"val_check_interval": 0.5}, [2, 4, 7, 10]),
+        (Case((2, 8), epochs=1, limit=6), {"val_check_interval": 3}, [3, 6]),
+        (Case((2, 8), epochs=1, limit=6, iterable=True), {"val_check_interval": 3}, [3, 6]),
+        (Case((2, 4), epochs=2, limit=6, iterable=True), {}, [4, 8]),
+    ],
+    ids=str,
+)
+def test_validation_runs_at_the_same_steps(
+    workers: Workers, case: Case, options: dict[str, Any], expected: list[int]
+) -> None:
+    if isinstance(case.lengths[0], tuple):
+        case = Case(case.lengths, epochs=2)
+    for at, *_ in workers.run(case.world_size, watch, case, options):
+        assert at == expected
+
+
+def single_process_values(case: Case, loaders: str, step: int) -> dict[str, float]:
+    expected = reference(case)
+    expected.net.load_state_dict(expected.history[step])
+    expected.net.eval()
+    values: dict[str, float] = {}
+    for index, sizes in enumerate(LOADERS[loaders]):
+        rows = torch.cat([b for rank in range(case.world_size) for b in batches(index, rank, sizes[rank])])
+        suffix = f"/dataloader_idx_{index}" if len(LOADERS[loaders]) > 1 else ""
+        with torch.no_grad():
+            values[f"loss{suffix}"] = float(loss_of(expected.net, (rows[:, :4], rows[:, 4:])))
+        values[f"least{suffix}"], values[f"most{suffix}"] = float(rows.min()), float(rows.max())
+        values[f"rows{suffix}"] = float(len(rows))
+    values["rank"] = (case.world_size - 1) / 2
+    return values
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("loaders", LOADERS)
+@pytest.mark.parametrize(
+    "case",
+    [Case((0, 2, 4), epochs=2), Case((1, 4, 2), epochs=2, model="norm"), Case((4, 1, 3), epochs=2, model="norm")],
+    ids=["mlp", "norm", "norm-last"],
+)
+def test_values_equal_those_of_a_single_process(workers: Workers, case: Case, loaders: str, streams: bool) -> None:
+    results = workers.run(3, watch, case, {"val_check_interval": 2}, loaders, streams)
+    for at, values, buffers in results:
+        assert at == [2, 4, 6, 8]
+        for step, found, seen in zip(at, values, buffers, strict=True):
+            expected = single_process_values(case, loaders, step)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert found[name] == pytest.approx(value, abs=1e-10), (step, name)
+            assert all(torch.equal(mine, its) for mine, its in zip(seen, results[0][2][at.index(step)], strict=True))
+
+
+def test_one_process_logs_what_plain_lightning_logs(workers: Workers) -> None:
+    case = Case((3,), epochs=2)
+    (_, joined, _), (_, plain, _) = (
+        workers.run(1, watch, case, {"strategy": strategy}, "two")[0] for strategy in ("ddp_join", "ddp")
+    )
+    assert joined == plain
+
+
+class Evaluated(Validated):
+    def test_dataloader(self) -> Any:
+        return self.val_dataloader()
+
+    def test_step(self, *args: Any) -> None:
+        self.validation_step(*args)
+
+
+def evaluate(rank: int, loaders: str) -> tuple[Any, Any]:
+    case = Case((1, 1, 1), epochs=1)
+    module = Evaluated(case, loaders)
+    trainer = build_trainer(case)
+    return trainer.validate(module, verbose=False), trainer.test(module, verbose=False)
+
+
+def test_validate_and_test_on_uneven_loaders(workers: Workers) -> None:
+    rows = torch.cat([b for rank in range(3) for b in batches(0, rank, LOADERS["empty"][0][rank])])
+    for validated, tested in workers.run(3, evaluate, "empty"):
+        assert validated[0]["rows"] == tested[0]["rows"] == len(rows)
+        assert tested[0]["least"] == pytest.approx(float(rows.min()))
+
+
+def sanity_check(rank: int) -> list[int]:
+    case = Case((2, 3, 1), epochs=1)
+    module = Validated(case, "empty")
+    build_trainer(case, num_sanity_val_steps=2, limit_val_batches=1).fit(module)
+    return module.at
+
+
+def test_a_sanity_check_with_an_empty_rank(workers: Workers) -> None:
+    assert workers.run(3, sanity_check) == [[0, 3]] * 3
+
+
+class CountsBatches(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def validation_step(self, batch: list[Tensor], _: int) -> None:
+        # Batch sizes 10 and 25: Lightning's mean of integers would be 17, and the value 3 percent off.
+        self.log("mean", batch[0].mean(), sync_dist=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        size = (10, 25)[self.trainer.global_rank]
+        return DataLoader(TensorDataset(torch.full((size, 1), float(self.trainer.global_rank))), batch_size=size)
+
+
+def validate_with_odd_sizes(rank: int, strategy: str) -> float:
+    trainer = build_trainer(Case((1, 1)), strategy=strategy)
+    return float(trainer.validate(CountsBatches(), verbose=False)[0]["mean"])
+
+
+def test_epoch_means_are_exact(workers: Workers) -> None:
+    assert workers.run(2, validate_with_odd_sizes, "ddp_join") == pytest.approx([25 / 35] * 2)
+    assert workers.run(2, validate_with_odd_sizes, "ddp") == pytest.approx([25 / 34] * 2), "Lightning has mended it"
+
+
+def reduce_integers(rank: int) -> list[float]:
+    case = Case((1, 1))
+    trainer = build_trainer(case)
+    trainer.fit(Module(case))
+    ten = torch.tensor((10, 25)[rank])
+    return [float(trainer.strategy.reduce(ten.clone(), reduce_op=op)) for op in ("mean", "sum", "max")]
+
+
+def test_reduce_of_integers_is_exact(workers: Workers) -> None:
+    assert workers.run(2, reduce_integers) == [[17.5, 35.0, 25.0]] * 2

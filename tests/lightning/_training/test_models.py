@@ -1,0 +1,190 @@
+"""What DDP treats in its own way: its options, hooks, unused and sparse parameters, buffers."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.cases import (
+    Batch,
+    Case,
+    Module,
+    Result,
+    assert_exact,
+    assert_same_bits,
+    build_trainer,
+    difference,
+    fit,
+    reference,
+    result_of,
+)
+from tests.support.workers import Workers
+from torch_join import JoinTypeError, UnsupportedError
+from torch_join.integration import ModelShadow
+
+TINY = {"bucket_cap_mb": 0.0001}
+UNUSED = {"find_unused_parameters": True}
+CASES = {
+    "static-graph": Case((3, 6), ddp={"static_graph": True}),
+    "static-graph-empty": Case((0, 4, 2), ddp={"static_graph": True, **TINY}, optimizer="sgd"),
+    "static-graph-view": Case((5, 2), ddp={"static_graph": True, "gradient_as_bucket_view": True}, clip=0.3),
+    "bucket-view": Case((6, 3), ddp={"gradient_as_bucket_view": True}, optimizer="zero", clip=0.3),
+    "bucket-view-tiny": Case((1, 4, 2), ddp={"gradient_as_bucket_view": True, **TINY}, accumulate=3),
+    "tiny-buckets": Case((0, 4, 2), ddp=TINY, iterable=True),
+    "compiled": Case((2, 5), compiled=True),
+    "compiled-first": Case((4, 0, 2), compiled=True, optimizer="sgd", accumulate=2),
+    "hook": Case((3, 6), hooked=True),
+    "hook-first": Case((6, 0, 2), hooked=True, optimizer="sgd", accumulate=2, iterable=True),
+    "find-unused": Case((3, 6), ddp={"find_unused_parameters": True}, optimizer="sgd"),
+    "unused": Case((3, 6), model="unused", ddp={"find_unused_parameters": True}, optimizer="sgd"),
+    "unused-adamw": Case((4, 0, 2), model="unused", ddp={"find_unused_parameters": True, **TINY}, optimizer="adamw"),
+    "unused-static": Case((4, 0, 2), model="unused", ddp={"static_graph": True}, optimizer="sgd"),
+    "unused-in-tail": Case((3, 6), model="sometimes", ddp={"find_unused_parameters": True}, optimizer="sgd"),
+    "unused-zeros-first": Case((5, 0, 2), model="sometimes", ddp=UNUSED, optimizer="adamw", zeros=True),
+    "unused-windows": Case((1, 6), model="sometimes", ddp=UNUSED, optimizer="sgd", accumulate=2),
+    "unused-in-tail-view": Case(
+        (5, 2, 5),
+        model="sometimes",
+        ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        optimizer="adamw",
+    ),
+    "sparse": Case((3, 6), model="sparse", optimizer="plain"),
+    "sparse-first": Case((4, 0, 2), model="sparse", optimizer="plain", accumulate=2, iterable=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_those_of_a_single_process(workers: Workers, name: str) -> None:
+    case = CASES[name]
+    assert_exact(case, workers.run(case.world_size, fit, case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 6), model="norm"),
+        Case((6, 2), model="norm", optimizer="sgd"),
+        Case((0, 2, 5), model="norm", iterable=True),
+        Case(((2, 5), (5, 2), (0, 3)), model="norm"),
+    ],
+    ids=["rank-0-first", "rank-0-last", "rank-0-never", "in-turns"],
+)
+def test_buffers_follow_the_lowest_active_rank(workers: Workers, case: Case) -> None:
+    results = workers.run(case.world_size, fit, case)
+    assert_exact(case, results)
+    # Rank 0's are what a checkpoint holds.
+    assert difference(results[0].buffers, list(reference(case).net.buffers())) < 1e-10
+
+
+def test_buffers_of_an_accumulation_window(workers: Workers) -> None:
+    # Within a window DDP leaves each rank its own buffers, so only the gradients can be compared.
+    case = Case((2, 5), model="norm", accumulate=2)
+    results = workers.run(2, fit, case)
+    assert_same_bits(results)
+    assert difference(results[0].parameters, list(reference(case).net.parameters())) < 1e-10
+
+
+def fit_mixed(rank: int, case: Case) -> Result:
+    module = Module(case).float()
+    trainer = build_trainer(case, precision="bf16-mixed")
+    trainer.fit(module)
+    return result_of(trainer, module)
+
+
+class SinglePrecision(Case):
+    """The same batches in float32."""
+
+    def batch(self, rank: int, epoch: int, index: int) -> Batch:
+        x, y = super().batch(rank, epoch, index)
+        return x.float(), y.float()
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (5, 0, 2)])
+def test_bf16_mixed_precision(workers: Workers, lengths: tuple[int, ...]) -> None:
+    results = workers.run(len(lengths), fit_mixed, SinglePrecision(lengths, optimizer="sgd"))
+    assert_same_bits(results)
+    expected = list(reference(Case(lengths, optimizer="sgd")).net.parameters())
+    # bfloat16 has 8 bits: the forward passes differ by some 1e-2 of the parameters' scale.
+    assert difference(results[0].parameters, expected) < 2e-2
+
+
+def test_an_unused_parameter_does_not_move(workers: Workers) -> None:
+    case = CASES["unused"]
+    before = copy.deepcopy(reference(case).net.extra.weight)
+    for result in workers.run(2, fit, case):
+        names = [name for name, _ in reference(case).net.named_parameters()]
+        assert torch.equal(result.parameters[names.index("extra.weight")], before)
+
+
+# ---------------------------------------------------------------- the shadow by itself
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.shared, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+        return run(run(x))
+
+
+def shadow_a_reentrant_model(rank: int) -> str:
+    ddp = DistributedDataParallel(Reentrant(), static_graph=True)
+    shadow = ModelShadow(ddp)
+    with shadow.step(shadow=False):
+        ddp(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"receives 2 gradients per backward under static_graph=True") as error:
+        shadow.forward()
+    return str(error.value)
+
+
+def test_reentrant_checkpointing_in_a_static_graph_raises(workers: Workers) -> None:
+    assert "use_reentrant=False" in workers.run(2, shadow_a_reentrant_model)[1]
+
+
+def refuse(rank: int) -> list[str]:
+    with_norm = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2)))
+    with_norm.module.append(nn.SyncBatchNorm(2))  # DDP itself refuses it on a CPU
+    mixed = DistributedDataParallel(nn.Linear(2, 2))
+    mixed.mixed_precision = object()  # type: ignore[assignment]
+    texts = []
+    for ddp in (with_norm, mixed):
+        with pytest.raises(UnsupportedError) as error:
+            ModelShadow(ddp)
+        texts.append(str(error.value))
+    with pytest.raises(JoinTypeError, match="Expected a DistributedDataParallel model, got Linear"):
+        ModelShadow(nn.Linear(2, 2))  # type: ignore[arg-type]
+    return texts
+
+
+def test_what_cannot_be_shadowed_raises(workers: Workers) -> None:
+    norm, mixed = workers.run(2, refuse)[0]
+    assert "SyncBatchNorm" in norm
+    assert "BatchNorm (its buffers are kept in step)" in norm
+    assert "mixed_precision" in mixed
+
+
+def leave_nothing_behind(rank: int) -> list[Any]:
+    model = nn.Linear(2, 1).double()
+    model.weight.register_hook(lambda grad: 2 * grad)
+    ddp = DistributedDataParallel(model)
+    hooks = dict(model.weight._backward_hooks)  # type: ignore[arg-type]
+    shadow = ModelShadow(ddp)
+    inside = []
+    with pytest.raises(KeyError), shadow.step(shadow=True):
+        inside.append(len(model.weight._backward_hooks))  # type: ignore[arg-type]
+        shadow.forward().backward()
+        raise KeyError
+    dist.barrier()
+    return [inside, dict(model.weight._backward_hooks) == hooks, ddp.module is model]  # type: ignore[arg-type]
+
+
+def test_a_shadow_step_leaves_nothing_behind(workers: Workers) -> None:
+    assert workers.run(2, leave_nothing_behind) == [[[0], True, True]] * 2

@@ -1,0 +1,247 @@
+"""Collectives of all kinds in `training_step`, with gradients through some of them."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
+
+from tests.support.cases import (
+    Batch,
+    Case,
+    Net,
+    Result,
+    assert_same_bits,
+    build_trainer,
+    difference,
+    loss_of,
+    result_of,
+)
+from tests.support.joint import JointModule, joint_reference, returns_none
+from tests.support.workers import Workers
+from torch_join._base.compat import another_group
+from torch_join._collectives.compat import groups_of_this_rank
+
+
+def contrast(own: Tensor, gathered: Tensor) -> Tensor:
+    """A contrastive loss of this rank's embeddings against those of all ranks."""
+    others = gathered.flatten(0, 1)
+    return (own @ others.T).logsumexp(1).mean() - (own * own.roll(1, 0)).sum(1).mean()
+
+
+def embed(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = torch.tanh(net.first(x))
+    return hidden, net.last(hidden)
+
+
+class Contrastive(JointModule):
+    """Gathers twice with gradients that are used, once with gradients that are not, and without gradients."""
+
+    silent = False  # returns None at some steps
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        x, y = batch
+        hidden, out = embed(self.net, x)
+        all_hidden = self.all_gather(hidden, sync_grads=True)
+        if self.net.kind == "unused":
+            self.all_gather(self.net.extra(x), sync_grads=True)
+        all_out = self.all_gather({"out": out}, sync_grads=True)["out"]
+        targets = self.all_gather(y, sync_grads=True)
+        assert not targets.requires_grad
+        assert torch.equal(all_out.detach(), self.all_gather(out))
+        if self.silent and returns_none(self.case, self.trainer.global_rank, *self.place):
+            return None
+        loss = contrast(hidden, all_hidden) + contrast(out, all_out) + (all_out - targets).pow(2).mean()
+        return {"loss": loss} if batch_idx % 2 else loss
+
+
+class SilentContrastive(Contrastive):
+    silent = True
+
+
+def losses(case: Case, silent: bool) -> Any:
+    def of(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor | None]:
+        embedded = {rank: embed(net, batch[0]) for rank, batch in batches.items()}
+        hidden, out = (torch.stack([pair[i] for pair in embedded.values()]) for i in range(2))
+        errors = (out - torch.stack([batch[1] for batch in batches.values()])).pow(2).mean()
+        return {
+            rank: None
+            if silent and returns_none(case, rank, epoch, step)
+            else contrast(mine[0], hidden) + contrast(mine[1], out) + errors
+            for rank, mine in embedded.items()
+        }
+
+    return of
+
+
+def fit_contrastive(rank: int, case: Case, silent: bool) -> Result:
+    module = (SilentContrastive if silent else Contrastive)(case)
+    trainer = build_trainer(case)
+    trainer.fit(module)
+    assert len(groups_of_this_rank()) == 1, "the gathers' own group has been left behind"
+    return result_of(trainer, module)
+
+
+TINY: dict[str, Any] = {"bucket_cap_mb": 1e-5}
+CONTRASTS = [
+    (Case((4, 4), optimizer="sgd"), False),
+    (Case((2, 5), optimizer="sgd", accumulate=2, ddp=TINY), False),
+    (Case((4, 0, 2), model="unused", optimizer="adamw", ddp={**TINY, "find_unused_parameters": True}), False),
+    (Case((1, 4), weighting="samples", ddp={**TINY, "static_graph": True}), False),
+    (Case((2, 6), optimizer="adamw", ddp=TINY), True),
+    (Case((5, 3, 0), optimizer="sgd", weighting="active", accumulate=2, ddp=TINY), True),
+]
+
+
+@pytest.mark.parametrize(("case", "silent"), CONTRASTS, ids=str)
+def test_a_contrastive_loss(workers: Workers, case: Case, silent: bool) -> None:
+    expected = joint_reference(case, losses(case, silent))
+    results = workers.run(case.world_size, fit_contrastive, case, silent)
+    assert_same_bits(results)
+    for result in results:
+        assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
+        assert result.global_step == expected.steps
+
+
+def fit_stock(rank: int, case: Case, strategy: str) -> Result:
+    module = Contrastive(case)
+    trainer = build_trainer(case, strategy=strategy)
+    trainer.fit(module)
+    return result_of(trainer, module)
+
+
+def test_even_inputs_train_as_under_ddp(workers: Workers) -> None:
+    case = Case((3, 3), model="mlp")
+    ours, stock = (workers.run(2, fit_stock, case, strategy)[0] for strategy in ("ddp_join", "ddp"))
+    assert difference(ours.parameters, stock.parameters) < 1e-12
+
+
+def another_timeout(rank: int) -> list[float]:
+    group = another_group(None, torch.device("cpu"))
+    backends = [g._get_backend(torch.device("cpu")) for g in (dist.group.WORLD, group)]
+    assert dist.get_world_size(group) == 2
+    dist.barrier(group)  # nobody hangs up on a rank that still connects
+    dist.destroy_process_group(group)
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_the_gathers_own_group_has_the_timeout_of_the_job(workers: Workers) -> None:
+    assert workers.run(2, another_timeout) == [[30.0, 30.0]] * 2
+
+
+# ---------------------------------------------------------------- without gradients
+
+
+class Everything(JointModule):
+    """Compares each collective with its value over the ranks that have a batch."""
+
+    def active(self) -> list[int]:
+        lengths = self.case.lengths_in(0)
+        return [rank for rank in range(self.case.world_size) if lengths[rank] > self.place[1]]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        active, rank, strategy = self.active(), self.trainer.global_rank, self.trainer.strategy
+        mine = torch.tensor([rank + 1.0, 10.0 * batch_idx])
+        stacked = torch.tensor([[r + 1.0, 10.0 * batch_idx] for r in active])
+        assert torch.equal(self.all_gather(mine), stacked)
+        assert torch.equal(self.all_gather({"a": mine, "b": [mine]})["b"][0], stacked)
+        assert torch.equal(strategy.all_gather(mine), stacked)
+        whole = torch.tensor(rank + 1)
+        mean = sum(r + 1 for r in active) / len(active)
+        assert float(strategy.reduce(whole.clone(), reduce_op="mean")) == mean
+        assert float(strategy.reduce(whole.double(), group=dist.group.WORLD, reduce_op="mean")) == mean
+        assert int(strategy.reduce(whole.clone(), reduce_op="sum")) == sum(r + 1 for r in active)
+        assert int(strategy.reduce(-whole, reduce_op="max")) == -(active[0] + 1)
+        assert strategy.broadcast(("from", rank, batch_idx)) == ("from", active[0], batch_idx)
+        assert strategy.broadcast(rank, active[-1]) == active[-1]
+        strategy.barrier()
+        assert strategy.reduce_boolean_decision(True)
+        assert strategy.reduce_boolean_decision(rank == active[0]) == (len(active) == 1)
+        assert strategy.reduce_boolean_decision(rank == active[0], all=False)
+        assert not strategy.reduce_boolean_decision(False, all=False)
+        dist.all_reduce(mine)
+        assert torch.equal(mine, stacked.sum(0))
+        work = dist.all_reduce(whole, op=dist.ReduceOp.MIN, async_op=True)
+        work.wait()
+        assert int(whole) == active[0] + 1
+        objects: list[Any] = [None] * self.case.world_size
+        dist.all_gather_object(objects, {rank: batch_idx})
+        assert [o for o in objects if o is not None] == [{r: batch_idx} for r in active]
+        if returns_none(self.case, 0, *self.place):
+            return None  # type: ignore[return-value]
+        return super().training_step(batch, batch_idx)
+
+
+def everything(case: Case) -> Any:
+    def of(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor | None]:
+        none = returns_none(case, 0, epoch, step)
+        return {rank: None if none else loss_of(net, batch) for rank, batch in batches.items()}
+
+    return of
+
+
+def fit_everything(rank: int, case: Case) -> Result:
+    module = Everything(case)
+    trainer = build_trainer(case)
+    trainer.fit(module)
+    return result_of(trainer, module)
+
+
+@pytest.mark.parametrize(
+    "case", [Case((1, 4), epochs=2, accumulate=2), Case((4, 0, 2), epochs=2, model="mlp"), Case((3,))], ids=str
+)
+def test_collectives_are_over_the_ranks_that_have_a_batch(workers: Workers, case: Case) -> None:
+    expected = joint_reference(case, everything(case))
+    for result in workers.run(case.world_size, fit_everything, case):
+        assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
+
+
+# ---------------------------------------------------------------- what raises
+
+
+class Raises(JointModule):
+    kind = ""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        hidden, out = embed(self.net, batch[0])
+        if self.kind == "functional":
+            return all_reduce(out).pow(2).mean()
+        if self.kind == "penalty":
+            gathered = self.all_gather(hidden, sync_grads=True)
+            torch.autograd.grad(gathered.sum(), [hidden])
+        if self.kind == "checkpoint":
+            gathered = torch.utils.checkpoint.checkpoint(self.gather, hidden, use_reentrant=False)
+        if self.kind == "subgroup":
+            gathered = self.all_gather(hidden, group=self.subgroup, sync_grads=True)
+        return (gathered.mean() + out.mean()) ** 2
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return self.all_gather(tensor.sin(), sync_grads=True).sin()  # type: ignore[union-attr]
+
+    def on_fit_start(self) -> None:
+        self.subgroup = dist.new_group([0, 1]) if self.kind == "subgroup" else None
+
+
+def fit_raising(rank: int, case: Case, kind: str) -> None:
+    module = Raises(case)
+    module.kind = kind
+    build_trainer(case).fit(module)
+
+
+RAISES = {
+    "functional": "in backward a joined rank cannot know its place",
+    "penalty": "ran a backward of its own",
+    "checkpoint": "in backward a joined rank cannot know its place",
+    "subgroup": "takes automatic optimization and the group of all ranks (here: another group)",
+}
+
+
+@pytest.mark.parametrize("kind", RAISES)
+def test_what_cannot_be_followed_raises_on_all_ranks(workers: Workers, kind: str) -> None:
+    joined, *active = workers.outcomes(2, fit_raising, Case((1, 3)), kind)
+    for outcome in active:
+        assert "UnsupportedError: " in outcome.error, outcome.trace
+        assert RAISES[kind] in outcome.error, outcome.trace
+    assert "PeerFailedError" in joined.error

@@ -1,0 +1,382 @@
+"""Bad input gets a clear error on every rank, and nothing hangs."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loops import _FitLoop
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+
+from lightning_join import DDPJoinStrategy
+from tests.support.cases import Batch, Case, Module, build_trainer
+from tests.support.joinables import WorldJoinable
+from tests.support.workers import Outcome, Workers
+from torch_join import EarlyTerminationError, JoinTypeError, JoinValueError, UnsupportedError
+from torch_join.integration import resolve_weighting
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_an_unknown_weighting_is_refused() -> None:
+    with pytest.raises(JoinValueError, match=r"weighting='mean' is unknown. Use one of 'world', 'active', 'samples'"):
+        DDPJoinStrategy(weighting="mean")
+
+
+@pytest.mark.parametrize(("weighting", "divides"), [("active", True), ("world", False), ("samples", True)])
+def test_a_contradicting_weighting_is_refused(weighting: str, divides: bool) -> None:
+    with pytest.raises(JoinValueError, match=f"weighting='{weighting}' contradicts divide_by_initial_world_size"):
+        DDPJoinStrategy(weighting=weighting, divide_by_initial_world_size=divides)
+
+
+def test_torchs_name_for_the_weighting_is_understood() -> None:
+    assert resolve_weighting() == "world"
+    assert resolve_weighting(None, True) == resolve_weighting("world", True) == "world"
+    assert DDPJoinStrategy(divide_by_initial_world_size=False).weighting == "active"
+
+
+@pytest.mark.parametrize("options", [{"model_averaging_period": 4}, {"ddp_comm_state": "state"}])
+def test_post_local_sgd_is_refused(options: dict[str, Any]) -> None:
+    if "ddp_comm_state" in options:
+        options = {"ddp_comm_state": PostLocalSGDState(None, None, 3)}
+    with pytest.raises(UnsupportedError, match="Post-local SGD"):
+        DDPJoinStrategy(**options)
+
+
+# ---------------------------------------------------------------- set-ups
+
+
+class Iterates(Module):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+class Lbfgs(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Overlapping(Module):
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.net.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.1)
+
+
+class DifferentLoaders(Module):
+    def val_dataloader(self) -> Any:
+        return [self.train_dataloader()] * (1 + self.trainer.global_rank)
+
+    def validation_step(self, *_: Any) -> None:
+        pass
+
+
+class OwnLoop(_FitLoop):
+    pass
+
+
+def fit_module(rank: int, kind: Any, case: Case, options: dict[str, Any]) -> None:
+    build_trainer(case, **options).fit(kind(case))
+
+
+def fit_own_loop(rank: int, case: Case) -> None:
+    trainer = build_trainer(case)
+    trainer.fit_loop.__class__ = OwnLoop
+    trainer.fit(Module(case))
+
+
+class Exhausts(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.trainer.global_rank == 1:
+            next(iter([]))
+        return super().training_step(batch, batch_idx)
+
+
+class LogsToGroupInHook(Module):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("x", 1.0, on_step=True, sync_dist=True, sync_dist_group=dist.group.WORLD)
+
+
+class LogsUnsynced(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log("step", loss)
+        return loss
+
+
+class LogsMetric(Module):
+    """The rank that logs the metric has it as an attribute; the other one does not."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.metric = SumMetric()
+        self.metric.update(1.0)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def assert_all_raise(outcomes: list[Outcome], *texts: str) -> None:
+    for outcome in outcomes:
+        for text in texts:
+            assert text in outcome.error, outcome.trace or outcome.error
+
+
+SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
+    "iterator": (Iterates, Case((2, 3)), {}, ("UnsupportedError", "`dataloader_iter`", "Take `batch` instead")),
+    "lbfgs": (Lbfgs, Case((2, 3)), {}, ("UnsupportedError", "LBFGS")),
+    "overlap": (Overlapping, Case((2, 3)), {}, ("UnsupportedError", "overlap_with_ddp=False")),
+    "sync-batchnorm": (Module, Case((2, 3)), {"sync_batchnorm": True}, ("UnsupportedError", "plain BatchNorm")),
+    "limit": (
+        Module,
+        Case((20, 3)),
+        {"limit_train_batches": 0.1},
+        ("DataloaderError", "The dataloaders of rank 1 cannot be run", "0.1 * 3 < 1"),
+    ),
+    "limit-stream": (
+        Module,
+        Case((20, 3), iterable=True),
+        {"limit_train_batches": 0.5},
+        ("DataloaderError", "ranks 0, 1", "`1.0` or an int"),
+    ),
+    "interval": (
+        Module,
+        Case((2, 5)),
+        {"val_check_interval": 6},
+        ("ValueError", "`val_check_interval` (6)", "(5 on the longest rank)"),
+    ),
+    "interval-stream": (
+        Module,
+        Case((2, 5), iterable=True),
+        {"val_check_interval": 0.5},
+        ("MisconfigurationException", "dataloaders of ranks 0, 1 have no length"),
+    ),
+    "log-to-group-in-hook": (LogsToGroupInHook, Case((2, 3)), {}, ("UnsupportedError", "on_step=False")),
+    "monitor-epoch": (
+        LogsUnsynced,
+        Case((0, 3)),
+        {"callbacks": [EarlyStopping("loss", strict=False)]},
+        ("The monitored value 'loss' is missing on rank 0", "on_epoch=True, sync_dist=True"),
+    ),
+    "monitor-step": (
+        LogsUnsynced,
+        Case((3, 0)),
+        {"callbacks": [EarlyStopping("step", strict=False)]},
+        ("The monitored value 'step' is missing on rank 1",),
+    ),
+    "val-loaders": (DifferentLoaders, Case((2, 3)), {}, ("DataloaderError", "they have [1, 2] (by rank)")),
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_what_cannot_work_raises_on_every_rank(workers: Workers, name: str) -> None:
+    kind, case, options, texts = SETUPS[name]
+    assert_all_raise(workers.outcomes(2, fit_module, kind, case, options, timeout=20.0), *texts)
+
+
+def test_a_loop_of_the_users_own_is_refused(workers: Workers) -> None:
+    outcomes = workers.outcomes(2, fit_own_loop, Case((2, 3)))
+    assert_all_raise(outcomes, "UnsupportedError", "OwnLoop of its own")
+
+
+@pytest.mark.parametrize("kind", [Lbfgs, Iterates], ids=["lbfgs", "iterator"])
+def test_one_process_needs_no_such_limits(workers: Workers, kind: Any) -> None:
+    outcome = workers.outcomes(1, fit_module, kind, Case((2,), epochs=1), {})[0]
+    assert outcome.error == "", outcome.trace
+
+
+def test_stop_iteration_in_a_step_does_not_end_the_epoch_of_one_rank(workers: Workers) -> None:
+    survivor, culprit = workers.outcomes(2, fit_module, Exhausts, Case((4, 6)), {})
+    assert "RuntimeError: A step or a hook raised StopIteration" in culprit.error
+    assert "PeerFailedError: Rank 1 failed" in survivor.error
+
+
+def test_a_metric_that_a_rank_does_not_have_raises(workers: Workers) -> None:
+    lacking, other = workers.outcomes(2, fit_module, LogsMetric, Case((0, 1), epochs=1), {})
+    assert "UnsupportedError: Other ranks have logged a metric as 'metric'" in lacking.error, lacking.trace
+    assert "Make the metric an attribute of the LightningModule on every rank" in lacking.error
+    assert "PeerFailedError: Rank 0 failed" in other.error, other.trace
+
+
+def test_a_monitored_value_that_is_synced_is_on_every_rank(workers: Workers) -> None:
+    outcomes = workers.outcomes(2, fit_module, LogsSynced, Case((0, 3)), {"callbacks": [EarlyStopping("loss")]})
+    assert [o.error for o in outcomes] == ["", ""]
+
+
+class LogsSynced(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.trained:  # as where outputs were kept, on ranks that had some
+            self.log("late", 1.0, sync_dist=True)
+
+
+class Evaluates(Module):
+    def test_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def test_step(self, *_: Any) -> None:
+        pass
+
+
+def evaluate_with_synced_norms(rank: int, case: Case) -> None:
+    build_trainer(case, sync_batchnorm=True).test(Evaluates(case), verbose=False)
+
+
+def test_evaluation_has_none_of_the_limits_of_training(workers: Workers) -> None:
+    assert [o.error for o in workers.outcomes(2, evaluate_with_synced_norms, Case((2, 3)))] == ["", ""]
+
+
+# ---------------------------------------------------------------- early termination
+
+
+def fit_throwing(rank: int, case: Case) -> tuple[str, str, int]:
+    module = Module(case)
+    trainer = build_trainer(case, strategy=DDPJoinStrategy(throw_on_early_termination=True))
+    try:
+        trainer.fit(module)
+    except EarlyTerminationError as error:
+        return type(error).__name__, str(error), len(module.trained)
+    return "", "", len(module.trained)
+
+
+@pytest.mark.parametrize(("lengths", "first"), [((3, 7), 0), ((7, 3), 1), ((0, 4, 7), 0), ((4, 7, 4), 0)])
+@pytest.mark.parametrize("iterable", [False, True])
+def test_throw_on_early_termination(workers: Workers, lengths: tuple[int, ...], first: int, iterable: bool) -> None:
+    results = workers.run(len(lengths), fit_throwing, Case(lengths, iterable=iterable))
+    shortest = min(lengths)
+    for rank, (kind, text, trained) in enumerate(results):
+        assert kind == "EarlyTerminationError"
+        assert trained == shortest
+        if lengths[rank] == shortest:
+            assert text == f"Rank {rank} exhausted all inputs."
+        else:
+            assert text == "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+
+
+def test_even_inputs_do_not_throw(workers: Workers) -> None:
+    assert workers.run(2, fit_throwing, Case((3, 3))) == [("", "", 9)] * 2
+
+
+# ---------------------------------------------------------------- a rank that raises
+
+
+class Raises(Module):
+    where = ""
+
+    def maybe(self, where: str) -> None:
+        if where == self.where and self.trainer.global_rank == 1:
+            raise ValueError("the shelf fell down")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.maybe("step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.maybe("hook")
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        self.maybe("optimizer")
+
+    def on_train_epoch_end(self) -> None:
+        self.maybe("epoch")
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        self.maybe("loader")
+        return super().train_dataloader()
+
+
+def fit_raising(rank: int, where: str, lengths: tuple[int, ...]) -> None:
+    module = Raises(Case(lengths))
+    module.where = where
+    try:
+        build_trainer(module.case).fit(module)
+    except ValueError:
+        time.sleep(0.5)  # it lingers, as a process does that logs its traceback and exits
+        raise
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3)])
+@pytest.mark.parametrize("where", ["step", "hook", "optimizer", "epoch", "loader"])
+def test_a_rank_that_raises_is_named_on_the_others(workers: Workers, where: str, lengths: tuple[int, ...]) -> None:
+    start = time.monotonic()
+    survivor, culprit = workers.outcomes(2, fit_raising, where, lengths)
+    assert culprit.error == "ValueError: the shelf fell down"
+    assert "PeerFailedError: Rank 1 failed, so rank 0 cannot go on." in survivor.error, survivor.trace
+    assert "Rank 1: ValueError: the shelf fell down" in survivor.error
+    assert time.monotonic() - start < 20
+
+
+# ---------------------------------------------------------------- collectives in the step
+
+
+# ---------------------------------------------------------------- joinables
+
+
+class Counter(WorldJoinable):
+    """Adds up over the ranks how many of them count, once per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.options, self.last = 0.0, {}, []  # type: tuple[float, dict[str, Any], list[bool]]  # type: ignore[assignment]
+
+    def count(self) -> None:
+        Join.notify_join_context(self)
+        one = torch.ones(())
+        dist.all_reduce(one)
+        self.total += float(one)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.options = kwargs
+        return CounterHook(self)
+
+
+class CounterHook(JoinHook):
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+
+    def main_hook(self) -> None:
+        dist.all_reduce(torch.zeros(()))
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.counter.last.append(is_last_joiner)
+
+
+class Counts(Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.counter = Counter()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.counter.count()
+        return loss
+
+
+def fit_counting(rank: int, case: Case) -> tuple[float, list[bool]]:
+    module = Counts(case)
+    build_trainer(case, strategy=DDPJoinStrategy(joinables=[module.counter])).fit(module)
+    return module.counter.total, module.counter.last
+
+
+def test_a_joinable_counts_the_active_ranks(workers: Workers) -> None:
+    results = workers.run(3, fit_counting, Case((0, 2, 4), epochs=2))
+    assert [total for total, _ in results] == [0.0, 2 * (2 * 2), 2 * (2 * 2 + 2 * 1)]
+    assert [last for _, last in results] == [[False] * 2, [False] * 2, [True] * 2]
+
+
+def fit_with_a_wrong_joinable(rank: int, case: Case) -> None:
+    build_trainer(case, strategy=DDPJoinStrategy(joinables=[nn.Linear(1, 1)])).fit(Module(case))  # type: ignore[list-item]
+
+
+def test_a_joinable_of_another_type_is_refused(workers: Workers) -> None:
+    outcomes = workers.outcomes(2, fit_with_a_wrong_joinable, Case((2, 3)))
+    assert_all_raise(outcomes, JoinTypeError.__name__, "got Linear", "need not be passed")

@@ -1,0 +1,109 @@
+"""Objects of `pytorch_lightning` meet ours, and the other way round: errors name what to import."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_join
+from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
+from tests.support.cases import Case, Module, build_trainer
+from tests.support.workers import Workers
+from torch_join import JoinTypeError
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_steps": 1,
+}
+
+
+def texts(rank: int) -> dict[str, str]:
+    """What is said, by case; the other package stays in this worker."""
+    import pytorch_lightning as other
+
+    class OtherModule(other.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+        def train_dataloader(self) -> DataLoader[torch.Tensor]:
+            return DataLoader(torch.ones(2, 2))  # type: ignore[arg-type]
+
+    class OtherCallback(other.Callback):  # type: ignore[misc]
+        pass
+
+    class OtherData(other.LightningDataModule):  # type: ignore[misc]
+        pass
+
+    case = Case((2,))
+
+    def ours(strategy: str = "ddp_join", *callbacks: Any, **data: Any) -> None:
+        build_trainer(case, strategy=strategy, callbacks=list(callbacks)).fit(Module(case), **data)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "their trainer, our strategy": lambda: other.Trainer(strategy=DDPJoinStrategy(), **QUIET),
+        "their trainer, our name": lambda: other.Trainer(strategy="ddp_join", **QUIET),
+        "their trainer, JoinCallback": lambda: other.Trainer(strategy="ddp", callbacks=[JoinCallback()], **QUIET).fit(
+            OtherModule()
+        ),
+        "their trainer, JoinMonitor": lambda: other.Trainer(callbacks=[JoinMonitor()], **QUIET).fit(OtherModule()),
+        "our trainer, their callback": lambda: ours("ddp_join", other.callbacks.EarlyStopping("loss")),
+        "our trainer, a user's callback": lambda: ours("ddp", JoinCallback(), OtherCallback()),
+        "our trainer, their data": lambda: ours(datamodule=OtherData()),
+        "our trainer, their module": lambda: build_trainer(case).fit(OtherModule()),
+        "our trainer, their own module": lambda: build_trainer(case).fit(other.LightningModule()),
+    }
+    said = {}
+    for name, run in cases.items():
+        try:
+            run()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+EXPECTED = {
+    "their trainer, our strategy": "DDPJoinStrategy, for the Trainer of `from lightning.pytorch import Trainer`",
+    # There nothing of ours is asked: this is all that can be had.
+    "their trainer, our name": "an instance of `pytorch_lightning.strategies.Strategy`",
+    "their trainer, JoinCallback": "lightning_join.JoinCallback was given to a pytorch_lightning Trainer."
+    " lightning_join works with `lightning.pytorch`, which is another package than pytorch_lightning: write"
+    " `from lightning.pytorch import Trainer`",
+    "their trainer, JoinMonitor": "JoinTypeError: lightning_join.JoinMonitor was given to a pytorch_lightning Trainer.",
+    "our trainer, their callback": "JoinTypeError: EarlyStopping is a EarlyStopping of pytorch_lightning, while",
+    "our trainer, a user's callback": "write `from lightning.pytorch.callbacks import Callback`",
+    "our trainer, their data": "write `from lightning.pytorch import LightningDataModule`",
+    "our trainer, their module": "TypeError: `model` must be a `LightningModule`",
+    "our trainer, their own module": "You passed a `pytorch_lightning` object (LightningModule) to a"
+    " `lightning.pytorch` Trainer.",
+}
+
+
+def test_errors_name_what_to_import(workers: Workers) -> None:
+    (said,) = workers.run(1, texts)
+    for name, text in EXPECTED.items():
+        assert text in said.get(name, ""), name
+
+
+class Foreign:
+    __module__ = "pytorch_lightning.trainer.trainer"
+
+
+def test_a_trainer_of_another_package_is_told_by_its_class() -> None:
+    for callback in (JoinCallback(), JoinMonitor()):
+        with pytest.raises(JoinTypeError, match="given to a pytorch_lightning Trainer"):
+            callback.setup(Foreign(), Module(Case((1,))), "fit")  # type: ignore[arg-type]
+    assert "pytorch_lightning" not in vars(lightning_join)

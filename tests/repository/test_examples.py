@@ -1,0 +1,52 @@
+"""The examples run, as the commands that the docs name."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE = 300.0  # seconds; on two cores none takes more than half a minute, and four of these under load
+
+# What each command's output must hold; a group is a number that must be next to zero.
+DIFFERENCE = r"Largest difference of a parameter from one process on the same schedule: (\S+)"
+COMMANDS = {
+    "examples/torch_loop.py": DIFFERENCE,
+    "examples/custom_joinable.py": "Rank 0: 5 inputs, 8 counted in the loop, 8 in all",
+    "examples/lightning_digits.py": DIFFERENCE,
+    "-m torch.distributed.run --standalone --nproc-per-node=3 examples/accelerate_digits.py": DIFFERENCE,
+    "examples/accelerate_digits.py --notebook": DIFFERENCE,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_runs(command: str) -> None:
+    output = run(command)
+    found = re.search(COMMANDS[command], " ".join(output.split()))
+    assert found, output
+    assert all(float(number) <= 1e-10 for number in found.groups()), output
+
+
+def run(command: str) -> str:
+    """Run Python with these arguments and return what it prints; it and all that it starts end by the deadline."""
+    process = subprocess.Popen(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{command} did not end within {DEADLINE:.0f} s:\n{output}")
+    assert process.returncode == 0, output
+    return output

@@ -1,0 +1,109 @@
+"""The packages: their public names, what they import, what tests know of their inside."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accelerate_join
+import lightning_join
+import torch_join
+from scripts import structure
+from scripts.structure import is_private
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = [torch_join, lightning_join, accelerate_join]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_all_is_what_is_public(package: object) -> None:
+    names = package.__all__  # type: ignore[attr-defined]
+    public = [
+        name
+        for name, value in vars(package).items()
+        if not name.startswith("_") and type(value).__name__ != "module" and name not in ("StrategyRegistry",)
+    ]
+    assert names == sorted(names)
+    assert names == sorted(public)
+
+
+def test_versions_agree() -> None:
+    assert len({package.__version__ for package in PACKAGES}) == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_packages_are_typed(package: object) -> None:
+    assert (Path(package.__file__).parent / "py.typed").exists()  # type: ignore[attr-defined]
+
+
+# Of torch, Lightning and torchmetrics: ours have attributes of these names too, which a scan cannot tell apart.
+THEIRS = {"_join_config", "_on_after_fetch", "_on_before_fetch", "_results", "_timeout", "_update_count"}
+
+
+SOURCES = [path for package in PACKAGES for path in Path(str(package.__file__)).parent.rglob("*.py")]
+MODULES = {path.stem for path in SOURCES} | {path.parent.name for path in SOURCES}  # which may be imported
+
+
+def private_names() -> set[str]:
+    """Return the private names that the packages define: of functions, classes, variables and attributes."""
+    return {name for path in SOURCES for name in structure.defined(ast.parse(path.read_text())) if is_private(name)}
+
+
+def reached_into(source: str, private: set[str]) -> list[str]:
+    """Return the private names that a source asks others for: by attribute, `getattr` and the like, or import."""
+    tree = ast.parse(source)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in imports for alias in node.names if alias.name not in MODULES]
+    names += [name for _, name in structure.reached_into(tree, private)]
+    return [name for name in names if name in private - THEIRS]
+
+
+def test_what_tests_know_of_the_inside_is_in_one_file() -> None:
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "inside.py"]
+    private = private_names()
+    assert {path.name: found for path in paths if (found := reached_into(path.read_text(), private))} == {}
+
+
+def test_the_scan_for_private_names_can_fail() -> None:
+    source = """
+from torch_join._control import beats as _beats
+from torch_join._handover.transfer import _LARGE
+join._channel._store.num_keys()
+monkeypatch.setattr(_digest, "_tiles", None)
+model._join_config, self._said, torch._unknown
+"""
+    assert {*reached_into(source, private_names())} == {"_LARGE", "_channel", "_store", "_tiles"}
+
+
+FORBIDDEN = {
+    "torch_join": ("lightning", "lightning_join", "accelerate", "accelerate_join", "torchmetrics", "pytorch_lightning"),
+    "lightning_join": ("accelerate", "accelerate_join"),
+    "accelerate_join": ("lightning", "lightning_join", "pytorch_lightning"),
+}
+LOADED = "import sys, {package}; print([name for name in {names!r} if name in sys.modules])"
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_dependencies_run_one_way(package: str) -> None:
+    script = LOADED.format(package=package, names=FORBIDDEN[package])
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_the_test_of_dependencies_can_fail() -> None:
+    script = LOADED.format(package="lightning_join", names=("lightning",))
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "['lightning']"
+
+
+def test_importing_changes_nothing_global() -> None:
+    script = (
+        "import os, warnings, logging, lightning.pytorch\n"
+        "before = dict(os.environ), list(warnings.filters), list(logging.getLogger().handlers)\n"
+        "import lightning_join\n"
+        "print(before == (dict(os.environ), list(warnings.filters), list(logging.getLogger().handlers)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"

@@ -1,0 +1,59 @@
+"""What docs/how-it-works.md says of the sources is so: its walks, its diagrams and its glossary."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from torch_join._base.membership import Role
+from torch_join._tail.life import PLACES, ROLES, Place
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "how-it-works.md").read_text()
+STATION = re.compile(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`", re.MULTILINE)
+
+
+def walks(text: str) -> list[list[tuple[str, str]]]:
+    """Return the stations, a file and a name in it, of each walk."""
+    section = text.split("## Four walks")[1].split("\n## ")[0]
+    return [STATION.findall(walk) for walk in section.split("\n**")[1:]]
+
+
+def there(path: str, name: str) -> bool:
+    found: Any = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
+
+
+def test_each_walk_leads_somewhere() -> None:
+    found = walks(TEXT)
+    assert len(found) == 4
+    for walk in found:
+        assert 6 <= len(walk) <= 10
+        assert [station for station in walk if not there(*station)] == []
+
+
+def test_a_walk_to_what_is_gone_is_noticed() -> None:
+    assert not there("torch_join/join.py", "Join.gone")
+    assert there("torch_join/join.py", "Join.batches")
+
+
+def drawn(text: str) -> list[dict[tuple[str, str], str]]:
+    """Return the transitions of each diagram."""
+    return [
+        {(here, there): why for here, there, why in re.findall(r"(\w+) --> (\w+): (.+)", diagram)}
+        for diagram in text.split("stateDiagram-v2")[1:]
+    ]
+
+
+def test_the_diagrams_are_the_tables() -> None:
+    tables: list[dict[tuple[Any, Any], str]] = [PLACES, ROLES]
+    assert drawn(TEXT) == [{(a.value, b.value): why for (a, b), why in table.items()} for table in tables]
+    assert {place for pair in PLACES for place in pair} == set(Place)
+    assert {role for pair in ROLES for role in pair} == set(Role)
+
+
+def test_the_glossary_is_short() -> None:
+    rows = TEXT.split("## Glossary")[1].split("\n## ")[0].strip().splitlines()[2:]
+    assert 10 <= len(rows) <= 25

@@ -1,0 +1,232 @@
+"""Run a function on several ranks, under a deadline.
+
+Workers are started once and reused, since importing Lightning costs seconds. Every run gets a fresh
+process group (gloo on the loopback interface, rendezvous through a file: no ports). A run that
+outlasts its deadline is stopped: every rank's stack is printed, all workers are killed and replaced.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "tests.support.workers"])
+
+_started = [0.0]  # when this worker's function began, or had its connections
+
+
+class WorkerError(AssertionError):
+    """A function raised, or its process ended, on some rank; the message holds every traceback."""
+
+
+class DeadlineError(AssertionError):
+    """A run outlasted its deadline; the message holds every rank's stack."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function returned or raised on one rank."""
+
+    value: Any = None
+    error: str = ""  # "Type: message", with the causes that it was raised from
+    trace: str = ""
+    seconds: float = 0.0
+    ends: bool = False  # the process ends with it: torch cannot begin anew after half a process group
+
+
+class Workers:
+    """Up to `most` processes that run functions as the ranks of a process group."""
+
+    def __init__(self, most: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._processes: dict[int, Any] = {}
+        self._connections: dict[int, Connection] = {}
+        self._most = most
+        self._runs = 0
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `function(rank, *args)` on every rank and return the results by rank.
+
+        Raises:
+            WorkerError: The function raised on some rank.
+            DeadlineError: Some rank did not come back in time.
+        """
+        outcomes = self.outcomes(world_size, function, *args, **kwargs)
+        if any(outcome.error for outcome in outcomes):
+            raise WorkerError(
+                "\n".join(f"--- rank {rank}: {o.error or 'fine'}\n{o.trace}" for rank, o in enumerate(outcomes))
+            )
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        deadline: float = 60.0,
+        store: str = "file",
+        timeout: float = 30.0,
+    ) -> list[Outcome]:
+        """Run `function(rank, *args)` on every rank; errors are outcomes too.
+
+        Args:
+            world_size: Number of ranks.
+            function: A function of a module, so that it can be pickled.
+            *args: Its arguments after the rank.
+            deadline: Seconds after which the ranks are killed.
+            store: What the process group is built from: `"file"`, `"tcp"` (a port of the system's choice),
+                or `""` for no process group.
+            timeout: The process group's timeout in seconds.
+
+        Raises:
+            DeadlineError: Some rank did not come back in time.
+        """
+        if world_size > self._most:
+            raise ValueError(f"These are {self._most} workers, not {world_size}.")
+        self._runs += 1
+        rendezvous = Path(self._folder.name) / f"store-{self._runs}"
+        for rank in range(world_size):
+            self._ensure(rank)
+            self._connections[rank].send((function, args, world_size, str(rendezvous), store, timeout))
+        outcomes: dict[int, Outcome] = {}
+        end = time.monotonic() + deadline
+        while missing := [rank for rank in range(world_size) if rank not in outcomes]:
+            by_connection = {self._connections[rank]: rank for rank in missing}
+            ready = wait(list(by_connection), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                raise DeadlineError(self._stacks(missing, deadline))
+            for connection in ready:
+                rank = by_connection[connection]  # type: ignore[index]
+                try:
+                    outcomes[rank] = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    outcomes[rank] = Outcome(error="the process ended", ends=True)
+                if outcomes[rank].ends:
+                    self._processes.pop(rank).join()
+        return [outcomes[rank] for rank in range(world_size)]
+
+    def pid(self, rank: int) -> int:
+        """Return the process of `rank`."""
+        self._ensure(rank)
+        return int(self._processes[rank].pid)
+
+    def close(self) -> None:
+        """End all workers."""
+        self._kill()
+        self._folder.cleanup()
+
+    def _ensure(self, rank: int) -> None:
+        if rank in self._processes:
+            return
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_serve, args=(theirs, rank, self._stack_file(rank)), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes[rank], self._connections[rank] = process, ours
+
+    def _stack_file(self, rank: int) -> str:
+        return str(Path(self._folder.name) / f"stacks-{rank}")
+
+    def _stacks(self, missing: list[int], deadline: float) -> str:
+        for rank, process in self._processes.items():
+            Path(self._stack_file(rank)).write_text("")
+            os.kill(process.pid, signal.SIGCONT)
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        stacks = [f"--- rank {rank}\n{Path(self._stack_file(rank)).read_text()}" for rank in self._processes]
+        self._kill()
+        return "\n".join([f"Ranks {missing} did not come back within {deadline} s.", *stacks])
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+        self._processes.clear()
+        self._connections.clear()
+
+
+def _serve(connection: Connection, rank: int, stack_file: str) -> None:
+    stacks = open(stack_file, "a")  # noqa: SIM115  faulthandler needs it open for good
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, world_size, rendezvous, store, timeout = connection.recv()
+        except EOFError:
+            return
+        # Anew each time: Lightning puts back the signal handlers that Python knows of, and not this one.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        _started[0] = time.monotonic()
+        try:
+            if store:
+                _join_group(rank, world_size, rendezvous, store, timeout)
+        except BaseException as error:
+            connection.send(Outcome(error=_describe(error), trace=traceback.format_exc(), ends=True))
+            return
+        try:
+            value = function(rank, *args)
+            if dist.is_initialized():
+                dist.barrier()  # nobody hangs up on a rank that is still reading
+            outcome = Outcome(value)
+        except BaseException as error:
+            outcome = Outcome(
+                error=_describe(error), trace=traceback.format_exc(), seconds=time.monotonic() - _started[0]
+            )
+        finally:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+            torch.set_default_dtype(torch.float32)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        connection.send(outcome)
+
+
+def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout: float) -> None:
+    limit = timedelta(seconds=60)  # to begin: a worker may have to start first
+    meeting: dist.Store = dist.FileStore(rendezvous, world_size)
+    meeting.set_timeout(limit)
+    if store == "tcp":
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+        if server is not None:
+            meeting.set("port", str(server.port))
+        port = int(meeting.get("port"))
+        meeting = server or dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=limit)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
+
+
+def _describe(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return f"{text} <- {_describe(error.__cause__)}" if error.__cause__ is not None else text
+
+
+def connect() -> None:
+    """Make this group's connections to the store, before a test with short timeouts begins.
+
+    Where names resolve slowly, torch takes five seconds for one now and then, which an outcome's `seconds` leave out.
+    """
+    from torch_join.integration import open_channel
+
+    channel = open_channel()
+    while len(channel.roll_call()) < dist.get_world_size():
+        pass
+    dist.barrier()
+    channel.close()
+    _started[0] = time.monotonic()
