@@ -31,6 +31,7 @@ PLACES: dict[tuple[Place, Place], str] = {
     (Place.LOOP, Place.ENDED): "all have joined",
     (Place.LEFT, Place.FINISHING): "anything with others",
     (Place.FINISHING, Place.ENDED): "all have joined",
+    (Place.FINISHING, Place.OUTSIDE): "an error",
 }
 
 ROLES: dict[tuple[Role, Role], str] = {

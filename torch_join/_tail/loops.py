@@ -1,7 +1,6 @@
 """The loops of a `Join`: how one is gone through, left and finished."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch_join._control.channel import Channel
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.life import Place, move
 from torch_join._tail.meetings import Due, Meetings
-from torch_join._tail.reader import Batches, Reader, Unbegun
+from torch_join._tail.reader import Batches, Loop, Reader, Unbegun
 from torch_join._tail.server import Server
 from torch_join._tail.tails import Tails
 from torch_join.joinables.custom import CustomPart
@@ -25,17 +24,6 @@ P = TypeVar("P", bound=Part)
 _BEGIN = tuple[int | None, Hyperparameters, str]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
-
-
-@dataclass(eq=False)
-class _Loop:
-    """A loop over `batches`."""
-
-    reader: Reader[Any]
-    asked: bool  # for a batch; else this rank is elsewhere in its own code
-    certain: list[int] | None = None  # all ranks' lengths
-    stepped: bool = True  # the step's batch has been used
-    forwarded: bool = False  # it runs forwards of a model that was given
 
 
 class LoopDriver(Meetings):
@@ -65,7 +53,7 @@ class LoopDriver(Meetings):
         self.enabled = enable
         self._make_parts = make_parts
         self._unbegun = Unbegun()
-        self._loop: _Loop | None = None  # the current one, or the last
+        self._loop: Loop | None = None  # the current one, or the last
         self._first_custom: CustomPart | None = None
         self.sees_steps = self._has_model = False
         if enable:
@@ -177,7 +165,7 @@ class LoopDriver(Meetings):
                 raise _nesting.nested()
             self.arrive()
             reader = reader_of(loader)
-            mine = self._loop = _Loop(reader, asks)
+            mine = self._loop = Loop(reader, asks)
             for model in self.server.models():
                 model.check_can_train(reader.has_next)
             length = None if self.may_break else reader.certain_length()
@@ -221,7 +209,7 @@ class LoopDriver(Meetings):
             if self._is_in(mine):
                 self._finish_loop()
 
-    def _is_in(self, loop: _Loop) -> bool:
+    def _is_in(self, loop: Loop) -> bool:
         return self.in_loop and self._loop is loop
 
     # ------------------------------------------------------------ what the parts call
@@ -274,6 +262,15 @@ class LoopDriver(Meetings):
         if self.place is not Place.LEFT or self.members.serves or loop is None:
             return
         self.place = move(self.place, Place.FINISHING)
+        try:
+            self._catch_up(loop)
+        except BaseException:
+            self.place = move(self.place, Place.OUTSIDE)
+            raise
+        self._finish_loop()
+
+    def _catch_up(self, loop: Loop) -> None:
+        """Go, without batches, to where all ranks have joined."""
         if self.tails.departure is not None:
             self.tails.departure.meet()
         if self.may_break and loop.forwarded and not loop.stepped:
@@ -286,7 +283,6 @@ class LoopDriver(Meetings):
                 self._steps.now = False
                 if self._find_out(loop.reader, loop.certain):
                     self._leave()
-        self._finish_loop()
 
     def _finish_loop(self) -> None:
         self.tails.departure = None

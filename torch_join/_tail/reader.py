@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -94,6 +95,17 @@ class Batches(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class Loop:
+    """A loop over `batches`."""
+
+    reader: Reader[Any]
+    asked: bool  # for a batch; else this rank is elsewhere in its own code
+    certain: list[int] | None = None  # all ranks' lengths
+    stepped: bool = True  # the step's batch has been used
+    forwarded: bool = False  # it runs forwards of a model that was given
 
 
 class Unbegun:
