@@ -322,12 +322,12 @@ def test_the_program_prints_each_violation_once_and_fails(tmp_path: Path) -> Non
         "torch_join/__init__.py": "__all__ = []",
         "torch_join/_base/x.py": "import torch_join._tail.x",
         "torch_join/_tail/x.py": "import torch_join._base.x",
-        "lightning_join/a.py": "import torch_join\nclass A:\n    _a = 1",
-        "lightning_join/b.py": "from lightning_join import a\nclass B(a.A): pass\nclass C(B): pass",
-        "accelerate_join/x.py": "from torch_join import y, y, _base\nz._driver, z._driver",
+        "lightning_join/_strategy.py": "import torch_join\nclass A:\n    _a = 1",
+        "lightning_join/_callback.py": "import lightning_join._strategy as a\nclass B(a.A): pass\nclass C(B): pass",
+        "accelerate_join/_context.py": "from torch_join import y, y, _base\nz._driver, z._driver",
         "torch_join/join.py": "_driver = 1",
         **{f"tests/{i}.py": "" for i in range(21)},
-        **{f"lightning_join/_{i:02}.py": f"import lightning_join._{i + 1:02}" for i in range(15)},
+        **{f"torch_join/_base/_{i:02}.py": f"import torch_join._base._{i + 1:02}" for i in range(15)},
     }
     root = str(write(tmp_path, files))
     done = subprocess.run([sys.executable, structure.__file__, root], capture_output=True, text=True)
@@ -336,13 +336,13 @@ def test_the_program_prints_each_violation_once_and_fails(tmp_path: Path) -> Non
     assert [line[:60] for line in lines] == [
         "2 modules import each other in a circle: torch_join._base.x, torch_join._tail.x"[:60],
         "torch_join/_base/x.py:1: _base may not import torch_join._tail.x"[:60],
-        "accelerate_join/x.py:1: accelerate_join may not import torch_join._base"[:60],
-        "accelerate_join/x.py:1: y is no public name of torch_join",
-        "lightning_join: 15 floors, 14 at most: lightning_join._14 < lightning_join._13"[:60],
-        "lightning_join: 17 files, 14 at most",
+        "accelerate_join/_context.py:1: accelerate_join may not import torch_join._base"[:60],
+        "accelerate_join/_context.py:1: y is no public name of torch_join"[:60],
+        "torch_join: 16 floors, 14 at most: torch_join._base < torch_join._base._14"[:60],
+        "torch_join/_base: 16 files, 14 at most",
         "tests: 21 files, 20 at most",
-        "lightning_join/b.py:3: 3 classes, 2 at most: A < B < C",
-        "accelerate_join/x.py:2: _driver is private in torch_join"[:60],
+        "lightning_join/_callback.py:3: 3 classes, 2 at most: A < B < C"[:60],
+        "accelerate_join/_context.py:2: _driver is private in torch_join"[:60],
     ]
 
 
