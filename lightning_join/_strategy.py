@@ -239,10 +239,10 @@ class DDPJoinStrategy(StepCollectives):
             super().teardown()
         finally:
             self.end_joining()
-            trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-            # No callback is torn down after an exception.
-            if self.undo is not None and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
-                self.undo()
+            # No callback is torn down after an exception. (Without one, the module may not be attached yet.)
+            undo, module = self.undo, self.lightning_module
+            if undo is not None and module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED:
+                undo()
 
     def end_joining(self) -> None:
         """Remove all that was installed for joining; doing it again does nothing."""

@@ -199,7 +199,7 @@ class LockstepJoin:
         """
         self.driver.derive(self._model, "forward")
         self.driver.follow(self.active_ranks)
-        return self.gathers.chain(self._model.output)
+        return self.gathers.chain(self._model.take_output())
 
     @contextmanager
     def loss_step(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -216,3 +217,17 @@ def test_warnings_and_profilers_names_are_lightnings(workers: Workers, kind: typ
 def test_torchs_dtype_is_what_it_was() -> None:
     assert torch.get_default_dtype() == torch.float32
     assert lightning_join.DDPJoinStrategy().joined is False
+
+
+def test_an_error_before_the_module_is_attached_is_lightnings_own(tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=DDPJoinStrategy(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(MisconfigurationException, match="datamodule"):
+        trainer.fit(Module(Case((1,))), train_dataloaders=[0], datamodule=pl.LightningDataModule())

@@ -35,10 +35,10 @@ PLACES: dict[tuple[Place, Place], str] = {
 }
 
 ROLES: dict[tuple[Role, Role], str] = {
-    (Role.EVEN, Role.TAIL): "another rank joins",
-    (Role.EVEN, Role.SERVING): "this rank joins",
-    (Role.TAIL, Role.EVEN): "this rank joins, or all have joined",
-    (Role.SERVING, Role.EVEN): "all have joined",
+    (Role.EVEN, Role.TAIL): "another rank has no input",
+    (Role.EVEN, Role.SERVING): "this rank has no input",
+    (Role.TAIL, Role.EVEN): "the step or the loop ends, or this rank joins",
+    (Role.SERVING, Role.EVEN): "the step or the loop ends",
 }
 
 

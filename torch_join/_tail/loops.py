@@ -12,7 +12,6 @@ from torch_join._tail import nesting as _nesting
 from torch_join._tail.life import Place, move
 from torch_join._tail.meetings import Due, Meetings
 from torch_join._tail.reader import Batches, Loop, Reader, Unbegun
-from torch_join._tail.server import Server
 from torch_join._tail.tails import Tails
 from torch_join.joinables.custom import CustomPart
 from torch_join.joinables.model import ModelPart
@@ -60,7 +59,6 @@ class LoopDriver(Meetings):
             self._take_parts()
 
     def _take_parts(self) -> None:
-        self._serve_by(Server(self.members, self.arrive, self.tails.check_backward))
         parts = self.server.parts = self._make_parts(self)
         self._first_custom = next((part for part in parts if isinstance(part, CustomPart)), None)
         self._has_model = any(isinstance(part, ModelPart) for part in parts)
@@ -85,6 +83,7 @@ class LoopDriver(Meetings):
         """
         _nesting.enter(self, self._objects, lambda: self.in_loop)
         if not self.server.parts:  # it has been left before
+            self._renew_server()
             self._take_parts()
         self.reset()
         self._loop = None

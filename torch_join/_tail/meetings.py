@@ -53,7 +53,7 @@ class Meetings:
         # Under "samples" ranks meet at every step anyway.
         self.may_break = may_break or members.weighting == "samples"
         self._clears: list[Clears] = []
-        self._serve_by(Server(members))
+        self._renew_server()
         self.reset()
 
     def reset(self) -> None:
@@ -65,10 +65,10 @@ class Meetings:
         self._due: Due | None = None
         self._at_last = False
         self._steps = Steps(self._objects)
-        self.tails.departure, self.tails.last_joiner = None, True
+        self.tails.reset()
 
-    def _serve_by(self, server: Server) -> None:
-        self.server = self.tails.server = server
+    def _renew_server(self) -> None:
+        self.server = self.tails.server = Server(self.members, self.arrive, self.tails.check_backward)
 
     # ------------------------------------------------------------ what the parts see, and the user
 

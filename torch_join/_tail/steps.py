@@ -33,12 +33,13 @@ class StepDriver:
 
     # What the parts ask of a driver: there is always a meeting before the step.
     in_loop = sees_steps = True
-    in_plain_loop = may_break = awaits_others = last_joiner = False
+    in_plain_loop = awaits_others = last_joiner = False
     clears: Sequence[Clears] = ()
     step_number = 0
 
     def __init__(self, channel: Channel, group: Any = None, weighting: Weighting = "world") -> None:
         self.members = Membership(group or (dist.group.WORLD if dist.is_initialized() else None), weighting)
+        self.may_break = weighting == "samples"  # as in any driver: gradients are weighted in every step
         self._server = Server(self.members)
         self._server.open(channel)
 

@@ -42,10 +42,14 @@ class Tails:
         self._objects = objects
         self._audit = Audit(stateful(objects), often, hands_over_ignored)
         self.server: Server
+        self.changes_freely: object = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, as before the first loop."""
         self._posted: list[str] = []  # keys, for ranks that join
         self.departure: Departure | None = None
         self.last_joiner = True
-        self.changes_freely: object = None
 
     def depart(self, watches: bool) -> None:
         """Note what there is as this rank leaves its loop; `watches` where something may be handed over later."""

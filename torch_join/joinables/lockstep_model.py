@@ -16,16 +16,21 @@ class LockstepModelPart(Part):
 
     Attributes:
         shadow: What runs in place of the model's step.
-        output: What the last forward has returned: a scalar zero.
     """
 
     def __init__(self, driver: Driver, index: int, shadow: ModelShadow) -> None:
         super().__init__(driver, index)
         self.shadow = shadow
-        self.output: Tensor
+        self._output: Tensor | None = None
 
     def answer(self, kind: str, payload: Any) -> None:
         if kind == "forward":
-            self.output = self.shadow.forward()
+            self._output = self.shadow.forward()
         else:
             self.shadow.backward(payload)  # which runs it: it is the framework's, with its hooks
+
+    def take_output(self) -> Tensor:
+        """Return what the last forward has returned, a scalar zero, and keep nothing of its graph."""
+        output, self._output = self._output, None
+        assert output is not None
+        return output

@@ -58,7 +58,7 @@ class Driver(Protocol):
 
     @property
     def may_break(self) -> bool:
-        """Whether a rank may leave a loop in any step."""
+        """Whether ranks meet in every step: they may leave a loop in any, or gradients are weighted in any."""
 
     @property
     def awaits_others(self) -> bool:
@@ -140,7 +140,7 @@ class Part:
         self._undo.append(lambda: _compat.set_join_config(joinable, after))
 
     def announce(self, kind: str, payload: Any = None, hold: bool = False) -> None:
-        """Tell the joined ranks what comes next, if there are any; see `Server.announce`."""
+        """Tell the joined ranks what comes next, if there are any; see `Driver.announce`."""
         self.driver.announce(self.index, kind, payload, hold)
 
     def announce_open(self, kind: str, payload: Any) -> None:
@@ -179,7 +179,7 @@ class Part:
         """Take the source's closing message; see `close`.
 
         Raises:
-            JoinError: No active rank can have said them.
+            JoinError: No active rank can have sent it.
         """
         try:
             _codec.check(message, self.closing)

@@ -1,7 +1,15 @@
-"""Where a rank's own code may go, and what happens where it cannot."""
+"""Where a rank's own code may go, what happens where it cannot, and what a life leaves behind."""
+
+import gc
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.workers import Workers
+from torch_join import Join, JoinError
 from torch_join._tail.life import PLACES, Place, move
 
 
@@ -13,3 +21,52 @@ def test_only_what_is_in_the_table_is_possible() -> None:
             else:
                 with pytest.raises(RuntimeError, match=f"from '{here.value}' to '{there.value}'"):
                     move(here, there)
+
+
+def leave_amid(rank: int) -> tuple[str, list[list[float]]]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(2, 1).double())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    said = ""
+    with Join([ddp, optimizer], heartbeat=True) as join:
+        for attempt in range(2):
+            for step, _ in enumerate(join.batches(range(3 + attempt * rank))):
+                if (attempt, step) == (0, 1):
+                    assert not join.joined  # so that the others count on this step
+                    break
+                optimizer.zero_grad()
+                ddp(torch.full((1, 2), 1.0 + step + rank, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+            try:
+                assert join.active_ranks == (0, 1)
+            except JoinError as error:
+                said = str(error)
+    return said, [p.flatten().tolist() for p in ddp.parameters()]
+
+
+def test_a_program_may_go_on_after_an_error_on_its_way_back_to_a_loop(workers: Workers) -> None:
+    found = workers.run(2, leave_amid, deadline=60.0)
+    assert all("left its loop at step 1" in said for said, _ in found)
+    assert found[0][1] == found[1][1]
+
+
+def referrers(rank: int) -> list[str]:
+    group = dist.new_group([0, 1])
+    ddp = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
+    gc.collect()
+    gc.disable()
+    try:
+        join = Join([ddp])
+        with join:
+            for _ in join.batches(range(1 + rank)):
+                ddp(torch.ones(1, 2)).sum().backward()
+        del join
+        owners = [owner for part in gc.get_referrers(group) for owner in gc.get_referrers(part)]
+        return [type(owner).__name__ for owner in owners if type(owner).__module__.startswith("torch_join")]
+    finally:
+        gc.enable()
+
+
+def test_nothing_of_ours_holds_the_group_after_a_join(workers: Workers) -> None:
+    # A group must hang up as soon as it is destroyed, and not when somebody collects.
+    assert workers.run(2, referrers, deadline=60.0) == [[], []]

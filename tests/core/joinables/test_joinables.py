@@ -33,6 +33,7 @@ PROGRAMS = {
     "adam-empty": Program((0, 4, 7), clip=0.3, scheduler="step"),
     "adam-turns": Program(((2, 5, 3), (4, 1, 4), (0, 3, 6)), weighting="active", scheduler="plateau"),
     "sgd": Program((6, 3), optimizer="sgd", weighting="active", clear="after"),
+    "sgd-samples, even at first": Program((2, 5, 3), optimizer="sgd", weighting="samples"),
     "sgd-samples": Program((2, 5, 0), optimizer="sgd", weighting="samples"),
     "zero": Program((3, 6), optimizer="zero", clip=0.3, scheduler="step"),
     "zero-empty": Program((6, 0, 3), optimizer="zero", weighting="active"),

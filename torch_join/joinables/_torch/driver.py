@@ -66,6 +66,7 @@ class HookDriver:
 
     def __init__(self, group: Any, first: Wrapping | None, weighting: Weighting) -> None:
         self.members = Membership(group, weighting)
+        self.may_break = weighting == "samples"  # gradients are weighted in every step, not in a tail only
         self.parts: list[Part] = []
         self.joinables: list[Wrapping] = []
         self.started = self._finished = False
@@ -87,14 +88,14 @@ class HookDriver:
 
     def close(self) -> None:
         """Remove all that was installed; may be called again."""
-        for part in self.parts:
+        for part in reversed(self.parts):
             part.exit()
         self.channel.leave()
 
     # ------------------------------------------------------------ what the parts see
 
     # They ask as well what only our own Join has.
-    in_loop = in_plain_loop = may_break = awaits_others = last_joiner = False
+    in_loop = in_plain_loop = awaits_others = last_joiner = False
     clears: Sequence[Clears] = ()
     step_number = 0
 
