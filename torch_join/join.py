@@ -78,12 +78,11 @@ class Join(TorchJoin):
         weighting = resolve_weighting(weighting, kwargs.get("divide_by_initial_world_size"))
         self._timeout = timeout
         self._driver = LoopDriver(
-            Membership(common_group(things), weighting),
+            Membership(common_group(things), weighting, may_break=heartbeat),
             things,
             Tails(things, audit, hand_over_ignored),
             enable,
             throw_on_early_termination,
-            heartbeat,
             lambda driver: make_parts(driver, things, kwargs),
         )
 

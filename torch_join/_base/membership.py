@@ -22,8 +22,10 @@ class Membership:
     Args:
         group: The process group; a single process needs none.
         weighting: How the gradients of the active ranks are combined.
+        may_break: Whether a rank may leave a loop in any step.
 
     Attributes:
+        may_break: The same; under "samples" too, where ranks meet, and weigh gradients, in every step anyway.
         rank: This rank in the group.
         global_ranks: The group's ranks, as torch numbers them in the whole job.
         active: The ranks that have an input.
@@ -34,9 +36,10 @@ class Membership:
         total_samples: That of all ranks.
     """
 
-    def __init__(self, group: Any, weighting: Weighting) -> None:
+    def __init__(self, group: Any, weighting: Weighting, may_break: bool = False) -> None:
         self.group = group
         self.weighting = weighting
+        self.may_break = may_break or weighting == "samples"
         alone = not dist.is_initialized()  # or `enable=False`
         self.rank = 0 if alone else dist.get_rank(group)
         self.global_ranks = [0] if alone else dist.get_process_group_ranks(group)

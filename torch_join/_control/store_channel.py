@@ -67,7 +67,7 @@ class StoreChannel(WaitingChannel, Channel):
         self._gathers = self._log = self._forgotten = 0
         self._until_met: list[str] = []  # keys that all will have read when they have met
         Channel.__init__(self, rank, world_size)
-        WaitingChannel.__init__(self, store, rank, world_size, timeout, group, second, hosts)
+        WaitingChannel.__init__(self, store, timeout, group, second, hosts)
         # Weakly, so that a channel that is dropped ends its thread at once.
         wait = weakref.WeakMethod(self._wait_for)
         self._beats = Beats(self._store, rank, world_size, lambda key: wait()(key), self._read.append)  # type: ignore[misc]

@@ -39,27 +39,25 @@ class WaitingChannel:
 
     Args:
         store: A connection of this object's own.
-        rank, world_size: This rank, and the number of ranks.
         timeout: How long a rank waits for another one.
         group: The process group, whose connections tell of a process that has ended.
         second: Another connection, over which this rank answers roll calls while it waits.
         hosts: Whether the store may go down with this rank's process.
     """
 
+    rank: int
+    world_size: int
     status: Callable[[], Status | None]
     explain: Callable[[dict[int, Any]], JoinError | None]
 
     def __init__(
         self,
         store: dist.Store,
-        rank: int,
-        world_size: int,
         timeout: timedelta,
         group: dist.ProcessGroup | None,
         second: dist.Store | None,
         hosts: bool,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
         self._store: Any = store  # torch's stubs lack half of its methods
         self._store.set_timeout(min(timeout, _LIMIT))
         self._timeout = timeout
@@ -71,7 +69,7 @@ class WaitingChannel:
         self._hosts, self._failed = hosts, False
         self._silent: set[int] = set()  # who did not answer the last roll call
         # Weakly, so that a channel that is dropped ends its thread at once.
-        self._presence = Presence(second, rank, world_size, weakref.ref(self), self._read) if second else None
+        self._presence = Presence(second, self.rank, self.world_size, weakref.ref(self), self._read) if second else None
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         """See `Channel.fail`."""

@@ -34,7 +34,6 @@ class LoopDriver(Meetings):
         tails: What happens where ranks join and where all have.
         enable: `False` has ranks know nothing of each other.
         throws: Whether to raise when the first rank runs out of inputs while others have some.
-        may_break: Whether a rank may leave a loop in any step.
         make_parts: Makes the parts of a `with`; gets this object.
     """
 
@@ -45,10 +44,9 @@ class LoopDriver(Meetings):
         tails: Tails,
         enable: bool,
         throws: bool,
-        may_break: bool,
         make_parts: Callable[["LoopDriver"], list[Part]],
     ) -> None:
-        super().__init__(members, objects, tails, throws, may_break)
+        super().__init__(members, objects, tails, throws)
         self.enabled = enable
         self._make_parts = make_parts
         self._unbegun = Unbegun()
@@ -167,7 +165,7 @@ class LoopDriver(Meetings):
             mine = self._loop = Loop(reader, asks)
             for model in self.server.models():
                 model.check_can_train(reader.has_next)
-            length = None if self.may_break else reader.certain_length()
+            length = None if self.members.may_break else reader.certain_length()
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
             how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
@@ -179,7 +177,7 @@ class LoopDriver(Meetings):
             if _ASKS not in ways:
                 return  # nobody goes through it
             _nesting.refuse_unasked([rank for rank, way in enumerate(ways) if way == _UNASKED])
-            if self.may_break:
+            if self.members.may_break:
                 self.server.tap.install()
         self.place, self.step_number = move(self.place, Place.LOOP), 0
         self._steps.forget()
@@ -252,7 +250,7 @@ class LoopDriver(Meetings):
         self.place = move(self.place, Place.LEFT)
         if self._due is not None and not self._due.said:  # nobody counts on this step
             self._due, loop.stepped = None, True
-        if not (in_tail or self.may_break):  # else whatever comes next with others finishes the loop first
+        if not (in_tail or self.members.may_break):  # else whatever comes next with others finishes the loop first
             self.server.tap.remove()
 
     def _return_to_loop(self) -> None:
@@ -272,7 +270,7 @@ class LoopDriver(Meetings):
         """Go, without batches, to where all ranks have joined."""
         if self.tails.departure is not None:
             self.tails.departure.meet()
-        if self.may_break and loop.forwarded and not loop.stepped:
+        if self.members.may_break and loop.forwarded and not loop.stepped:
             raise _nesting.left_amid(self.members.rank, self.step_number)
         with self.server.telling():
             if loop.certain is None:
@@ -292,4 +290,4 @@ class LoopDriver(Meetings):
 
     @property
     def _at_top(self) -> bool:
-        return self.in_loop and self._loop is not None and self._loop.asked and not self.may_break
+        return self.in_loop and self._loop is not None and self._loop.asked and not self.members.may_break

@@ -36,8 +36,6 @@ class Meetings:
         objects: Everything that was given to `Join`.
         tails: What happens where ranks join and where all have.
         throws: Whether to raise when the first rank runs out of inputs while others have some.
-        may_break: Whether a rank may leave a loop in any step. The meeting is then put off until a rank
-            does something in its step that others take part in, so that it may break before that.
 
     Attributes:
         place: Where this rank's own code is.
@@ -45,13 +43,11 @@ class Meetings:
         step_number: The current step, counted from the loop's begin.
     """
 
-    def __init__(self, members: Membership, objects: list[Any], tails: Tails, throws: bool, may_break: bool) -> None:
+    def __init__(self, members: Membership, objects: list[Any], tails: Tails, throws: bool) -> None:
         self.members = members
         self._objects = objects
         self.tails = tails
         self._throws = throws
-        # Under "samples" ranks meet at every step anyway.
-        self.may_break = may_break or members.weighting == "samples"
         self._clears: list[Clears] = []
         self._renew_server()
         self.reset()
@@ -151,7 +147,8 @@ class Meetings:
     def _find_out(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
         samples = reader.samples if self.members.weighting == "samples" else 0
-        if self.may_break:
+        if self.members.may_break:
+            # Put off until this rank does something in its step that others take part in: it may break before that.
             self.arrive()
             if reader.has_next():
                 self._due = Due(samples, reader.at_last)
@@ -252,7 +249,7 @@ class Meetings:
                     else "Detected at least one rank that exhausted inputs. Throwing across all ranks."
                 )
             if members.active != members.before:
-                self.tails.compare_steps(self._steps, self.may_break)
+                self.tails.compare_steps(self._steps, self.members.may_break)
             if joined:
                 self.tails.serve(self._at_top)
                 return False

@@ -39,7 +39,6 @@ class StepDriver:
 
     def __init__(self, channel: Channel, group: Any = None, weighting: Weighting = "world") -> None:
         self.members = Membership(group or (dist.group.WORLD if dist.is_initialized() else None), weighting)
-        self.may_break = weighting == "samples"  # as in any driver: gradients are weighted in every step
         self._server = Server(self.members)
         self._server.open(channel)
 

@@ -74,7 +74,7 @@ class ModelPart(Part):
         self._remember()
         self._undo.append(self._plumbing.close)
         self._undo.append(self._second_backward.remove)
-        if self.driver.may_break:
+        if self.members.may_break:
             self._watch_gradients()
         self._undo.append(self._stop_watching)
 
@@ -93,14 +93,14 @@ class ModelPart(Part):
         self._remember()
 
     def enter_tail(self) -> None:
-        if self.driver.in_loop and not self.driver.may_break:
+        if self.driver.in_loop and not self.members.may_break:
             self.begin_step()
         if not self._watches:
             self._watch_gradients()
 
     def leave_tail(self) -> None:
         self._others.forget()
-        if not self.driver.may_break:
+        if not self.members.may_break:
             self._stop_watching()
 
     # ------------------------------------------------------------ on an active rank

@@ -57,10 +57,6 @@ class Driver(Protocol):
         """Whether this rank may be in, or after, a loop in which they find out at a forward."""
 
     @property
-    def may_break(self) -> bool:
-        """Whether ranks meet in every step: they may leave a loop in any, or gradients are weighted in any."""
-
-    @property
     def awaits_others(self) -> bool:
         """Whether this rank has come to a meeting and has yet to hear what the others say."""
 

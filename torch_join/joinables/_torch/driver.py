@@ -66,7 +66,6 @@ class HookDriver:
 
     def __init__(self, group: Any, first: Wrapping | None, weighting: Weighting) -> None:
         self.members = Membership(group, weighting)
-        self.may_break = weighting == "samples"  # gradients are weighted in every step, not in a tail only
         self.parts: list[Part] = []
         self.joinables: list[Wrapping] = []
         self.started = self._finished = False
