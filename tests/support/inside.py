@@ -106,6 +106,11 @@ def leader_of(join: Any) -> int:
     return leader
 
 
+def answer(server: Any, kind: str, payload: Any) -> None:
+    """Have a joined rank answer a record that is no part's."""
+    server._answer(-1, kind, payload)
+
+
 def given_objects(join: Any) -> list[Any]:
     found: list[Any] = join._driver._objects
     return found

@@ -8,9 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.inside import answer
 from tests.support.workers import Workers
 from torch_join import Join, JoinError
+from torch_join._base.membership import Membership
 from torch_join._tail.life import PLACES, Place, move
+from torch_join._tail.records import DONE
+from torch_join._tail.server import Server
 
 
 def test_only_what_is_in_the_table_is_possible() -> None:
@@ -70,3 +74,9 @@ def referrers(rank: int) -> list[str]:
 def test_nothing_of_ours_holds_the_group_after_a_join(workers: Workers) -> None:
     # A group must hang up as soon as it is destroyed, and not when somebody collects.
     assert workers.run(2, referrers, deadline=60.0) == [[], []]
+
+
+def test_a_record_that_has_no_place_is_refused() -> None:
+    # The end of a step, say, in a loop of the user's: nobody's answer would be right.
+    with pytest.raises(JoinError, match="'done', which has no place here"):
+        answer(Server(Membership(None, "world")), DONE, None)
