@@ -120,6 +120,26 @@ def norms(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else next(found) for tensor in tensors]
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: of a `DTensor` its shard."""
+    if type(tensor) is Tensor:
+        return tensor
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether an optimizer may step `parameter` in backward: a hook does, or FSDP."""
+    return bool(post_accumulate_hooks(parameter)) or hasattr(parameter, "_in_backward_optimizers")
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor is this rank's part of one that FSDP, or a `DTensor`, has divided."""
+    return any(
+        getattr(tensor, name, False) is not False for name in ("_local_tensor", "_fsdp_flattened", "_is_flat_param")
+    )
+
+
 def will_accumulate(parameter: Tensor) -> bool:
     """Whether the backward that is under way in this thread adds to the gradient of `parameter`."""
     try:

@@ -63,9 +63,14 @@ _BACKWARD = Refusal(
     "a collective on detached tensors in the forward pass",
 )
 _FSDP = Refusal(
-    "the forward of a model that is sharded by FSDP",
+    "what FSDP does to a model that was not given to `Join`, or beside its steps (`summon_full_params`, a state dict)",
     "it needs the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
-    "DistributedDataParallel, or the same number of batches on every rank",
+    "`Join([model, optimizer])` with the sharded model, or do it after the loop, on all ranks",
+)
+_DTENSOR = Refusal(
+    "what brings the parts of a `DTensor` together (`full_tensor`, `redistribute`, norms of sharded gradients)",
+    "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
+    "`torch.nn.utils.clip_grad_norm_` to clip, or do it after the loop, on all ranks",
 )
 _MODEL_AVERAGING = Refusal(
     "the averaging of parameters by `torch.distributed.algorithms.model_averaging`",
@@ -85,6 +90,7 @@ REFUSALS = (
     _PREMUL_SUM,
     _BACKWARD,
     _FSDP,
+    _DTENSOR,
     _MODEL_AVERAGING,
     _SYNC_BATCH_NORM,
 )
@@ -194,6 +200,8 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
         return _BACKWARD
     if origin.is_fsdp:
         return _FSDP
+    if origin.is_dtensor:
+        return _DTENSOR
     if origin.is_model_averaging:
         return _MODEL_AVERAGING
     if origin.is_sync_batch_norm:

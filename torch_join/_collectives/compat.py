@@ -49,6 +49,8 @@ _ENGINE = graph._engine_run_backward.__code__
 _SYNC_BATCH_NORM = _functions.SyncBatchNorm.forward.__code__
 _C10D_FILE = distributed_c10d.__file__
 _FSDP_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "fsdp", "")
+_TENSOR_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "tensor", "")
+_TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 _MODEL_AVERAGING_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "algorithms", "model_averaging", "")
 _LOGGER_FILE = c10d_logger.__file__
 
@@ -145,6 +147,14 @@ class Origin(NamedTuple):
     def is_fsdp(self) -> bool:
         """Whether FSDP called, of either generation."""
         return self.caller is not None and self.caller.f_code.co_filename.startswith(_FSDP_FOLDER)
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether a `DTensor` is made whole, or its parts are brought together."""
+        frame = self.caller
+        while frame is not None and not frame.f_code.co_filename.startswith(_TENSOR_FOLDER):
+            frame = frame.f_back if frame.f_code.co_filename.startswith(_TORCH_FOLDER) else None
+        return frame is not None
 
     @property
     def is_model_averaging(self) -> bool:

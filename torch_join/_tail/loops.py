@@ -14,7 +14,6 @@ from torch_join._tail.meetings import Due, Meetings
 from torch_join._tail.reader import Batches, Loop, Reader, Unbegun
 from torch_join._tail.tails import Tails
 from torch_join.joinables.custom import CustomPart
-from torch_join.joinables.model import ModelPart
 from torch_join.joinables.part import Part
 
 T = TypeVar("T")
@@ -59,7 +58,7 @@ class LoopDriver(Meetings):
     def _take_parts(self) -> None:
         parts = self.server.parts = self._make_parts(self)
         self._first_custom = next((part for part in parts if isinstance(part, CustomPart)), None)
-        self._has_model = any(isinstance(part, ModelPart) for part in parts)
+        self._has_model = any(part.is_model for part in parts)
         self.sees_steps = self._has_model or self._first_custom is not None
 
     def add(self, make: Callable[["LoopDriver", int], P]) -> P:

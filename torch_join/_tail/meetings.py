@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from torch_join._base import compat as _compat
 from torch_join._base.errors import EarlyTerminationError, JoinValueError
 from torch_join._base.hyperparameters import Steps
 from torch_join._base.membership import Membership
@@ -15,8 +14,7 @@ from torch_join._tail.reader import Reader
 from torch_join._tail.server import Server
 from torch_join._tail.tails import Tails
 from torch_join.joinables._gradients.clears import Clears, innermost_optimizer
-from torch_join.joinables.model import ModelPart
-from torch_join.joinables.part import Part
+from torch_join.joinables.part import LoopModel, Part
 
 
 @dataclass
@@ -83,7 +81,7 @@ class Meetings:
         """The calls of the `zero_grad` of given optimizers (of one that wraps another, of that one's) and models."""
         if not self._clears:
             found = {id(inner): inner for thing in self._objects if (inner := innermost_optimizer(thing)) is not None}
-            models = [one for part in self.server.models() for one in (part.ddp, part.ddp.module)]
+            models = [module for part in self.server.models() for module in part.modules]
             self._clears = [Clears(one) for one in (*found.values(), *models)]
         return self._clears
 
@@ -165,7 +163,7 @@ class Meetings:
             self.server.change(tuple(r for r, length in enumerate(certain) if length > self.step_number))
         return self._go_on()
 
-    def _even_models(self) -> Sequence[ModelPart]:
+    def _even_models(self) -> Sequence[LoopModel]:
         """Return the models, unless this is a tail."""
         return () if self.members.announces else self.server.models()
 
@@ -234,13 +232,8 @@ class Meetings:
         members = self.members
         joined = self.joined
         if members.active and len(members.before) == members.world_size:
-            # All ranks come here. In its next forward DDP would wait for a rank that leaves that out (a skipped batch)
-            # and waits itself, at its next meeting, for those who are in there.
-            for model in self.server.models():
-                if not _compat.has_rebuilt_buckets(model.ddp):
-                    with self.own_collectives():
-                        if _compat.rebuild_buckets(model.ddp):
-                            model.rebind()
+            for model in self.server.models():  # all ranks come here
+                model.prepare()
         if members.active and members.uneven:
             if self._throws:
                 raise EarlyTerminationError(

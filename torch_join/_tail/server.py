@@ -4,7 +4,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch_join._base.errors import JoinError
 from torch_join._base.membership import Membership, Role
@@ -25,8 +25,7 @@ from torch_join._tail.records import (
     is_record,
     wait_if_synchronizing,
 )
-from torch_join.joinables.model import ModelPart
-from torch_join.joinables.part import Part
+from torch_join.joinables.part import LoopModel, Part
 
 
 def _nothing(*_: Any) -> None:
@@ -88,9 +87,9 @@ class Server:
     def _new_tap(self) -> CollectiveTap:
         return CollectiveTap(self._announce_collective, self._has_joined, self._check_backward)
 
-    def models(self) -> list[ModelPart]:
+    def models(self) -> list[LoopModel]:
         """Return the parts of models."""
-        return [part for part in self.parts if isinstance(part, ModelPart)]
+        return [cast(LoopModel, part) for part in self.parts if part.is_model]
 
     # ------------------------------------------------------------ on an active rank
 

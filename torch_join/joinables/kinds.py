@@ -1,12 +1,15 @@
 """Of which kind something is that was given to `Join`."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from torch_join._base import compat as _compat
 from torch_join._base import compat_metrics as _compat_metrics
 from torch_join._handover.state import has_state
+from torch_join.joinables._gradients.clears import innermost_optimizer
 
 
 def holds_metrics(thing: Any) -> bool:
@@ -16,6 +19,22 @@ def holds_metrics(thing: Any) -> bool:
     return any(_compat_metrics.is_metric(module) for module in thing.modules())
 
 
+def is_sharded_model(thing: Any) -> bool:
+    """Whether `thing` is a module that FSDP, of either generation, has sharded, or holds such modules."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes long to import
+    if fsdp is None or not isinstance(thing, nn.Module):
+        return False
+    return any(isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for module in thing.modules())
+
+
+def holds_shards(thing: Any) -> bool:
+    """Whether some of a model's, or an optimizer's, parameters are shards."""
+    if isinstance(thing, nn.Module):
+        return is_sharded_model(thing) or any(_compat.is_shard(parameter) for parameter in thing.parameters())
+    groups = getattr(innermost_optimizer(thing), "param_groups", ())
+    return any(_compat.is_shard(parameter) for group in groups for parameter in group["params"])
+
+
 def stateful(objects: Sequence[Any]) -> list[Any]:
-    """Return what is handed over of `objects`; a metric's state is each rank's own share."""
-    return [thing for thing in objects if has_state(thing) and not holds_metrics(thing)]
+    """Return what is handed over of `objects`; of what is sharded, and of a metric's state, each rank has its own."""
+    return [thing for thing in objects if has_state(thing) and not (holds_metrics(thing) or holds_shards(thing))]

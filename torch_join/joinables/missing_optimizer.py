@@ -7,15 +7,14 @@ optimizers, which is there in the tail only, so that even inputs pay nothing.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torch_join.joinables.model import ModelPart
-from torch_join.joinables.part import Driver, Part
+from torch_join.joinables.part import Driver, LoopModel, Part
 
 _warned: WeakSet[Any] = WeakSet()  # the optimizers that there has been a warning about, in this process
 
@@ -45,7 +44,7 @@ class MissingOptimizerPart(Part):
         self._given.clear()
         for thing in self._joinables:
             self._take(thing)
-        models = [part.ddp for part in self.driver.parts if isinstance(part, ModelPart)]
+        models = [cast(LoopModel, part).modules[0] for part in self.driver.parts if part.is_model]
         self._parameters = {id(p) for model in models for p in model.parameters() if p.requires_grad}
         wrapped = {id(inner) for optimizer in self._given.values() for inner in _chain(optimizer)[1:]}
         for key, optimizer in self._given.items():

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -35,6 +35,7 @@ class ModelPart(Part):
     kinds: ClassVar[dict[str, Any]] = {"forward": tuple[bool, bool, int], "backward": Runs, "gradients": Runs}
     closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None]
 
+    is_model = True
     meets = True  # its forward is where ranks in a plain loop meet
 
     def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
@@ -167,11 +168,24 @@ class ModelPart(Part):
             if not outputs:
                 self._watch_gradients()
 
+    def prepare(self) -> None:
+        # DDP's next forward would wait for a rank that leaves it out (a skipped batch), and waits itself, at its next
+        # meeting, for those who are in there.
+        if not _compat.has_rebuilt_buckets(self.ddp):
+            with self.driver.own_collectives():
+                if _compat.rebuild_buckets(self.ddp):
+                    self.rebind()
+
     def rebind(self) -> None:
         """Note that views of new buckets took the place of gradients."""
         self._has_rebuilt = True
         if self._gradients is not None:
             self._gradients.rebind()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """See `LoopModel`."""
+        return [self.ddp, self.ddp.module]
 
     @property
     def in_backward(self) -> bool:

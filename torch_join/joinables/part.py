@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
+from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base import compat as _compat
@@ -96,6 +97,42 @@ class Driver(Protocol):
         """Meet the other ranks, if they have not met before this notice of a custom joinable."""
 
 
+class LoopModel(Protocol):
+    """What a loop of the user's knows of the part of a model.
+
+    Attributes:
+        forwards: The forwards of this rank's own, since the last tail.
+        synced: How many of these a backward that averages gradients follows.
+        deferred: The forwards that joined ranks hear of, if there are any, when their backward begins.
+        accumulates: Whether the last backward did not sync, on some rank.
+    """
+
+    forwards: int
+    synced: int
+    deferred: int
+    accumulates: bool
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward that is under way has come to this model."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The model, and what it wraps: each has a `zero_grad`."""
+
+    def check_can_train(self, has_batch: Callable[[], bool]) -> None:
+        """Raise if this rank cannot run the model itself, and is to do so."""
+
+    def begin_loop(self) -> None:
+        """A loop over `batches` begins."""
+
+    def begin_step(self) -> None:
+        """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
+
+    def prepare(self) -> None:
+        """Do, at the top of a step on every rank, what would wait for all of them later."""
+
+
 class Part:
     """One of the things given to `Join`, on this rank.
 
@@ -105,10 +142,12 @@ class Part:
     Attributes:
         kinds: What it may announce, and of which type the payload is: `Any` for what it checks itself.
         closing: Of which type its closing message is.
+        is_model: Whether it is a model's, and a `LoopModel`.
     """
 
     kinds: ClassVar[dict[str, Any]] = {}
     closing: ClassVar[Any] = None
+    is_model: ClassVar[bool] = False
 
     def __init__(self, driver: Driver, index: int) -> None:
         self.driver = driver

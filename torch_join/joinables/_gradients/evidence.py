@@ -15,7 +15,7 @@ that has joined and holds something of its own asks the other active ranks, and 
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,18 @@ from torch_join.joinables._gradients.clears import Clears
 from torch_join.joinables._gradients.verdicts import CHANGED, CLEARED, FULL, KEPT, NONE, UNKNOWN, ZERO, State
 
 
+class Mark(NamedTuple):
+    """What a gradient was."""
+
+    of: weakref.ref[Tensor]
+    versions: tuple[int, int]
+
+
 class Gradients:
     """The gradients of a model's parameters on one rank.
 
     Args:
-        parameters: The parameters.
+        parameters: The parameters, or whatever else has a `grad` and a `shape`.
         clears: The calls of `zero_grad` of the optimizers that may step them, and of models.
         views: Whether gradients share memory with others, so that a version tells of these too.
         sparse: The `id` of each parameter whose gradients are sparse.
@@ -47,7 +54,7 @@ class Gradients:
         self.parameters = parameters
         self._sparse = sparse
         self._views = views
-        self._known: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(parameters)
+        self._known: list[Mark | None] = [None] * len(parameters)
         self._norms: Sequence[Tensor | None] = [None] * len(parameters)  # of the same moment; None after a sync
         self.accumulates = False  # the ranks' gradients differed in that moment
         self._clears = clears
@@ -85,12 +92,12 @@ class Gradients:
         if not self._views:
             return
         self._known = [
-            known if p.grad is None or known is None else (weakref.ref(p.grad), p.grad._version)
+            known if p.grad is None or known is None else _mark(p.grad)
             for p, known in zip(self.parameters, self._known, strict=True)
         ]
 
     def _know(self, gradients: Sequence[Tensor | None]) -> None:
-        self._known = [None if g is None else (weakref.ref(g), g._version) for g in gradients]
+        self._known = [None if g is None else _mark(g) for g in gradients]
         self._calls = [each.calls for each in self._clears]
 
     def states(self) -> list[State]:
@@ -107,7 +114,7 @@ class Gradients:
         if gradient is None or norm is None:
             return State(UNKNOWN if known is None else CLEARED, NONE)
         content = FULL if norm != 0 else ZERO
-        if known is None or known[0]() is not gradient or (known[1] != gradient._version and not self._views):
+        if known is None or known.of() is not gradient or (known.versions != _versions(gradient) and not self._views):
             return State(CHANGED if content == FULL else CLEARED, content)
         if before is None:  # an average, as ranks that have joined hold it too
             return State(KEPT, FULL, norm) if content == FULL else State(UNKNOWN, ZERO)
@@ -235,11 +242,21 @@ class Gradients:
 def _dense(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
+    gradient = _compat.local_part(gradient)
     return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
 
 
-def _is_untouched(gradient: Tensor, known: tuple[weakref.ref[Tensor], int]) -> bool:
-    return known[0]() is gradient and known[1] == gradient._version
+def _mark(gradient: Tensor) -> Mark:
+    return Mark(weakref.ref(gradient), _versions(gradient))
+
+
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """Return the version of a tensor, and of this rank's part of it: some operations count one of them only."""
+    return gradient._version, _compat.local_part(gradient)._version
+
+
+def _is_untouched(gradient: Tensor, known: Mark) -> bool:
+    return known.of() is gradient and known.versions == _versions(gradient)
 
 
 def _read(norms: Sequence[Tensor | None]) -> list[float | None]:

@@ -43,7 +43,7 @@ def settle(
         mine = [index for index, state in enumerate(states) if state.verdict == CHANGED or odd[index]]
     elif joined:
         if accumulates:
-            _raise_if_lost(gradients, states)
+            raise_if_lost(gradients, states)
         mine = gradients.differing(states, mine_accumulate)
     # All send the same, whatever each has seen.
     changed = {index for found in driver.channel.gather(mine, of=list[int]) for index in found}
@@ -53,7 +53,12 @@ def settle(
         broadcast_gradient(gradients.parameters[index], source, group)
 
 
-def _raise_if_lost(gradients: Gradients, states: Sequence[State]) -> None:
+def raise_if_lost(gradients: Gradients, states: Sequence[State]) -> None:
+    """Raise on a joined rank that holds a share of a gradient which the source has changed by hand.
+
+    Raises:
+        JoinError: It does.
+    """
     for index, (parameter, state) in enumerate(zip(gradients.parameters, states, strict=True)):
         if state.verdict == CHANGED and holds_something(parameter.grad):
             raise JoinError(

@@ -1,0 +1,156 @@
+"""Every private name of FSDP that following touches (seen in torch 2.13.0).
+
+`tests/core/_shadow/test_sharded_compat.py` notices when one of them goes. To import FSDP takes long: so this module is
+imported only where somebody has a sharded model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _runtime_utils
+from torch.distributed.fsdp._common_utils import TrainingState as Fsdp1State
+from torch.distributed.fsdp._flat_param import RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES, HandleTrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grad
+
+__all__ = [
+    "DTensor",
+    "FSDPModule",
+    "Fsdp1State",
+    "FullyShardedDataParallel",
+    "HandleTrainingState",
+    "TrainingState",
+    "announce_reductions",
+    "init_roots",
+    "param_groups",
+    "reshards_after_forward",
+    "runtime",
+    "shards",
+]
+
+runtime: Any = _runtime_utils
+
+
+# ------------------------------------------------------------ fully_shard
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    """Return what `module` gathers at once: as a rule one group, or one for each mesh."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def shards(group: Any) -> bool:
+    """Whether a group's parameters are sharded, and not replicated only."""
+    return isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_process_group.size() > 1
+
+
+# ------------------------------------------------------------ both
+
+
+def init_roots(model: nn.Module) -> None:
+    """Have FSDP find out, as before a first forward, what belongs to each outermost sharded module of `model`."""
+    for root in roots(model):
+        if isinstance(root, FSDPModule):
+            root._get_fsdp_state()._lazy_init()
+        else:
+            runtime._lazy_init(root, root)
+
+
+def roots(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost sharded modules."""
+    if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
+        return [module]
+    return [root for child in module.children() for root in roots(child)]
+
+
+# ------------------------------------------------------------ FullyShardedDataParallel
+
+
+def reshards_after_forward(handle: Any) -> bool:
+    """Whether a flat parameter is resharded between forward and backward."""
+    return handle._sharding_strategy in RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
+
+
+_REDUCTIONS = ("_reduce_grad", "_reduce_grad_no_shard")
+_announced: dict[int, Callable[[Callable[[], Any]], Any]] = {}
+_own: dict[str, Any] = {}
+
+
+def announce_reductions(handle: Any, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Have `around` called with each reduction of a flat parameter's gradient, which it runs; return what ends that.
+
+    FSDP looks for these functions in its module. While any flat parameter is watched they are replaced there.
+    """
+    if not _announced:
+        for name in _REDUCTIONS:
+            _own[name] = getattr(runtime, name)
+            setattr(runtime, name, _announcing(_own[name]))
+    _announced[id(handle)] = around
+
+    def undo() -> None:
+        del _announced[id(handle)]
+        if not _announced:
+            for name in _REDUCTIONS:
+                setattr(runtime, name, _own.pop(name))
+
+    return undo
+
+
+def _announcing(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def reduce(state: Any, handle: Any) -> Any:
+        around = _announced.get(id(handle))
+        return own(state, handle) if around is None else around(lambda: own(state, handle))
+
+    return reduce
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def full_precision(handle: Any) -> torch.dtype:
+    """Return the dtype of a flat parameter's shard."""
+    dtype: torch.dtype = handle.flat_param._local_shard.dtype
+    return dtype
+
+
+def meshes(model: nn.Module) -> list[Any]:
+    """Return the meshes over which `fully_shard` has sharded parts of `model`, without other dimensions."""
+    found = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in param_groups(module):
+                found[id(group.mesh_info.mesh)] = group.mesh_info.mesh
+    return list(found.values())
+
+
+# ------------------------------------------------------------ clipping
+
+
+def wrap_clipping(norm: Callable[..., Any], scale: Callable[..., Any]) -> tuple[Any, Any, Callable[[], None]]:
+    """Put `norm` and `scale` in the place of the two halves of `torch.nn.utils.clip_grad_norm_`.
+
+    Whoever has imported that function calls these through its module.
+
+    Returns:
+        The halves themselves, and what puts them back.
+    """
+    own = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+    module: Any = clip_grad
+    module._get_total_norm, module._clip_grads_with_norm_ = norm, scale
+
+    def restore() -> None:
+        module._get_total_norm, module._clip_grads_with_norm_ = own
+
+    return (*own, restore)
+
+
+def replicated(norm: Any) -> Any:
+    """Return a norm that all ranks hold: of shards it is a part, for whose reader all ranks would have to add it up."""
+    if not isinstance(norm, DTensor):
+        return norm
+    return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)

@@ -1,0 +1,232 @@
+"""A unit of `FullyShardedDataParallel`: a `FlatParamHandle`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_join._shadow._sharded import compat as _compat
+from torch_join._shadow._sharded.compat import Fsdp1State, HandleTrainingState
+from torch_join._shadow._sharded.unit import (
+    SHARD,
+    WHOLE,
+    Gather,
+    Observer,
+    Reduction,
+    out_of_step,
+    scaled,
+)
+
+
+class FlatParamUnit:
+    """What `FullyShardedDataParallel` gathers at once, on this rank.
+
+    Args:
+        fsdp: The wrapper.
+        name: The module's.
+        init: Has FSDP initialize the model, if it has not yet.
+    """
+
+    def __init__(self, fsdp: Any, name: str, init: Callable[[], None]) -> None:
+        self.name = name
+        self._fsdp = fsdp
+        self._handle = fsdp._handle
+        self._init = init
+        self._others_differ = True  # joined ranks may hold more than their shards of it
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """See `Unit`."""
+        flat = self._handle.flat_param
+        return [p for p in (flat._params if self._handle._use_orig_params else [flat]) if p.requires_grad]
+
+    @property
+    def registered(self) -> Sequence[Tensor]:
+        """See `Unit`."""
+        flat = self._handle.flat_param
+        return [flat, *(flat._params or ()), *(flat._shared_params or ())]
+
+    @property
+    def synchronizes(self) -> bool:
+        """See `Unit`."""
+        return bool(self._fsdp._sync_gradients)
+
+    @property
+    def group_size(self) -> int:
+        """See `Unit`."""
+        between = getattr(self._fsdp, "_inter_node_pg", None)
+        return int(self._handle.world_size * (between.size() if between is not None else 1))
+
+    @property
+    def bytes_unsharded(self) -> int:
+        """See `Unit`."""
+        flat = self._handle.flat_param
+        if not self._handle.uses_sharded_strategy or not hasattr(flat, "_full_param_padded"):
+            return 0
+        return int(flat._full_param_padded.untyped_storage().size())
+
+    @property
+    def _is_whole(self) -> bool:
+        return not self._handle.needs_unshard()
+
+    # ------------------------------------------------------------ on an active rank
+
+    def watch(self, index: int, observer: Observer) -> Callable[[], None]:
+        """See `Unit`."""
+        handle, fsdp = self._handle, self._fsdp
+        gather, reshard, prepare = handle._all_gather_flat_param, handle.reshard, handle.prepare_gradient_for_backward
+
+        def gathering(padded: Tensor) -> Tensor:
+            phase = handle._training_state
+            after = WHOLE
+            if phase == HandleTrainingState.FORWARD:
+                if not fsdp._is_root and _compat.reshards_after_forward(handle):
+                    after = SHARD
+            elif phase == HandleTrainingState.BACKWARD_PRE and _compat.runtime._should_free_in_backward(fsdp, handle):
+                after = SHARD
+            self._others_differ = after == WHOLE
+            with observer.around(index, "gather", Gather(SHARD, after, phase.name, padded.dtype)):
+                whole: Tensor = gather(padded)
+                return whole
+
+        def resharding(free: bool) -> None:
+            # Joined ranks reshard in a reduction by themselves.
+            reduces = (
+                handle._training_state == HandleTrainingState.BACKWARD_POST
+                and fsdp._sync_gradients
+                and handle.flat_param.requires_grad
+            )
+            if free and self._others_differ and self._is_whole and not reduces:
+                with observer.around(index, "reshard", None):
+                    reshard(free)
+            else:
+                reshard(free)
+            if free:
+                self._others_differ = False
+
+        def beginning() -> None:
+            observer.before_backward()  # it hides the sharded gradient
+            prepare()
+
+        def reducing(run: Callable[[], Any]) -> Any:
+            flat = handle.flat_param
+            observer.before_backward()
+            with observer.around(index, "reduce", Reduction([True], True, True, flat.grad.dtype)):
+                return run()
+
+        handle._all_gather_flat_param, handle.reshard = gathering, resharding
+        handle.prepare_gradient_for_backward = beginning
+        restore = _compat.announce_reductions(handle, reducing)
+
+        def undo() -> None:
+            del handle._all_gather_flat_param, handle.reshard, handle.prepare_gradient_for_backward
+            restore()
+
+        return undo
+
+    def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
+        """See `Unit`."""
+        if not self._handle.flat_param.requires_grad:
+            return lambda: None
+        handle = self._handle.flat_param.register_hook(partial(scaled, factor))
+        return lambda: handle.remove()
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def gather(self, gather: Gather) -> None:
+        """See `Unit`."""
+        self._init()
+        handle, fsdp = self._handle, self._fsdp
+        if self._is_whole:
+            raise out_of_step(self.name, WHOLE, gather.before)
+        if gather.after == WHOLE:
+            phase = HandleTrainingState[gather.phase]
+            handle._training_state = phase
+            stream = fsdp._device_handle.current_stream()
+            _compat.runtime._unshard(fsdp, handle, stream, stream)
+            if phase in (HandleTrainingState.FORWARD, HandleTrainingState.BACKWARD_PRE):
+                _compat.runtime._reshard(fsdp, handle, False)
+            handle._training_state = HandleTrainingState.IDLE
+            return
+        if handle._use_orig_params and not handle._skip_writeback_check:
+            handle._writeback_orig_params()
+        with torch.no_grad():
+            shard = handle.flat_param._local_shard.to(device=handle.device, dtype=gather.dtype)
+            whole = torch.empty(shard.numel() * handle.world_size, dtype=shard.dtype, device=shard.device)
+            if shard.is_cpu:
+                dist.all_gather(list(whole.chunk(handle.world_size)), shard, group=handle.process_group)
+            else:
+                dist.all_gather_single(whole, shard, handle.process_group)
+
+    def reshard(self) -> None:
+        """See `Unit`."""
+        if self._handle.uses_sharded_strategy and self._is_whole:
+            _compat.runtime._reshard(self._fsdp, self._handle, True)
+
+    def reduce(self, reduction: Reduction) -> None:
+        """See `Unit`."""
+        self._init()
+        self.reshard()
+        runtime, fsdp, handle = _compat.runtime, self._fsdp, self._handle
+        flat, sharded = handle.flat_param, handle.uses_sharded_strategy
+        handle._reset_flat_param_grad_info_if_needed()
+        with torch.no_grad():
+            self._give_gradient(reduction.dtype)
+            if handle._offload_params and flat._cpu_grad is None:
+                flat._cpu_grad = torch.zeros_like(flat._local_shard, device="cpu")
+            fsdp.training_state = Fsdp1State.FORWARD_BACKWARD
+            handle._training_state = HandleTrainingState.BACKWARD_POST
+            flat._post_backward_called = True
+            current = fsdp._device_handle.current_stream()
+            fsdp._post_backward_stream.wait_stream(current)
+            with fsdp._device_handle.stream(fsdp._post_backward_stream):
+                (runtime._reduce_grad if sharded else runtime._reduce_grad_no_shard)(fsdp, handle)
+            current.wait_stream(fsdp._post_backward_stream)
+            if fsdp._all_reduce_stream is not current:
+                current.wait_stream(fsdp._all_reduce_stream)
+            if fsdp.cpu_offload.offload_params:
+                current.synchronize()
+            if not handle._has_optim_in_backward:
+                handle.prepare_gradient_for_optim()
+            flat._post_backward_called = False
+            fsdp.training_state = Fsdp1State.IDLE
+            handle._training_state = HandleTrainingState.IDLE
+
+    def _give_gradient(self, dtype: torch.dtype | None) -> None:
+        """Put zeros where a backward would have put the whole gradient, unless this rank has accumulated one."""
+        handle = self._handle
+        flat = handle.flat_param
+        whole = flat._unpadded_unsharded_size
+        if flat.grad is not None and (flat.grad.size() == whole or not handle.uses_sharded_strategy):
+            if flat.grad.dtype != dtype:
+                flat.grad.data = flat.grad.to(dtype)
+            return
+        handle._training_state = HandleTrainingState.IDLE
+        type(handle).prepare_gradient_for_backward(handle)  # which hides the sharded one
+        local, flat.data = flat.data, torch.zeros(whole, dtype=dtype, device=handle.device)
+        flat.grad = flat.data
+        flat.data = local
+
+    # ------------------------------------------------------------ gradients
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient that the next backward accumulates into: of the shard, or the whole one without a sync."""
+        self._handle._reset_flat_param_grad_info_if_needed()
+        gradient: Tensor | None = self._handle.flat_param.grad
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: None) -> None:
+        flat = self._handle.flat_param
+        for tensor in (flat, *(flat._params or ())):
+            tensor.grad = gradient
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the shard."""
+        shape: torch.Size = self._handle.flat_param._local_shard.shape
+        return shape

@@ -1,0 +1,247 @@
+"""A unit of `fully_shard`: an `FSDPParamGroup`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_join._shadow._sharded import compat as _compat
+from torch_join._shadow._sharded.unit import (
+    PART,
+    SHARD,
+    WHOLE,
+    Gather,
+    Observer,
+    Reduction,
+    out_of_step,
+    scaled,
+    undo_all,
+)
+
+
+class ParamGroupUnit:
+    """What `fully_shard` gathers at once, on this rank.
+
+    Args:
+        group: The `FSDPParamGroup`.
+        name: Its module's.
+        init: Has FSDP initialize the model, if it has not yet.
+    """
+
+    def __init__(self, group: Any, name: str, init: Callable[[], None]) -> None:
+        self.name = name
+        self._group = group
+        self._init = init
+        self._others_differ = not group.is_sharded  # joined ranks hold more than their shards of it
+        self._reducing = False
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """See `Unit`."""
+        return [p.sharded_param for p in self._group.fsdp_params if p.sharded_param.requires_grad]
+
+    @property
+    def registered(self) -> Sequence[Tensor]:
+        """See `Unit`: also where a forward without a backward has left the root whole."""
+        return [
+            tensor
+            for p in self._group.fsdp_params
+            for tensor in (p.sharded_param, getattr(p, "_unsharded_param", None))
+            if tensor is not None
+        ]
+
+    @property
+    def synchronizes(self) -> bool:
+        """See `Unit`."""
+        return bool(self._group.reduce_grads)
+
+    @property
+    def group_size(self) -> int:
+        """See `Unit`."""
+        mesh = self._group.mesh_info
+        size = 1
+        for name in ("shard_process_group", "replicate_process_group"):
+            if (group := getattr(mesh, name, None)) is not None:
+                size *= group.size()
+        return size
+
+    @property
+    def bytes_unsharded(self) -> int:
+        """See `Unit`."""
+        outputs = [output for p in self._group.fsdp_params for output in p.all_gather_outputs]
+        return sum(output.untyped_storage().size() for output in outputs)
+
+    @property
+    def _state(self) -> str:
+        return WHOLE if self._group.is_unsharded else SHARD if self._group.is_sharded else PART
+
+    # ------------------------------------------------------------ on an active rank
+
+    def watch(self, index: int, observer: Observer) -> Callable[[], None]:
+        """See `Unit`."""
+        group = self._group
+        comm, post_backward, to_sharded = group._all_gather_comm, group.post_backward, group._to_sharded
+        pre_backward = group.pre_backward
+
+        def gathering() -> Any:
+            # A prefetch pretends to be in the phase that it is for.
+            gather = Gather(self._state, self._after(), group._training_state.name)
+            self._others_differ = gather.after != SHARD
+            return observer.around(index, "gather", gather)
+
+        def beginning(*args: Any) -> None:
+            observer.before_backward()
+            pre_backward(*args)
+
+        def reducing(*args: Any) -> None:
+            observer.before_backward()
+            used = self._used()
+            if not any(used):
+                post_backward(*args)
+                return
+            self._reducing = True
+            try:
+                reduction = Reduction(used, bool(group.all_reduce_grads), bool(group.reshard_after_backward))
+                with observer.around(index, "reduce", reduction):
+                    post_backward(*args)
+            finally:
+                self._reducing = False
+
+        def resharding() -> None:
+            if self._others_differ and not group.is_sharded and not self._reducing:
+                with observer.around(index, "reshard", None):
+                    to_sharded()
+            else:
+                to_sharded()
+            self._others_differ = False
+
+        group._all_gather_comm = _AnnouncedGather(comm, gathering)
+        group.pre_backward, group.post_backward, group._to_sharded = beginning, reducing, resharding
+
+        def undo() -> None:
+            group._all_gather_comm = comm
+            del group.pre_backward, group.post_backward, group._to_sharded
+
+        return undo
+
+    def _after(self) -> str:
+        """Return the state after the current phase."""
+        group, phase = self._group, self._group._training_state
+        if phase == _compat.TrainingState.FORWARD and group._reshard_after_forward:
+            return PART if group._use_post_forward_mesh else SHARD
+        return SHARD if phase == _compat.TrainingState.PRE_BACKWARD and group.reshard_after_backward else WHOLE
+
+    def _used(self) -> list[bool]:
+        """Return which parameters have something to reduce, as FSDP decides it."""
+        group = self._group
+        if not group.reduce_grads:
+            return []
+        return [
+            hasattr(p, "_unsharded_param")
+            and (_has_own(p) or bool(group.reduce_scatter_unused_params and p._unsharded_param.requires_grad))
+            for p in group.fsdp_params
+        ]
+
+    def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
+        """See `Unit`."""
+        group, hooks, known = self._group, [], set()
+        wait = group.wait_for_unshard
+
+        def hook() -> None:
+            for p in group.fsdp_params:
+                whole = getattr(p, "_unsharded_param", None)  # there after the first gather
+                if whole is not None and whole.requires_grad and id(p) not in known:
+                    known.add(id(p))
+                    hooks.append(whole.register_hook(partial(scaled, factor)).remove)
+
+        def waiting() -> None:
+            wait()
+            hook()
+
+        def undo() -> None:
+            del group.wait_for_unshard
+            undo_all(hooks)()
+
+        hook()
+        group.wait_for_unshard = waiting
+        return undo
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def gather(self, gather: Gather) -> None:
+        """See `Unit`."""
+        self._init()
+        group = self._group
+        if self._state != gather.before:
+            raise out_of_step(self.name, self._state, gather.before)
+        with group.use_training_state(_compat.TrainingState[gather.phase]):
+            self._wait_for_optimizer()
+            group.unshard()
+            group.wait_for_unshard()
+            self._become(gather.after)
+
+    def _become(self, state: str) -> None:
+        if state == PART:
+            self._group._to_sharded_post_forward()
+        elif state == SHARD:
+            self._group._to_sharded()
+
+    def _wait_for_optimizer(self) -> None:
+        """Have FSDP's streams wait, as a root's forward does, for what may have changed the shards."""
+        context = self._group.comm_ctx
+        current = context.device_handle.current_stream()
+        context.all_gather_copy_in_stream.wait_stream(current)
+        context.all_gather_stream.wait_stream(current)
+
+    def reshard(self) -> None:
+        """See `Unit`."""
+        self._group._to_sharded()
+
+    def reduce(self, reduction: Reduction) -> None:
+        """See `Unit`."""
+        self._init()
+        group = self._group
+        if not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):  # nothing to gather, on one rank
+            group.unshard()
+            group.wait_for_unshard()
+            group._to_sharded()
+        for p, is_used in zip(group.fsdp_params, reduction.used, strict=True):
+            if is_used and not _has_own(p):
+                with torch.no_grad():
+                    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+        flags = {"reduce_grads": True, "all_reduce_grads": reduction.all_reduces}
+        flags["reshard_after_backward"] = reduction.reshards
+        before = {name: getattr(group, name) for name in flags}
+        vars(group).update(flags)
+        try:
+            type(group).post_backward(group)
+        finally:
+            vars(group).update(before)
+        group._training_state = _compat.TrainingState.IDLE
+        group.finalize_backward()
+        context = group.comm_ctx
+        for state in context.reduce_scatter_states:
+            if state.event is not None:
+                group.device_handle.current_stream().wait_event(state.event)
+        context.reduce_scatter_states.clear()
+
+
+class _AnnouncedGather:
+    """FSDP's own way to gather, with something around each."""
+
+    def __init__(self, inner: Any, around: Callable[[], Any]) -> None:
+        self._inner = inner
+        self._around = around
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._around():
+            return self._inner(*args, **kwargs)
+
+
+def _has_own(param: Any) -> bool:
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None

@@ -1,0 +1,131 @@
+"""A unit of a sharded model: what FSDP gathers, and reduces, at once.
+
+An active rank announces each gather, each reduction and each reshard of a unit just before it does it. A rank that
+has joined does the same with its own shard by FSDP's own code: it gathers and throws the result away, and reduces
+zeros, or what it has accumulated without a sync while it was active. So division, casts, hybrid sharding,
+communication hooks and accumulation are FSDP's, and the shard's gradient is the one that every rank would have.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_join._base.errors import JoinError
+from torch_join._control.codec import closed
+
+# The states of a unit's parameters: whole, this rank's shard, or a shard of a smaller mesh.
+WHOLE, SHARD, PART = "whole", "sharded", "sharded over fewer ranks"
+
+
+@closed("gather")
+class Gather(NamedTuple):
+    """An all-gather of a unit's parameters.
+
+    Attributes:
+        before: The state of the parameters before it.
+        after: Their state after the phase that it belongs to.
+        phase: FSDP's name of that phase.
+        dtype: What is gathered; `None` where the unit itself knows.
+    """
+
+    before: str
+    after: str
+    phase: str
+    dtype: torch.dtype | None = None
+
+
+@closed("reduction")
+class Reduction(NamedTuple):
+    """A reduction of a unit's gradients.
+
+    Attributes:
+        used: Which of its parameters have one.
+        all_reduces: Whether it is averaged over replicas too (hybrid sharding).
+        reshards: Whether the parameters are resharded before it.
+        dtype: Of what is reduced; `None` where the unit itself knows.
+    """
+
+    used: list[bool]
+    all_reduces: bool
+    reshards: bool
+    dtype: torch.dtype | None = None
+
+
+class Observer(Protocol):
+    """What is told of what a unit is about to do with others."""
+
+    def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
+        """Put around a `"gather"`, `"reduce"` or `"reshard"` of the unit with this index."""
+
+    def before_backward(self) -> None:
+        """A backward, or the next part of one, is about to touch the unit's gradients."""
+
+
+class Unit(Protocol):
+    """A unit on this rank."""
+
+    name: str
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """What an optimizer steps: this rank's shards of the trainable parameters."""
+
+    @property
+    def registered(self) -> Sequence[Tensor]:
+        """All tensors by which the module may know the unit's parameters."""
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether the next backward reduces gradients."""
+
+    @property
+    def group_size(self) -> int:
+        """Over how many ranks gradients are averaged."""
+
+    @property
+    def bytes_unsharded(self) -> int:
+        """How many bytes of whole parameters this rank holds now."""
+
+    def watch(self, index: int, observer: Observer) -> Callable[[], None]:
+        """Tell `observer`, and return what ends that."""
+
+    def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
+        """Multiply this rank's gradients in each backward, and return what ends that."""
+
+    def gather(self, gather: Gather) -> None:
+        """Take part, on a joined rank, in a gather."""
+
+    def reduce(self, reduction: Reduction) -> None:
+        """Take part, on a joined rank, in a reduction, with zeros where nothing has been accumulated."""
+
+    def reshard(self) -> None:
+        """Free, on a joined rank, what is whole."""
+
+
+def out_of_step(name: str, mine: str, theirs: str) -> JoinError:
+    """Return the error of a joined rank whose unit is in another state than the active ranks'."""
+    return JoinError(
+        f"The parameters of {name or 'the root module'} are {mine} on this rank, which has joined, and {theirs} on the"
+        " active ranks: one of them has gathered or resharded them outside of what all ranks do (a forward, unshard()"
+        " or summon_full_params() on one rank alone; or the rank has joined between a forward and its backward"
+        " under reshard_after_forward=<int>). Do so on all ranks, before the loop."
+    )
+
+
+def scaled(factor: Callable[[], float], gradient: Tensor) -> Tensor | None:
+    """Return a gradient times the factor, for a tensor's hook."""
+    value = factor()
+    return None if value == 1.0 else gradient * value
+
+
+def undo_all(steps: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    """Return what takes these steps, last to first."""
+
+    def undo() -> None:
+        for step in reversed(steps):
+            step()
+
+    return undo

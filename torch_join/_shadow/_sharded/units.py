@@ -1,0 +1,56 @@
+"""The units of a model."""
+
+from functools import partial
+
+from torch import nn
+
+from torch_join._base.errors import UnsupportedError
+from torch_join._shadow._sharded import compat as _compat
+from torch_join._shadow._sharded.fsdp1 import FlatParamUnit
+from torch_join._shadow._sharded.fsdp2 import ParamGroupUnit
+from torch_join._shadow._sharded.unit import Unit
+
+
+def is_first_generation(model: nn.Module) -> bool:
+    """Whether a sharded model is of `FullyShardedDataParallel`, and not of `fully_shard`.
+
+    Raises:
+        UnsupportedError: It is of both.
+    """
+    first = any(isinstance(module, _compat.FullyShardedDataParallel) for module in model.modules())
+    if first and any(isinstance(module, _compat.FSDPModule) for module in model.modules()):
+        raise UnsupportedError(
+            f"{type(model).__name__} is sharded by FullyShardedDataParallel in one part and by fully_shard in another,"
+            " which clip and save by different rules. Use one of them, preferably fully_shard, for the whole model."
+        )
+    return first
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units of a model, in the same order on all ranks.
+
+    Raises:
+        UnsupportedError: A parameter that is trained is in none of them.
+    """
+    is_first_generation(model)
+    init = partial(_compat.init_roots, model)
+    units: list[Unit] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, _compat.FSDPModule):
+            found = {id(group): ParamGroupUnit(group, name, init) for group in _compat.param_groups(module)}
+            units += [unit for key, unit in found.items() if key not in seen]
+            seen |= found.keys()
+        elif isinstance(module, _compat.FullyShardedDataParallel) and module._handle is not None:
+            if id(module._handle) not in seen:
+                units.append(FlatParamUnit(module, name, init))
+            seen.add(id(module._handle))
+    known = {id(parameter) for unit in units for parameter in unit.registered}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise UnsupportedError(
+                f"{name} is trained and belongs to nothing that FSDP shards (ignored_params, a module outside of it),"
+                " so nobody averages its gradient, and a rank that has joined could not step it. Shard it, freeze it,"
+                " or put it in a DistributedDataParallel model of its own."
+            )
+    return units

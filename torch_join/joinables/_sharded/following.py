@@ -1,0 +1,111 @@
+"""Each gather and reduction of a sharded model's units: announced on an active rank, followed on a joined one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._control.codec import foreign
+from torch_join._shadow._sharded.unit import Gather, Reduction, undo_all
+from torch_join._shadow._sharded.units import is_first_generation, units_of
+from torch_join.joinables._sharded.teams import teams_of
+from torch_join.joinables.part import Part
+
+
+class Following:
+    """What a part of a sharded model announces, and follows, of its units.
+
+    Args:
+        part: The part.
+        model: The model, which holds what FSDP has sharded.
+        before_backward: See `Observer`.
+
+    Attributes:
+        units: The units.
+        reduces: Whether this rank is inside of a reduction, in which an optimizer may step.
+
+    Raises:
+        UnsupportedError: The model cannot be followed.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "gather": tuple[int, Gather],
+        "reduce": tuple[int, Reduction],
+        "reshard": tuple[int, None],
+    }
+
+    def __init__(self, part: Part, model: nn.Module, before_backward: Callable[[], None]) -> None:
+        self._part = part
+        self.before_backward = before_backward
+        self.units = units_of(model)
+        self._teams = teams_of(model, self._part.members.global_ranks)
+        self._seen: tuple[int, ...] = ()  # the active ranks that have been checked
+        self.reduces = False
+        if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            raise UnsupportedError(
+                "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares in which order the modules of"
+                " each rank run, and those of a rank that has joined do not. Use another debug level, or fully_shard."
+            )
+
+    def watch(self) -> Callable[[], None]:
+        """Announce from now on; return what ends that."""
+        return undo_all([unit.watch(index, self) for index, unit in enumerate(self.units)])
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """This rank's shards of what is trained."""
+        return [parameter for unit in self.units for parameter in unit.parameters]
+
+    # ------------------------------------------------------------ on an active rank
+
+    @contextmanager
+    def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> Iterator[None]:
+        """See `Observer`."""
+        if self._part.members.serves:
+            yield
+            return
+        if self._part.driver.in_tail:
+            self.check_teams()
+            self._part.announce(kind, (unit, payload))
+        self.reduces = kind == "reduce"
+        try:
+            with self._part.driver.own_collectives():
+                yield
+        finally:
+            self.reduces = False
+
+    def check_teams(self) -> None:
+        """Raise if one rank of those that hold parts of one replica has joined and another has not.
+
+        Raises:
+            JoinError: So it is.
+        """
+        if self._seen == self._part.members.active:
+            return
+        self._seen = self._part.members.active
+        for team in self._teams:
+            if 0 < len(joined := set(team) - {*self._seen}) < len(team):
+                raise JoinError(
+                    f"Ranks {sorted(team)} compute each batch together (tensor parallelism: a dimension of the device"
+                    f" mesh over which FSDP does not shard), but ranks {sorted(joined)} of them have run out of inputs"
+                    " before the others. Give all of them the same batches: shard the data over the data-parallel"
+                    " dimension of the mesh only."
+                )
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def answer(self, kind: str, payload: Any) -> None:
+        """Do what an active rank does with a unit."""
+        index, rest = payload
+        if not 0 <= index < len(self.units):
+            raise foreign("a record of a sharded model", f"unit {index} of {len(self.units)}")
+        unit = self.units[index]
+        if kind == "gather":
+            unit.gather(rest)
+        elif kind == "reduce":
+            unit.reduce(rest)
+        else:
+            unit.reshard()

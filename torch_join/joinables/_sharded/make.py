@@ -1,0 +1,47 @@
+"""The parts of sharded models and of what belongs to them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_join._base.errors import UnsupportedError
+from torch_join.joinables._gradients.clears import innermost_optimizer
+from torch_join.joinables._sharded.clipping import clipping_parts
+from torch_join.joinables._sharded.model import ShardedModelPart
+from torch_join.joinables._sharded.optimizer import ShardedStepPart
+from torch_join.joinables._sharded.scaler import ShardedScalerPart
+from torch_join.joinables.kinds import holds_shards, is_sharded_model
+from torch_join.joinables.part import Driver, Part
+
+
+def make_sharded_parts(driver: Driver, joinables: Sequence[Any]) -> list[Part]:
+    """Return the parts of what is sharded among `joinables`: the first ones of all.
+
+    Raises:
+        UnsupportedError: Something sharded is among them that nobody could follow.
+    """
+    found = [thing for thing in joinables if isinstance(thing, nn.Module) and is_sharded_model(thing)]
+    models = [ShardedModelPart(driver, index, model) for index, model in enumerate(found)]
+    parts: list[Part] = [*models]
+    optimizers = []
+    for thing in joinables:
+        if (optimizer := innermost_optimizer(thing)) is not None and holds_shards(optimizer):
+            if not models:
+                raise UnsupportedError(
+                    f"{type(thing).__name__} steps sharded parameters, and no sharded model was given to Join. Give the"
+                    " model too, before it: Join([model, optimizer])."
+                )
+            optimizers.append(optimizer)
+            parts.append(ShardedStepPart(driver, len(parts), optimizer, models))
+        elif isinstance(thing, torch.amp.GradScaler) and models:
+            parts.append(ShardedScalerPart(driver, len(parts), thing, optimizers, models))
+        elif isinstance(thing, nn.Module) and holds_shards(thing) and not is_sharded_model(thing):
+            raise UnsupportedError(
+                f"{type(thing).__name__} holds sharded parameters and is not sharded itself (an AveragedModel, for"
+                " example): ranks that have joined would not update their part of it. Leave it out, and update it after"
+                " the loop, on all ranks."
+            )
+    parts += clipping_parts(driver, len(parts), models)
+    return parts

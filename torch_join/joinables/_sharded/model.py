@@ -1,0 +1,205 @@
+"""A sharded model in a loop of the user's.
+
+Beside each gather and reduction of its units (`following.py`) the lowest active rank announces, when a backward begins,
+what has become of the gradients since the last one: FSDP adds to what there is. What is done to gradients locally
+(clipping) has a part of its own; where a change shows that none announces, all ranks end with an error.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import nn
+
+from torch_join._base import compat as _compat
+from torch_join._base.samples import count_samples
+from torch_join._shadow._sharded import compat as _compat_sharded
+from torch_join._shadow._sharded.units import is_first_generation
+from torch_join.joinables._gradients.evidence import Gradients, holds_something
+from torch_join.joinables._gradients.leftovers import raise_if_lost
+from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
+from torch_join.joinables._gradients.verdicts import CLEARED, UNKNOWN, Runs, common_verdict, runs_of, states_of
+from torch_join.joinables._sharded.contents import Contents
+from torch_join.joinables._sharded.following import Following
+from torch_join.joinables.hook import Hook
+from torch_join.joinables.part import Driver, Part
+
+
+class ShardedModelPart(Part):
+    """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
+
+    kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "gradients": tuple[bool, Runs]}
+    closing: ClassVar[Any] = Runs
+
+    is_model = True
+
+    def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
+        super().__init__(driver, index)
+        self.model = model
+        self.following = Following(self, model, self._before_backward)
+        self.forwards = self.synced = 0
+        self.deferred = 0  # a sharded forward always issues collectives
+        self.accumulates = False
+        self.contents = Contents(lambda: self.following.parameters)
+        # Of the first generation a unit's gradient is one tensor, of which the parameters' are views.
+        first = is_first_generation(model)
+        self._holders: Callable[[], Any] = lambda: self.following.units if first else self.following.parameters
+        self._gradients: Gradients | None = None
+        self._others = OtherVerdicts(driver, index)
+        self._task = self._remembers = -1
+        self._scales: list[Callable[[], None]] = []
+        self.before_reductions: list[Callable[[], None]] = []  # what joined ranks must know before
+
+    @property
+    def gradients(self) -> Gradients:
+        """What has become of the shards' gradients."""
+        if self._gradients is None:
+            self._gradients = Gradients(self._holders(), self.driver.clears)
+        return self._gradients
+
+    def enter(self) -> None:
+        self._undo.append(self.following.watch())
+        root = _compat_sharded.roots(self.model)[0]
+        hook = root.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True)
+        self._undo += [hook.remove, self._stop_scaling, self.contents.forget]
+        self._gradients = None
+        self.accumulates = any(holder.grad is not None for holder in self._holders())
+        self.remember()
+        if self.members.may_break:
+            self._scale()
+
+    # ------------------------------------------------------------ what the loop knows
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """See `LoopModel`."""
+        return [self.model]
+
+    @property
+    def in_backward(self) -> bool:
+        """See `LoopModel`."""
+        return self._task == _compat.backward_in_progress()
+
+    def check_can_train(self, has_batch: Callable[[], bool]) -> None:
+        """See `LoopModel`."""
+
+    def begin_loop(self) -> None:
+        """See `LoopModel`."""
+        self.gradients.begin_loop()
+
+    def begin_step(self) -> None:
+        """See `LoopModel`."""
+        self.remember()
+
+    def prepare(self) -> None:
+        """See `LoopModel`."""
+
+    def enter_tail(self) -> None:
+        if self.driver.in_loop and not self.members.may_break:
+            self.remember()
+        self.contents.remember()
+        if not self._scales:
+            self._scale()
+
+    def leave_tail(self) -> None:
+        self._others.forget()
+        self.contents.forget()
+        if not self.members.may_break:
+            self._stop_scaling()
+
+    # ------------------------------------------------------------ on an active rank
+
+    def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        members, driver = self.members, self.driver
+        if members.serves:
+            return
+        samples = count_samples((args, kwargs)) if members.weighting == "samples" and not driver.in_loop else 0
+        driver.before_forward(samples)
+        self.forwards += 1
+        if members.announces:
+            self.contents.check(members.joined_ranks)
+
+    def _before_backward(self) -> None:
+        if (task := _compat.backward_in_progress()) == self._task or self.members.serves:
+            return
+        self._task = task
+        in_tail = self.driver.in_tail  # ask this first: it may find out who is active
+        syncs = any(unit.synchronizes for unit in self.following.units)
+        if in_tail or not self.driver.in_loop:
+            self._remember_after_backward()
+        if in_tail:
+            states = self.gradients.states()
+            self.gradients.raise_if_changed(states, self.members.joined_ranks)
+            self._others.leave(common_verdict(state.verdict for state in states), averages=syncs)
+            self.announce("gradients", (syncs, runs_of(states)))
+            for announce in self.before_reductions:
+                announce()
+        self.accumulates = not syncs
+        self.synced += syncs
+
+    def _remember_after_backward(self) -> None:
+        if (task := _compat.backward_in_progress()) != self._remembers:
+            self._remembers = task
+            # After FSDP's own callback, which may yet have to be queued.
+            _compat.after_backward(lambda: _compat.after_backward(self.remember))
+
+    def remember(self) -> None:
+        """Note what the gradients are: from here on each rank may change or clear its own."""
+        # Each rank has another shard, so that a norm tells only the rank that has it.
+        self.gradients.remember(accumulates=True)
+
+    def check(self) -> Runs:
+        """Return what has become of the gradients, for joined ranks that are about to do something with theirs.
+
+        Raises:
+            JoinError: They, or the parameters, were changed in a way that joined ranks do not know of.
+        """
+        self.contents.check(self.members.joined_ranks)
+        states = self.gradients.states()
+        self.gradients.raise_if_changed(states, self.members.joined_ranks)
+        return runs_of(states)
+
+    def _scale(self) -> None:
+        self._scales = [unit.scale(lambda: self._factor) for unit in self.following.units]
+
+    def _stop_scaling(self) -> None:
+        while self._scales:
+            self._scales.pop()()
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 if self.members.serves else self.members.loss_factor
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def answer(self, kind: str, payload: Any) -> None:
+        if kind != "gradients":
+            self.following.answer(kind, payload)
+            if kind == "reduce":
+                self.remember()
+            return
+        syncs, runs = payload
+        if syncs and (verdict := self._others.settle()) in (UNKNOWN, CLEARED):
+            if verdict == UNKNOWN and any(holds_something(holder.grad) for holder in self._holders()):
+                self.gradients.raise_unknown()
+            for holder in self._holders():
+                holder.grad = None
+        self.take(runs, self._others.ask if syncs else self._others.doubt)
+
+    def take(self, runs: Runs, ask: Callable[[], str] | None = None) -> None:
+        """Do, on a joined rank, to its gradients what the active ranks have done to theirs."""
+        states = states_of(runs, len(self.gradients.parameters))
+        self.gradients.follow(states, accumulates=True, ask=ask)
+
+    # ------------------------------------------------------------ at the end
+
+    def closing_message(self) -> Runs:
+        self.contents.check(self.members.joined_ranks)
+        return runs_of(self.gradients.states())
+
+    def close(self, message: Runs, source: int) -> None:
+        states = states_of(message, len(self.gradients.parameters))
+        if self.members.rank != source and not self.driver.last_joiner:
+            raise_if_lost(self.gradients, states)
+            self.gradients.follow(states, accumulates=True, ask=None)
+        self.forwards = self.synced = 0
+        self.remember()

@@ -1,0 +1,75 @@
+"""A `GradScaler` in a loop with a sharded model: whether a gradient is infinite shows on the ranks that own it only."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from torch_join.joinables._gradients.verdicts import Runs
+from torch_join.joinables._sharded.model import ShardedModelPart
+from torch_join.joinables.hook import Hook
+from torch_join.joinables.part import Driver, Part
+
+
+class ShardedScalerPart(Part):
+    """A scaler whose `unscale_` and `update` joined ranks do too.
+
+    Args:
+        driver: What it belongs to.
+        index: The part's.
+        scaler: The scaler.
+        optimizers: The optimizers of sharded parameters.
+        models: The parts of the sharded models.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {"unscale": tuple[int, float, list[Runs]], "update": float | None}
+
+    def __init__(
+        self, driver: Driver, index: int, scaler: Any, optimizers: Sequence[Any], models: Sequence[ShardedModelPart]
+    ) -> None:
+        super().__init__(driver, index)
+        self._scaler = scaler
+        self._steppers = optimizers
+        self._sharded = models
+
+    def enter(self) -> None:
+        scaler = self._scaler
+        self._unscale, self._update = scaler.unscale_, scaler.update
+        for name, call in (("unscale_", self._unscale_announced), ("update", self._update_announced)):
+            vars(scaler)[name] = Hook(call, copied=getattr(scaler, name))
+            self._undo.append(partial(vars(scaler).pop, name, None))
+
+    def _unscale_announced(self, optimizer: Any) -> None:
+        place = next((index for index, mine in enumerate(self._steppers) if mine is optimizer), None)
+        if self.members.serves or place is None or not self._scaler.is_enabled() or not self.driver.in_tail:
+            self._unscale(optimizer)
+            return
+        self.announce("unscale", (place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]))
+        with self.driver.own_collectives():
+            self._unscale(optimizer)
+        self._remember()
+
+    def _update_announced(self, new_scale: Any = None) -> None:
+        if not self.members.serves and self._scaler.is_enabled() and self.driver.in_tail:
+            self.announce("update", None if new_scale is None else float(new_scale))
+        with self.driver.own_collectives():
+            self._update(new_scale)
+
+    def _remember(self) -> None:
+        for model in self._sharded:
+            model.remember()
+
+    def answer(self, kind: str, payload: Any) -> None:
+        if kind == "update":
+            self._update(payload)
+            return
+        place, scale, states = payload
+        for model, runs in zip(self._sharded, states, strict=True):
+            model.take(runs)
+        self._scaler.scale(self._a_scalar())  # makes its tensors, if it has none yet
+        self._scaler._scale.fill_(scale)
+        self._unscale(self._steppers[place])
+        self._remember()
+
+    def _a_scalar(self) -> Any:
+        parameter = next(p for group in self._steppers[0].param_groups for p in group["params"])
+        return parameter.new_zeros(()) if not hasattr(parameter, "to_local") else parameter.to_local().new_zeros(())
