@@ -34,6 +34,14 @@ def test_each_walk_leads_somewhere() -> None:
         assert [station for station in walk if not there(*station)] == []
 
 
+def test_each_row_of_where_to_look_leads_somewhere() -> None:
+    rows = TEXT.split("## Where to look")[1].split("\n## ")[0].strip().splitlines()[4:]
+    for row in rows:
+        file, *names = re.findall(r"`([^`]+)`", row.split(" | ")[1])
+        assert names, row
+        assert [name for name in names if not there(file, name)] == []
+
+
 def test_a_walk_to_what_is_gone_is_noticed() -> None:
     assert not there("torch_join/join.py", "Join.gone")
     assert there("torch_join/join.py", "Join.batches")

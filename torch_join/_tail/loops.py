@@ -95,7 +95,9 @@ class LoopDriver(Meetings):
 
     def finish(self, error: BaseException | None) -> None:
         """End a `with`, by an error or without one; all ranks meet."""
-        with self.server.telling():
+        if error is not None:
+            self._raised = None  # this one passes, also where it was raised from that
+        with self._telling():
             if error is not None:
                 raise error
             if self.in_loop:  # left by `break`, while a variable holds its iterator
@@ -117,7 +119,7 @@ class LoopDriver(Meetings):
 
     def leave(self) -> None:
         """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
-        self._due = None
+        self._due = self._raised = None
         self.place = Place.OUTSIDE
         self._unbegun.clear()
         self.server.close()
@@ -140,7 +142,7 @@ class LoopDriver(Meetings):
 
     def _in_order(self, ticket: object, loader: Iterable[T]) -> Iterator[T]:
         if self.enabled and not self._unbegun.begin(ticket) and _nesting.is_entered(self):
-            with self.server.telling():
+            with self._telling():
                 raise _nesting.left_behind()
         yield from self.go_through(loader)
 
@@ -153,7 +155,7 @@ class LoopDriver(Meetings):
                 yield batch
                 self.step_number += 1
             return
-        with self.server.telling():
+        with self._telling():
             _nesting.check_entered(self)
             if self.in_loop and self._loop is not None and not self._loop.reader.has_next():
                 self._abandon(at_once=False)  # a loop by iter() and next(), which never asks for the end
@@ -185,7 +187,7 @@ class LoopDriver(Meetings):
         mine.certain = None if None in lengths else [length for length in lengths if length is not None]
         try:
             while True:
-                with self.server.telling():
+                with self._telling():
                     self._steps.begin()
                     goes_on = self._find_out(reader, mine.certain)
                 if not goes_on:
@@ -271,7 +273,7 @@ class LoopDriver(Meetings):
             self.tails.departure.meet()
         if self.members.may_break and loop.forwarded and not loop.stepped:
             raise _nesting.left_amid(self.members.rank, self.step_number)
-        with self.server.telling():
+        with self._telling():
             if loop.certain is None:
                 self._leave()
             else:  # those who left with their last batch have ended, as the others know

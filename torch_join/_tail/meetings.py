@@ -1,7 +1,7 @@
 """Who is active at which step of a plain loop."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch_join._base.errors import EarlyTerminationError, JoinValueError
 from torch_join._base.hyperparameters import Steps
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
+from torch_join._control.failures import telling_failures
 from torch_join._tail.life import Place
 from torch_join._tail.reader import Reader
 from torch_join._tail.server import Server
@@ -57,6 +58,7 @@ class Meetings:
         self.place = Place.OUTSIDE
         self.step_number = 0
         self._due: Due | None = None
+        self._raised: BaseException | None = None
         self._at_last = False
         self._steps = Steps(self._objects)
         self.tails.reset()
@@ -142,6 +144,22 @@ class Meetings:
 
     # ------------------------------------------------------------ meetings
 
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the other ranks what is raised inside, and raise what another one told.
+
+        Whoever swallows that gets it again at the next meeting, to which the others do not come.
+        """
+        if self._raised is not None:
+            raise self._raised
+        try:
+            with telling_failures(self.channel):
+                yield
+        except BaseException as error:
+            if self.members.world_size > 1:
+                self._raised = error
+            raise
+
     def _find_out(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
         samples = reader.samples if self.members.weighting == "samples" else 0
@@ -197,7 +215,7 @@ class Meetings:
         due = self._due
         if due is None:
             return
-        with self.server.telling():
+        with self._telling():
             if not due.said:
                 self._say(True, due.samples, due.at_last, waits)
             due.said = True

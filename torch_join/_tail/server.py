@@ -3,7 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch_join._base.errors import JoinError
@@ -13,7 +13,6 @@ from torch_join._collectives.subgroups import Subgroups
 from torch_join._collectives.tap import Call, CollectiveTap
 from torch_join._control.channel import Channel, Status
 from torch_join._control.codec import foreign
-from torch_join._control.failures import telling_failures
 from torch_join._tail.agreement import Agreement, explain, explain_counts
 from torch_join._tail.records import (
     COLLECTIVE,
@@ -289,10 +288,6 @@ class Server:
     def _compare_counts(self, theirs: list[int]) -> None:
         if (mine := [part.synced for part in self.models()]) != theirs:
             raise JoinError(explain_counts({self.members.rank: mine, self.members.leader: theirs}))
-
-    def telling(self) -> AbstractContextManager[None]:
-        """Tell the other ranks what is raised inside, and raise what another one told."""
-        return telling_failures(self.channel)
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None
