@@ -77,18 +77,6 @@ _SYNC_BATCH_NORM = Refusal(
     "SyncBatchNorm issues collectives in backward, where a joined rank cannot know their place",
     "`BatchNorm`, or a layer that normalizes within a sample, such as `GroupNorm`",
 )
-REFUSALS = (
-    _POINT_TO_POINT,
-    _JOINED_ROOT,
-    _UNEQUAL,
-    _INTEGER_AVERAGE,
-    _PREMUL_SUM,
-    _BACKWARD,
-    _FSDP,
-    _MODEL_AVERAGING,
-    _SYNC_BATCH_NORM,
-)
-
 
 _MOST_ELEMENTS = 1 << 40  # of one tensor: more than any device holds
 _MOST_OBJECTS = 1 << 20

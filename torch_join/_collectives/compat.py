@@ -68,14 +68,12 @@ def argument_names(name: str) -> tuple[str, ...]:
 
 def unbox_group(boxed: Any) -> dist.ProcessGroup:
     """Return the process group that an operator was given."""
-    group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
-    return group
+    return dist.ProcessGroup.unbox(boxed)
 
 
 def unbox_reduce_op(boxed: Any) -> str:
     """Return the name of the reduce operation that an operator was given."""
-    name: str = dist.ReduceOp.RedOpType(boxed.op()).name
-    return name
+    return str(dist.ReduceOp.RedOpType(boxed.op()).name)
 
 
 def reduce_op(name: str) -> Any:
@@ -90,10 +88,7 @@ def group_ranks(group: dist.ProcessGroup) -> list[int]:
 
 def group_named(name: str) -> dist.ProcessGroup | None:
     """Return the group of this name, if this rank is a member of it."""
-    for group, its_name in distributed_c10d._world.pg_names.items():
-        if its_name == name:
-            return group
-    return None
+    return next((group for group, its in distributed_c10d._world.pg_names.items() if its == name), None)
 
 
 def groups_of_this_rank() -> dict[str, list[int]]:
@@ -171,5 +166,4 @@ def origin(caller: FrameType | None) -> Origin:
 
 def gather_object_destination(frame: FrameType) -> int:
     """Return the destination, as a rank of the group, from the frame of a `gather_object`."""
-    destination: int = frame.f_locals["group_dst"]
-    return destination
+    return int(frame.f_locals["group_dst"])

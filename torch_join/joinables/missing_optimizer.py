@@ -45,7 +45,7 @@ class MissingOptimizerPart(Part):
         self._given.clear()
         for thing in self._joinables:
             self._take(thing)
-        models = [part.ddp for part in self.driver.parts if isinstance(part, ModelPart)]
+        models = [part.ddp for part in self.server.parts if isinstance(part, ModelPart)]
         self._parameters = {id(p) for model in models for p in model.parameters() if p.requires_grad}
         wrapped = {id(inner) for optimizer in self._given.values() for inner in _chain(optimizer)[1:]}
         for key, optimizer in self._given.items():
