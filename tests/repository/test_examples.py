@@ -16,6 +16,7 @@ DEADLINE = 300.0  # seconds; on two cores none takes more than half a minute, an
 DIFFERENCE = r"Largest difference of a parameter from one process on the same schedule: (\S+)"
 COMMANDS = {
     "examples/torch_loop.py": DIFFERENCE,
+    "examples/sharded_digits.py": DIFFERENCE,
     "examples/custom_joinable.py": "Rank 0: 5 inputs, 8 counted in the loop, 8 in all",
     "examples/lightning_digits.py": DIFFERENCE,
     "-m torch.distributed.run --standalone --nproc-per-node=3 examples/accelerate_digits.py": DIFFERENCE,
