@@ -220,10 +220,19 @@ class FlatParamUnit:
         return gradient
 
     @grad.setter
-    def grad(self, gradient: None) -> None:
-        flat = self._handle.flat_param
-        for tensor in (flat, *(flat._params or ())):
-            tensor.grad = gradient
+    def grad(self, gradient: Tensor | None) -> None:
+        handle, flat = self._handle, self._handle.flat_param
+        if gradient is None:
+            for tensor in (flat, *(flat._params or ())):
+                tensor.grad = None
+        elif not (handle.uses_sharded_strategy and self._is_whole):  # else the next reduction makes one
+            flat.grad = gradient
+            if handle._use_orig_params:
+                handle._use_sharded_grad_views()
+
+    def zeros(self) -> Tensor:
+        """Return a gradient of the shard."""
+        return torch.zeros_like(self._handle.flat_param._local_shard)
 
     @property
     def shape(self) -> torch.Size:
