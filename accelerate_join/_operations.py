@@ -80,24 +80,24 @@ class Operations(Part):
         tensors = [tensor.detach()[None] if tensor.ndim == 0 else tensor.detach() for tensor in tensors]
         # A rank that has joined takes part with no rows of these.
         self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
-        with self._loop.own_collectives():
+        with self.server.own_collectives():
             gathered = iter(self._gather(tensors))
         return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
 
     def gather_object(self, data: Any) -> list[Any]:
         """Return what is in the active ranks' lists, by rank."""
         self.announce("gather_object", self._for_metrics)
-        with self._loop.own_collectives():
+        with self.server.own_collectives():
             everyone = self._gather_object(data)
-        return [item for rank in self._loop.active_ranks for item in everyone[rank]]
+        return [item for rank in self._loop.met.active for item in everyone[rank]]
 
     def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
         """Send what rank `src` has to all, or what the lowest active rank has if that one has joined."""
-        return own(data, src=src if src in self._loop.active_ranks else self.members.leader)
+        return own(data, src=src if src in self._loop.met.active else self.members.leader)
 
     def reduce(self, own: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         """Reduce over the active ranks: others add nothing, and do not count in a mean."""
-        count = len(self._loop.active_ranks)
+        count = len(self._loop.met.active)
         if reduction != "mean" or count == self._accelerator.num_processes:
             return own(tensor, reduction, scale)
         return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
@@ -114,7 +114,7 @@ class Operations(Part):
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Have each rank load a checkpoint; a rank that has joined does so too."""
         self.announce_open(_CALL, ("load_state", args, kwargs))
-        with self._loop.own_collectives():
+        with self.server.own_collectives():
             self._call("load_state", args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
@@ -129,19 +129,19 @@ class Operations(Part):
         A rank that has joined writes what is each rank's own. All states are handed over only where such a rank
         writes them.
         """
-        if not self._loop.in_tail:
+        if not self.server.in_tail:
             return self._save(args, kwargs, False)
         everywhere = self._accelerator.project_configuration.save_on_each_node or self.main_process_has_joined
         scaler = self._accelerator.scaler
         states = self._progress.state_dict(), None if scaler is None else scaler.state_dict()
         self.announce_open(_SAVE, (args, kwargs, everywhere, *states))
-        with self._loop.own_collectives():
+        with self.server.own_collectives():
             return self._save(args, kwargs, everywhere)
 
     @property
     def main_process_has_joined(self) -> bool:
         """Whether this rank is active, and the main process is not."""
-        return self._loop.in_tail and _MAIN not in self._loop.active_ranks
+        return self.server.in_tail and _MAIN not in self._loop.met.active
 
     @contextmanager
     def acting_for_main_process(self) -> Iterator[None]:
