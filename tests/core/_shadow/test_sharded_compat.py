@@ -167,7 +167,7 @@ def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
         with around(self, unit, kind, payload):
             yield
         if kind == "gather" or not self._part.members.serves:
-            note(self, active if self._part.driver.in_tail else [], kind, unit)
+            note(self, active if self._part.server.in_tail else [], kind, unit)
 
     def watched_answer(self: Any, kind: str, payload: Any) -> None:
         answer(self, kind, payload)
