@@ -112,13 +112,17 @@ class Block(nn.Module):
         super().__init__()
         width = 2 * SIZE + (kind != "of even width")  # an odd one is not divided evenly
         self.wide, self.narrow = nn.Linear(SIZE, width), nn.Linear(width, SIZE)
-        self.kind = kind
+        self.kind, self.other_way = kind, False
+        if kind == "partly used":
+            self.gate = nn.Parameter(torch.ones(SIZE))
         if kind == "frozen" and index == 1:
             self.requires_grad_(False)
         if kind == "partly frozen":
             self.wide.weight.requires_grad_(False)
 
     def inner(self, x: Tensor) -> Tensor:
+        if self.kind == "partly used" and self.other_way:
+            return x + self.gate * self.narrow(functional.gelu(self.wide(x)))
         return x + self.narrow(functional.gelu(self.wide(x)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,6 +154,7 @@ class Net(nn.Module):
                 self.kind == "either" and index == (2 if other_way else 1)
             ):
                 continue
+            block.other_way = other_way
             x = block(x)
             if self.kind == "repeating" and other_way:
                 x = block(x)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from torch_join._base import compat as _compat
+from torch_join._base.errors import JoinError
 from torch_join._base.samples import count_samples
 from torch_join._shadow._sharded import compat as _compat_sharded
 from torch_join._shadow._sharded.units import is_first_generation
@@ -150,6 +151,14 @@ class ShardedModelPart(Part):
             JoinError: They, or the parameters, were changed in a way that joined ranks do not know of.
         """
         self.contents.check(self.members.joined_ranks)
+        for unit in self.following.units:
+            if unit.is_bypassed:
+                raise JoinError(
+                    f"A gradient of {unit.name or 'the root module'} was changed by hand: another tensor, or None, is"
+                    " in the place of the one that FullyShardedDataParallel has put there, while ranks"
+                    f" {list(self.members.joined_ranks)} have joined: they cannot know of it. Change none there, or all"
+                    " of them by zero_grad()."
+                )
         states = self.gradients.states()
         self.gradients.raise_if_changed(states, self.members.joined_ranks)
         return runs_of(states)
