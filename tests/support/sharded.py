@@ -42,7 +42,7 @@ class Recipe:
     evaluates: str = ""  # in the same `with`, in another one, or without a loop's batches
     loop: str = "batches"
     heartbeat: bool = False
-    scaled: bool = False
+    scaled: float = 0.0  # the scale of a `GradScaler` to begin with
     stops: int = 0  # the step at whose end all ranks break
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)  # of FSDP

@@ -30,7 +30,9 @@ from torch.nn import functional
 from tests.support.sharded import EPOCHS, Batch, Block, Net, Recipe, Step, Trained
 from torch_join import Join
 
-LIMIT = timedelta(seconds=30)
+LIMIT = timedelta(seconds=60)
+# How long a run may take, and a collective: on busy cores to import FSDP, and dynamo with it, takes half a minute.
+PATIENCE: dict[str, Any] = {"deadline": 180.0, "timeout": 60.0}
 
 
 def shard(net: Net, recipe: Recipe) -> Any:
@@ -148,7 +150,7 @@ class Training:
         self.scaler: Any = None
         if recipe.scaled:
             make = ShardedGradScaler if recipe.api == "fsdp1" else torch.amp.GradScaler
-            self.scaler = make("cpu", init_scale=2.0**12, growth_interval=2)
+            self.scaler = make("cpu", init_scale=recipe.scaled, growth_interval=2)
         self.norms: dict[Step, float] = {}
         self.losses: dict[int, list[float]] = {}
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import _runtime_utils
 from torch.nn.utils import clip_grad
 
 from tests.support.sharded import Recipe
-from tests.support.sharding import Training
+from tests.support.sharding import PATIENCE, Training
 from tests.support.workers import Workers
 from torch_join.joinables._sharded.following import Following
 
@@ -79,7 +79,7 @@ def lacking(rank: int) -> list[str]:
 
 
 def test_private_names_are_there(workers: Workers) -> None:
-    assert workers.run(2, lacking) == [[], []]
+    assert workers.run(2, lacking, **PATIENCE) == [[], []]
     assert [name for name in RUNTIME if not hasattr(_runtime_utils, name)] == []
     assert [name for name in CLIPPING if not hasattr(clip_grad, name)] == []
 
@@ -139,7 +139,7 @@ def replaced(training: Training) -> list[Any]:
 
 
 def train_and_look(rank: int, api: str, fails: bool) -> list[tuple[Any, Any]]:
-    recipe = Recipe((2, 5), api=api, scaled=True, clip=0.3, dtype=torch.float32, weighting="samples", heartbeat=True)
+    recipe = Recipe((2, 5), api=api, scaled=1024.0, clip=0.3, dtype=torch.float32, weighting="samples", heartbeat=True)
     training = (Failing if fails else Training)(rank, recipe)
     training.step(0, 0, recipe.batches(0, 0)[0])  # FSDP makes what it makes later
     before = replaced(training)
@@ -155,7 +155,7 @@ def train_and_look(rank: int, api: str, fails: bool) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_nothing_is_left_behind(workers: Workers, api: str, fails: bool) -> None:
-    assert workers.run(2, train_and_look, api, fails) == [[], []]
+    assert workers.run(2, train_and_look, api, fails, **PATIENCE) == [[], []]
 
 
 # ------------------------------------------------------------ memory
@@ -197,7 +197,7 @@ def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_a_joined_rank_never_holds_more(workers: Workers, api: str) -> None:
     recipe = Recipe((2, 5), api=api, window=2, no_sync=True)
-    first, second = workers.run(2, measure, recipe)
+    first, second = workers.run(2, measure, recipe, **PATIENCE)
     for (active, _), (_, joined) in ((first, second), (second, first)):
         assert len(active) > 20
         for theirs, mine in zip(active, joined, strict=True):

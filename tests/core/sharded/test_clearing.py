@@ -29,7 +29,7 @@ def recipes(api: str, accumulation: str) -> dict[str, Recipe]:
     return {f"{how} {where}": recipe.but(clears=how, where=where) for how, where in product(IDIOMS, PLACES)}
 
 
-def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 120.0) -> None:
+def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 180.0) -> None:
     wanted = trained(workers, recipes, train_padded, deadline)
     found = trained(workers, recipes, deadline=deadline)
     wrong = [

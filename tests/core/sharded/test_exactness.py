@@ -54,6 +54,7 @@ SECOND = {
 FIRST = {
     "flat": Recipe((2, 5), options={"original": False}),
     "flat accumulating": Recipe((2, 5), window=2, no_sync=True, options={"original": False}),
+    "tied": Recipe((2, 5), kind="tied"),
     "gradients sharded": Recipe((5, 2), options={"strategy": "SHARD_GRAD_OP"}),
     "gradients sharded, flat": Recipe((2, 5), options={"strategy": "SHARD_GRAD_OP", "original": False}),
     "replicated": Recipe((5, 2), options={"strategy": "NO_SHARD"}),
@@ -90,16 +91,16 @@ OF_FOUR_SECOND = {
 }
 
 
-def trained(workers: Workers, recipes: dict[str, Recipe], function: Any = train, deadline: float = 120.0) -> Any:
+def trained(workers: Workers, recipes: dict[str, Recipe], function: Any = train, deadline: float = 180.0) -> Any:
     """Train by each, and return what each rank has then."""
     given = list(recipes.values())
-    outcomes = workers.outcomes(given[0].world_size, function, given, deadline=deadline)
+    outcomes = workers.outcomes(given[0].world_size, function, given, deadline=deadline, timeout=60.0)
     failed = [f"rank {rank}: {one.error}\n{one.trace[-1500:]}" for rank, one in enumerate(outcomes) if one.error]
     assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
 
 
-def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 120.0) -> float:
+def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 180.0) -> float:
     """Train by each, and return the largest difference."""
     ranks = trained(workers, recipes, deadline=deadline)
     worst, wrong = 0.0, []

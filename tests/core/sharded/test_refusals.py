@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from tests.support.sharded import Recipe
-from tests.support.sharding import Training, shard
+from tests.support.sharding import PATIENCE, Training, shard
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -80,7 +80,7 @@ def detailed(rank: int, _: str) -> None:
 )
 def test_what_is_given(workers: Workers, function: Callable[..., None], match: str, apis: tuple[str, ...]) -> None:
     for api in apis:
-        for outcome in workers.outcomes(2, function, api):
+        for outcome in workers.outcomes(2, function, api, **PATIENCE):
             assert outcome.error.startswith("UnsupportedError"), outcome
             with pytest.raises(RuntimeError, match=match):
                 raise RuntimeError(outcome.error)
@@ -167,7 +167,7 @@ def test_what_is_done_in_the_tail(workers: Workers, what: str, lengths: tuple[in
         # Joined ranks hear which gradients there are; those of the first generation have one for several parameters.
         if what in {"fsdp1": ("another norm", "full_tensor", "redistribute"), "fsdp2": ("no grad",)}[api]:
             continue
-        for outcome in workers.outcomes(2, do_wrong, api, what, lengths):
+        for outcome in workers.outcomes(2, do_wrong, api, what, lengths, **PATIENCE):
             with pytest.raises(RuntimeError, match=f"(?i)(?s){DOINGS[what]}"):
                 raise RuntimeError(f"{api}: {outcome.error}")
 
@@ -238,6 +238,6 @@ def reduce_in_backward(rank: int, api: str) -> None:
     ],
 )
 def test_other_steps(workers: Workers, function: Callable[..., None], match: str, api: str) -> None:
-    for outcome in workers.outcomes(2, function, api):
+    for outcome in workers.outcomes(2, function, api, **PATIENCE):
         with pytest.raises(RuntimeError, match=match):
             raise RuntimeError(outcome.error)

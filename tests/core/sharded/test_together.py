@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.sharded import EPOCHS, TOLERANCE, Recipe, weights
-from tests.support.sharding import LIMIT, full_state, shard
+from tests.support.sharding import LIMIT, PATIENCE, full_state, shard
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -115,7 +115,7 @@ def test_several_models(
     workers: Workers, setup: str, api: str, weighting: str, one_optimizer: bool, clip: float
 ) -> None:
     wanted = reference(weighting, clip)
-    for states in workers.run(3, train, setup, api, weighting, one_optimizer, clip):
+    for states in workers.run(3, train, setup, api, weighting, one_optimizer, clip, **PATIENCE):
         for mine, theirs in zip(states, wanted, strict=True):
             for name, value in theirs.items():
                 assert float((mine[name] - value).abs().max()) <= TOLERANCE, name

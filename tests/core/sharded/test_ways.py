@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.core.sharded.test_exactness import check
 from tests.support.sharded import Recipe, Trained, differences, reference
-from tests.support.sharding import Training, whole
+from tests.support.sharding import PATIENCE, Training, whole
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -61,7 +61,7 @@ def train_in_backward(rank: int, recipe: Recipe) -> Trained:
 )
 def test_optimizers_in_backward(workers: Workers, recipe: Recipe) -> None:
     wanted = reference(recipe)
-    for rank, mine in enumerate(workers.run(recipe.world_size, train_in_backward, recipe)):
+    for rank, mine in enumerate(workers.run(recipe.world_size, train_in_backward, recipe, **PATIENCE)):
         assert max(differences(mine, rank, wanted, recipe).values()) <= recipe.tolerance
 
 
@@ -98,7 +98,7 @@ def test_tensor_parallelism(workers: Workers) -> None:
         Recipe((0, 4), kind="of even width", weighting="active"),
         Recipe((2, 5), kind="of even width", weighting="samples", window=2, no_sync=True),
     ]
-    found = workers.run(4, train_parallel, recipes)
+    found = workers.run(4, train_parallel, recipes, **PATIENCE)
     for index, recipe in enumerate(recipes):
         wanted = reference(recipe)
         for rank in range(4):
@@ -111,7 +111,7 @@ def train_uneven_team(rank: int) -> None:
 
 
 def test_a_team_with_different_batches(workers: Workers) -> None:
-    for outcome in workers.outcomes(4, train_uneven_team):
+    for outcome in workers.outcomes(4, train_uneven_team, **PATIENCE):
         assert "compute each batch together (tensor parallelism" in outcome.error
 
 
@@ -138,5 +138,5 @@ def test_compiled_blocks(workers: Workers) -> None:
 def test_a_compiled_model(workers: Workers) -> None:
     recipe = Recipe((2, 5))
     wanted = reference(recipe)
-    for rank, mine in enumerate(workers.run(2, train_compiled, recipe)):
+    for rank, mine in enumerate(workers.run(2, train_compiled, recipe, **PATIENCE)):
         assert max(differences(mine, rank, wanted, recipe).values()) <= recipe.tolerance
