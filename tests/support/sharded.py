@@ -200,7 +200,7 @@ def reference(recipe: Recipe) -> Trained:
                 for loss in recipe.losses(net, batch, rank):
                     (counts[rank] * loss).backward()
             if recipe.options.get("unused"):  # zeros, from the first use on, where the others have no gradient
-                used |= {p for p in net.parameters() if p.grad is not None}
+                used |= {p for p in net.parameters() if p.grad is not None or recipe.kind == "partly used"}
                 for p in used:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             if recipe.ends_window(epoch, step):

@@ -217,7 +217,7 @@ class FlatParamUnit:
         """The gradient that the next backward accumulates into: of the shard, or the whole one without a sync."""
         handle, flat = self._handle, self._handle.flat_param
         handle._reset_flat_param_grad_info_if_needed()
-        is_sharded = flat.grad is None or flat.grad.size() == flat.size()
+        is_sharded = handle.uses_sharded_strategy and (flat.grad is None or flat.grad.size() == flat.size())
         if handle._use_orig_params and is_sharded and not hasattr(flat, "_saved_grad_shard"):
             # FSDP takes over what somebody has put in the place of its views before the next gather: too late to tell.
             handle._writeback_orig_params()
@@ -234,6 +234,11 @@ class FlatParamUnit:
             flat.grad = gradient
             if handle._use_orig_params:
                 handle._use_sharded_grad_views()
+
+    @property
+    def is_replicated(self) -> bool:
+        """See `Unit`."""
+        return not self._handle.uses_sharded_strategy
 
     @property
     def is_bypassed(self) -> bool:

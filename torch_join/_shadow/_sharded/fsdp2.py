@@ -68,6 +68,11 @@ class ParamGroupUnit:
         return size
 
     @property
+    def is_replicated(self) -> bool:
+        """See `Unit`."""
+        return False
+
+    @property
     def is_bypassed(self) -> bool:
         """See `Unit`."""
         return False
