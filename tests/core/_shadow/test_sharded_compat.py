@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -248,23 +248,26 @@ def test_torch_join_does_not_import_fsdp() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
-def imports_of_sharded(source: str) -> list[str]:
-    """Return what a file imports of the sharded path."""
+def imports_of_sharded(nodes: Iterable[ast.AST]) -> list[str]:
+    """Return what is imported of the sharded path."""
     names = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-    return [name for name in names if "._sharded" in name]
+    return [name for name in names if "._sharded" in name or name.startswith("torch_join.sharded_")]
 
 
-def test_only_one_file_imports_the_sharded_path() -> None:
-    found = {}
+def test_who_imports_the_sharded_path() -> None:
+    found = set()
     for path in (ROOT / "torch_join").rglob("*.py"):
-        if path.parent.name != "_sharded" and (names := imports_of_sharded(path.read_text())):
-            found[path.relative_to(ROOT).as_posix()] = names
-    assert found == {"torch_join/joinables/parts.py": ["torch_join.joinables._sharded.make.make_sharded_parts"]}
-    # In a function: so the module itself needs nothing of it.
-    body = ast.parse((ROOT / "torch_join" / "joinables" / "parts.py").read_text()).body
-    assert all("._sharded" not in ast.unparse(node) for node in body if isinstance(node, (ast.Import, ast.ImportFrom)))
+        tree = ast.parse(path.read_text())
+        name = path.relative_to(ROOT / "torch_join").as_posix()
+        if path.parent.name == "_sharded" or name == "sharded_lockstep.py":  # the path itself
+            continue
+        assert imports_of_sharded(tree.body) == [], f"{name} imports it before somebody has a sharded model"
+        if imports_of_sharded(ast.walk(tree)):
+            found.add(name)
+    assert found <= {"joinables/parts.py", "integration.py"}
+    assert "joinables/parts.py" in found

@@ -68,8 +68,8 @@ def test_optimizers_in_backward(workers: Workers, recipe: Recipe) -> None:
 class Parallel(Training):
     """Two teams of two ranks, each of which computes its batches together."""
 
-    def __init__(self, rank: int, recipe: Recipe, uneven_team: bool = False) -> None:
-        self.rank, self.recipe = rank, recipe
+    def __init__(self, rank: int, recipe: Recipe) -> None:
+        self.rank, self.recipe = rank // 2, recipe
         mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         model = recipe.model()
         for block in model.blocks:
@@ -80,8 +80,6 @@ class Parallel(Training):
         self.optimizer = torch.optim.AdamW(trained, lr=0.02, foreach=False)
         self.scheduler = self.scaler = None
         self.norms, self.losses = {}, {}
-        if not uneven_team:
-            self.rank = rank // 2
 
     def trained(self) -> Trained:
         state = {name: whole(value) for name, value in self.model.state_dict().items()}
@@ -107,7 +105,7 @@ def test_tensor_parallelism(workers: Workers) -> None:
 
 
 def train_uneven_team(rank: int) -> None:
-    Parallel(rank, Recipe((5, 4, 5, 5), kind="of even width"), uneven_team=True).run()
+    Parallel(rank, Recipe((4 if rank == 1 else 5, 5), kind="of even width")).run()
 
 
 def test_a_team_with_different_batches(workers: Workers) -> None:
