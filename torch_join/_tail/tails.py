@@ -167,6 +167,8 @@ class Tails:
     def check_backward(self, group: list[int], is_ddps: bool) -> None:
         """Raise for a collective in backward that would be wrong or wait for ever."""
         members = self.server.members
+        if any({*group} <= {*team} for part in self.server.parts for team in part.teams):
+            return  # of tensor parallelism: all of them have the same batch, or none
         if not is_ddps and members.weighting == "samples" and not members.announces:
             raise UnsupportedError(
                 "A collective in backward (of a loss over all ranks' outputs, for example) under weighting='samples':"

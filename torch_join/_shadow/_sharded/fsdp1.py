@@ -215,15 +215,48 @@ class FlatParamUnit:
     @property
     def grad(self) -> Tensor | None:
         """The gradient that the next backward accumulates into: of the shard, or the whole one without a sync."""
-        self._handle._reset_flat_param_grad_info_if_needed()
-        gradient: Tensor | None = self._handle.flat_param.grad
+        handle, flat = self._handle, self._handle.flat_param
+        handle._reset_flat_param_grad_info_if_needed()
+        is_sharded = handle.uses_sharded_strategy and (flat.grad is None or flat.grad.size() == flat.size())
+        if handle._use_orig_params and is_sharded and not hasattr(flat, "_saved_grad_shard"):
+            # FSDP takes over what somebody has put in the place of its views before the next gather: too late to tell.
+            handle._writeback_orig_params()
+        gradient: Tensor | None = flat.grad
         return gradient
 
     @grad.setter
-    def grad(self, gradient: None) -> None:
-        flat = self._handle.flat_param
-        for tensor in (flat, *(flat._params or ())):
-            tensor.grad = gradient
+    def grad(self, gradient: Tensor | None) -> None:
+        handle, flat = self._handle, self._handle.flat_param
+        if gradient is None:
+            for tensor in (flat, *(flat._params or ())):
+                tensor.grad = None
+        elif not (handle.uses_sharded_strategy and self._is_whole):  # else the next reduction makes one
+            flat.grad = gradient
+            if handle._use_orig_params:
+                handle._use_sharded_grad_views()
+
+    @property
+    def is_replicated(self) -> bool:
+        """See `Unit`."""
+        return not self._handle.uses_sharded_strategy
+
+    @property
+    def is_bypassed(self) -> bool:
+        """See `Unit`: the optimizer steps by the original parameters' gradients, which were views of the flat one."""
+        handle, flat = self._handle, self._handle.flat_param
+        if not handle._use_orig_params or (gradient := self.grad) is None:
+            return False
+        here = gradient.untyped_storage().data_ptr()
+        views = zip(flat._params, flat._shard_param_infos, flat._is_grad_none_mask, strict=True)
+        return any(
+            p.grad is None or p.grad.untyped_storage().data_ptr() != here
+            for p, info, has_none in views
+            if p.requires_grad and info.in_shard and not has_none
+        )
+
+    def zeros(self) -> Tensor:
+        """Return a gradient of the shard."""
+        return torch.zeros_like(self._handle.flat_param._local_shard)
 
     @property
     def shape(self) -> torch.Size:

@@ -68,6 +68,16 @@ class ParamGroupUnit:
         return size
 
     @property
+    def is_replicated(self) -> bool:
+        """See `Unit`."""
+        return False
+
+    @property
+    def is_bypassed(self) -> bool:
+        """See `Unit`."""
+        return False
+
+    @property
     def bytes_unsharded(self) -> int:
         """See `Unit`."""
         outputs = [output for p in self._group.fsdp_params for output in p.all_gather_outputs]

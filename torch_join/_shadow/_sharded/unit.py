@@ -86,6 +86,14 @@ class Unit(Protocol):
         """Over how many ranks gradients are averaged."""
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether each rank holds all of it, so that FSDP does not look what is in the place of its gradients."""
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether somebody has put other gradients in the place of those that this unit knows."""
+
+    @property
     def bytes_unsharded(self) -> int:
         """How many bytes of whole parameters this rank holds now."""
 

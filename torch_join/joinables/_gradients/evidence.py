@@ -31,7 +31,7 @@ class Gradients:
     """The gradients of a model's parameters on one rank.
 
     Args:
-        parameters: The parameters, or whatever else has a `grad` and a `shape`.
+        parameters: The parameters, or what has one gradient for several `parameters`.
         clears: The calls of `zero_grad` of the optimizers that may step them, and of models.
         views: Whether gradients share memory with others, so that a version tells of these too.
         sparse: The `id` of each parameter whose gradients are sparse.
@@ -124,8 +124,9 @@ class Gradients:
         decided = []
         for parameter, state in zip(self.parameters, found, strict=True):
             verdict = state.verdict
-            if verdict == UNKNOWN and id(parameter) in called:
-                verdict = CLEARED if called[id(parameter)] else KEPT
+            calls_of = [called[id(p)] for p in _parameters(parameter) if id(p) in called]
+            if verdict == UNKNOWN and calls_of:
+                verdict = CLEARED if any(calls_of) else KEPT
             elif verdict == UNKNOWN and (kept or cleared):
                 # What is zero was there when others were cleared. What is not there may be part of an accumulation.
                 verdict = (CLEARED if cleared else KEPT) if state.content == ZERO else KEPT if kept else CLEARED
@@ -182,7 +183,7 @@ class Gradients:
             elif id(parameter) in self._sparse:
                 parameter.grad = empty_sparse(parameter)
             else:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = _zeros(parameter)
 
     def differing(self, states: Sequence[State], accumulates: bool) -> list[int]:
         """Return which averages, that an active rank has kept, are others than this rank's: changed without a trace.
@@ -227,6 +228,14 @@ class Gradients:
             " zero_grad() of a given optimizer. Give Join the optimizer and call its zero_grad() at the begin of each"
             " accumulation, or run a backward in each of its steps."
         )
+
+
+def _zeros(holder: Any) -> Tensor:
+    return torch.zeros_like(holder) if isinstance(holder, Tensor) else holder.zeros()
+
+
+def _parameters(holder: Any) -> Sequence[Tensor]:
+    return [holder] if isinstance(holder, Tensor) else holder.parameters
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -71,7 +71,7 @@ class ClippingPart(Part):
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        which = _places(given, self._parameters)
+        which = _places([p for p in given if p.grad is not None], self._parameters)
         if not which or self._is_even():
             self._own_scale(given, max_norm, total_norm, foreach)
             return

@@ -77,6 +77,11 @@ class Following:
         finally:
             self.reduces = False
 
+    @property
+    def teams(self) -> list[list[int]]:
+        """See `Part`."""
+        return [[self._part.members.global_ranks[rank] for rank in team] for team in self._teams]
+
     def check_teams(self) -> None:
         """Raise if one rank of those that hold parts of one replica has joined and another has not.
 

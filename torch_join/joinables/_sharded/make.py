@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from torch_join._base.errors import UnsupportedError
 from torch_join.joinables._gradients.clears import innermost_optimizer
@@ -22,7 +23,8 @@ def make_sharded_parts(driver: Driver, joinables: Sequence[Any]) -> list[Part]:
     Raises:
         UnsupportedError: Something sharded is among them that nobody could follow.
     """
-    found = [thing for thing in joinables if isinstance(thing, nn.Module) and is_sharded_model(thing)]
+    _refuse_copies(joinables)
+    found = [thing for thing in joinables if is_sharded_model(thing)]
     models = [ShardedModelPart(driver, index, model) for index, model in enumerate(found)]
     parts: list[Part] = [*models]
     optimizers = []
@@ -37,11 +39,16 @@ def make_sharded_parts(driver: Driver, joinables: Sequence[Any]) -> list[Part]:
             parts.append(ShardedStepPart(driver, len(parts), optimizer, models))
         elif isinstance(thing, torch.amp.GradScaler) and models:
             parts.append(ShardedScalerPart(driver, len(parts), thing, optimizers, models))
-        elif isinstance(thing, nn.Module) and holds_shards(thing) and not is_sharded_model(thing):
-            raise UnsupportedError(
-                f"{type(thing).__name__} holds sharded parameters and is not sharded itself (an AveragedModel, for"
-                " example): ranks that have joined would not update their part of it. Leave it out, and update it after"
-                " the loop, on all ranks."
-            )
     parts += clipping_parts(driver, len(parts), models)
     return parts
+
+
+def _refuse_copies(joinables: Sequence[Any]) -> None:
+    for thing in joinables:
+        is_copy = isinstance(thing, AveragedModel) or not is_sharded_model(thing)
+        if isinstance(thing, nn.Module) and holds_shards(thing) and is_copy:
+            raise UnsupportedError(
+                f"{type(thing).__name__} holds sharded parameters that are not trained themselves (of an AveragedModel,"
+                " for example): ranks that have joined would not update their part of it. Leave it out, and update it"
+                " after the loop, on all ranks."
+            )

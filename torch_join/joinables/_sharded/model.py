@@ -5,14 +5,16 @@ what has become of the gradients since the last one: FSDP adds to what there is.
 (clipping) has a part of its own; where a change shows that none announces, all ranks end with an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
 
 from torch_join._base import compat as _compat
+from torch_join._base.errors import JoinError
 from torch_join._base.samples import count_samples
 from torch_join._shadow._sharded import compat as _compat_sharded
+from torch_join._shadow._sharded.unit import Unit
 from torch_join._shadow._sharded.units import is_first_generation
 from torch_join.joinables._gradients.evidence import Gradients, holds_something
 from torch_join.joinables._gradients.leftovers import raise_if_lost
@@ -36,6 +38,7 @@ class ShardedModelPart(Part):
         super().__init__(driver, index)
         self.model = model
         self.following = Following(self, model, self._before_backward)
+        self.teams = self.following.teams
         self.forwards = self.synced = 0
         self.deferred = 0  # a sharded forward always issues collectives
         self.accumulates = False
@@ -123,6 +126,7 @@ class ShardedModelPart(Part):
         if in_tail or not self.driver.in_loop:
             self._remember_after_backward()
         if in_tail:
+            self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
             states = self.gradients.states()
             self.gradients.raise_if_changed(states, self.members.joined_ranks)
             self._others.leave(common_verdict(state.verdict for state in states), averages=syncs)
@@ -150,9 +154,20 @@ class ShardedModelPart(Part):
             JoinError: They, or the parameters, were changed in a way that joined ranks do not know of.
         """
         self.contents.check(self.members.joined_ranks)
+        self._raise_if_bypassed(self.following.units)
         states = self.gradients.states()
         self.gradients.raise_if_changed(states, self.members.joined_ranks)
         return runs_of(states)
+
+    def _raise_if_bypassed(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.is_bypassed:
+                raise JoinError(
+                    f"A gradient of {unit.name or 'the root module'} was changed by hand: another tensor, or None, is"
+                    " in the place of the one that FullyShardedDataParallel has put there, while ranks"
+                    f" {list(self.members.joined_ranks)} have joined: they cannot know of it. Change none there, or all"
+                    " of them by zero_grad()."
+                )
 
     def _scale(self) -> None:
         self._scales = [unit.scale(lambda: self._factor) for unit in self.following.units]
@@ -190,6 +205,7 @@ class ShardedModelPart(Part):
 
     def closing_message(self) -> Runs:
         self.contents.check(self.members.joined_ranks)
+        self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
         return runs_of(self.gradients.states())
 
     def close(self, message: Runs, source: int) -> None:

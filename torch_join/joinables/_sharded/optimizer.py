@@ -27,7 +27,7 @@ class ShardedStepPart(Part):
         models: The parts of all sharded models.
 
     Raises:
-        UnsupportedError: Other parameters are among its own.
+        UnsupportedError: Other parameters are among its own; or it is LBFGS.
     """
 
     kinds: ClassVar[dict[str, Any]] = {"step": tuple[Options, list[Runs]], "options": Options}
@@ -36,6 +36,11 @@ class ShardedStepPart(Part):
     def __init__(self, driver: Driver, index: int, optimizer: Any, models: Sequence[ShardedModelPart]) -> None:
         super().__init__(driver, index)
         self.optimizer = optimizer
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS of sharded parameters: it runs its closure as often as values of its own tell it to, which ranks"
+                " that have joined do not know. Use an optimizer that runs it once."
+            )
         owned = {id(p): model for model in models for unit in model.following.units for p in unit.registered}
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         other = [p for p in mine if p.requires_grad and id(p) not in owned]

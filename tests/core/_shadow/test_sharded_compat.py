@@ -1,0 +1,273 @@
+"""What following a sharded model relies on in torch, what it leaves behind, and who imports it."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp import _runtime_utils
+from torch.nn.utils import clip_grad
+
+from tests.support.sharded import Recipe
+from tests.support.sharding import PATIENCE, Training
+from tests.support.workers import Workers
+from torch_join.joinables._sharded.following import Following
+
+ROOT = Path(__file__).parents[3]
+SHADOWS = ROOT / "torch_join" / "_shadow" / "_sharded"
+# The names that `torch_join/_shadow/_sharded/` uses, by what has them.
+STATE = ["_fsdp_param_groups", "_lazy_init"]
+GROUP = [
+    *("mesh_info", "is_sharded", "is_unsharded", "fsdp_params", "reduce_grads", "all_reduce_grads", "comm_ctx"),
+    *("reshard_after_backward", "reduce_scatter_unused_params", "_all_gather_comm", "_to_sharded", "pre_backward"),
+    *("_to_sharded_post_forward", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh", "unshard"),
+    *("post_backward", "wait_for_unshard", "use_training_state", "finalize_backward", "device_handle"),
+]
+CONTEXT = ["device_handle", "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_states"]
+PARAM = ["sharded_param", "_unsharded_param", "all_gather_outputs", "unsharded_accumulated_grad"]
+WRAPPER = [
+    *("_handle", "_sync_gradients", "_is_root", "_device_handle", "_post_backward_stream", "_all_reduce_stream"),
+    *("cpu_offload", "training_state"),
+]
+HANDLE = [
+    *("_all_gather_flat_param", "reshard", "prepare_gradient_for_backward", "prepare_gradient_for_optim"),
+    *("needs_unshard", "uses_sharded_strategy", "_training_state", "_use_orig_params", "_skip_writeback_check"),
+    *("_writeback_orig_params", "_offload_params", "_has_optim_in_backward", "_reset_flat_param_grad_info_if_needed"),
+    "_use_sharded_grad_views",
+    *("_sharding_strategy", "process_group", "world_size", "device", "flat_param"),
+]
+FLAT = [
+    *("_params", "_shared_params", "_full_param_padded", "_local_shard", "_unpadded_unsharded_size"),
+    *("_shard_param_infos", "_is_grad_none_mask"),
+]
+RUNTIME = ["_lazy_init", "_reduce_grad", "_reduce_grad_no_shard", "_unshard", "_reshard", "_should_free_in_backward"]
+CLIPPING = ["_get_total_norm", "_clip_grads_with_norm_"]
+# What is there at times only, of a mesh or a tensor, or set.
+OTHERS = [
+    "_cpu_grad",
+    "_saved_grad_shard",
+    "_inter_node_pg",
+    "_post_backward_called",
+    "_local_tensor",
+    "_get_fsdp_state",
+]
+
+
+def lacking(rank: int) -> list[str]:
+    second, first = Training(rank, Recipe()), Training(rank, Recipe(api="fsdp1"))
+    for training in (second, first):
+        training.step(0, 0, Recipe().batches(0, 0)[0])
+    state = second.model._get_fsdp_state()
+    group = state._fsdp_param_groups[0]
+    wrapper = first.model
+    table = [
+        *((state, name) for name in STATE),
+        *((group, name) for name in GROUP),
+        *((group.comm_ctx, name) for name in CONTEXT),
+        *((group.fsdp_params[0], name) for name in PARAM),
+        *((wrapper, name) for name in WRAPPER),
+        *((wrapper._handle, name) for name in HANDLE),
+        *((wrapper._handle.flat_param, name) for name in FLAT),
+    ]
+    return [f"{type(thing).__name__}.{name}" for thing, name in table if not hasattr(thing, name)]
+
+
+def test_private_names_are_there(workers: Workers) -> None:
+    assert workers.run(2, lacking, **PATIENCE) == [[], []]
+    assert [name for name in RUNTIME if not hasattr(_runtime_utils, name)] == []
+    assert [name for name in CLIPPING if not hasattr(clip_grad, name)] == []
+
+
+def private_names(source: str) -> set[str]:
+    """Return the private names of other objects than `self`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    }
+
+
+def test_all_private_names_are_in_the_table() -> None:
+    known = {*STATE, *GROUP, *CONTEXT, *PARAM, *WRAPPER, *HANDLE, *FLAT, *RUNTIME, *CLIPPING, *OTHERS}
+    for path in SHADOWS.glob("*.py"):
+        assert private_names(path.read_text()) - known == set(), path
+    assert private_names("handle._new, self._own") == {"_new"}
+
+
+# ------------------------------------------------------------ what is left behind
+
+
+class UserError(Exception):
+    pass
+
+
+class Failing(Training):
+    def update(self, epoch: int, step: int) -> None:
+        if step == 3:
+            raise UserError("in the tail")
+        super().update(epoch, step)
+
+
+def replaced(training: Training) -> list[Any]:
+    """Return what following a model replaces: by identity, but for the names of attributes."""
+    found: list[Any] = [getattr(clip_grad, name) for name in CLIPPING]
+    found += [getattr(_runtime_utils, name) for name in RUNTIME]
+    for module in training.model.modules():
+        found.append(len(module._forward_pre_hooks))
+        found.append("clip_grad_norm_" in vars(module))
+        if hasattr(module, "_get_fsdp_state"):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                found.append(group._all_gather_comm)
+                found += [name in vars(group) for name in GROUP]
+        if (handle := getattr(module, "_handle", None)) is not None:
+            found += [name in vars(handle) for name in HANDLE]
+            found.append(len(handle.flat_param._backward_hooks or ()))
+    if training.scaler is not None:
+        found += [name in vars(training.scaler) for name in ("unscale_", "update")]
+    found += ["zero_grad" in vars(training.optimizer), len(training.optimizer._optimizer_step_pre_hooks)]
+    found += [len(training.optimizer._optimizer_step_post_hooks)]
+    return found
+
+
+def train_and_look(rank: int, api: str, fails: bool) -> list[tuple[Any, Any]]:
+    recipe = Recipe((2, 5), api=api, scaled=1024.0, clip=0.3, dtype=torch.float32, weighting="samples", heartbeat=True)
+    training = (Failing if fails else Training)(rank, recipe)
+    training.step(0, 0, recipe.batches(0, 0)[0])  # FSDP makes what it makes later
+    before = replaced(training)
+    try:
+        training.run()
+    except Exception as error:
+        if "UserError" not in repr(error) + str(error):
+            raise
+    after = replaced(training)
+    return [(str(b), str(a)) for b, a in zip(before, after, strict=True) if b is not a and b != a]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_nothing_is_left_behind(workers: Workers, api: str, fails: bool) -> None:
+    assert workers.run(2, train_and_look, api, fails, **PATIENCE) == [[], []]
+
+
+# ------------------------------------------------------------ memory
+
+Bytes = list[list[Any]]  # a record's kind and unit, and the bytes that are then held of the unit, and of all
+
+
+def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
+    """Return what this rank holds after each record, or until the next, where it is active and where it has joined."""
+    active: Bytes = []
+    joined: Bytes = []
+    around, answer = Following.around, Following.answer
+
+    def look(following: Any, where: Bytes) -> None:
+        held = [each.bytes_unsharded for each in following.units]
+        where[-1][2:] = max(where[-1][2], held[where[-1][1]]), max(where[-1][3], sum(held))
+
+    @contextmanager
+    def watched_around(self: Any, unit: int, kind: str, payload: Any) -> Iterator[None]:
+        announces = not self._part.members.serves and self._part.server.in_tail
+        if announces and active:
+            look(self, active)  # what was gathered in the background is there by now
+        with around(self, unit, kind, payload):
+            yield
+        if announces:
+            active.append([kind, unit, 0, 0])
+            look(self, active)
+
+    def watched_answer(self: Any, kind: str, payload: Any) -> None:
+        answer(self, kind, payload)
+        joined.append([kind, payload[0], 0, 0])
+        look(self, joined)
+
+    with mock.patch.object(Following, "around", watched_around), mock.patch.object(Following, "answer", watched_answer):
+        Training(rank, recipe).run()
+    return active, joined
+
+
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_a_joined_rank_never_holds_more(workers: Workers, api: str) -> None:
+    recipe = Recipe((2, 5), api=api, window=2, no_sync=True)
+    first, second = workers.run(2, measure, recipe, **PATIENCE)
+    for (active, _), (_, joined) in ((first, second), (second, first)):
+        assert len(active) > 20
+        for theirs, mine in zip(active, joined, strict=True):
+            assert mine[:2] == theirs[:2]
+            assert mine[2] <= theirs[2], mine
+            assert mine[3] <= theirs[3], mine
+        assert max(each[3] for each in joined) < max(each[3] for each in active)
+
+
+# ------------------------------------------------------------ imports
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import torch_join
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch_join.Join([model, optimizer]) as join:
+    for x in join.batches([torch.ones(1, 2)] * 2):
+        model(x).sum().backward()
+        optimizer.step()
+{more}
+print([name for name in sys.modules if name.startswith("torch_join") and "._sharded" in name])
+"""
+
+
+def imported(more: str = "") -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(more=more)], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_program_with_replicas_imports_nothing_of_it() -> None:
+    assert imported() == "[]"
+
+
+def test_the_test_above_can_fail() -> None:
+    assert "_sharded" in imported("import torch_join.joinables._sharded.make")
+
+
+def test_torch_join_does_not_import_fsdp() -> None:
+    # torch does it when it makes an optimizer: it imports dynamo, which does.
+    code = "import sys, torch_join; print('torch.distributed.fsdp' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def imports_of_sharded(nodes: Iterable[ast.AST]) -> list[str]:
+    """Return what is imported of the sharded path."""
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return [name for name in names if "._sharded" in name or name.startswith("torch_join.sharded_")]
+
+
+def test_who_imports_the_sharded_path() -> None:
+    found = set()
+    for path in (ROOT / "torch_join").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        name = path.relative_to(ROOT / "torch_join").as_posix()
+        if path.parent.name == "_sharded" or name == "sharded_lockstep.py":  # the path itself
+            continue
+        assert imports_of_sharded(tree.body) == [], f"{name} imports it before somebody has a sharded model"
+        if imports_of_sharded(ast.walk(tree)):
+            found.add(name)
+    assert found <= {"joinables/parts.py", "integration.py"}
+    assert "joinables/parts.py" in found

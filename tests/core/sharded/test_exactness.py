@@ -1,0 +1,153 @@
+"""Sharded models in plain loops against one process on the union of the batches, in float64."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.sharded import Recipe, differences, reference
+from tests.support.sharding import train
+from tests.support.workers import Workers
+
+BOTH = {
+    "one epoch's rest": Recipe((5, 2)),
+    "no batch": Recipe((0, 4)),
+    "SGD": Recipe((5, 2), optimizer="sgd", scheduled=True),
+    "active": Recipe((2, 5), weighting="active", scheduled=True),
+    "samples": Recipe((2, 5), weighting="samples", scheduled=True),
+    "skipping": Recipe((2, 5), kind="skipping"),
+    "either": Recipe((5, 2), kind="either"),
+    "repeating": Recipe((2, 5), kind="repeating"),
+    "checkpointed": Recipe((5, 2), kind="checkpointed"),
+    "frozen": Recipe((2, 5), kind="frozen"),
+    "unused": Recipe((2, 5), kind="unused", optimizer="sgd"),
+    "plain": Recipe((2, 5), loop="plain"),
+    "plain samples": Recipe((2, 5), loop="plain", weighting="samples"),
+    "heartbeat": Recipe((2, 5), heartbeat=True, weighting="samples"),
+    "heartbeat accumulating": Recipe((2, 5), heartbeat=True, window=2, no_sync=True),
+    "iterable": Recipe((5, 3), loop="iterable"),
+    "break": Recipe((5, 2), stops=4, heartbeat=True),
+    "two forwards": Recipe((2, 5), forwards=2),
+    "two backwards": Recipe((2, 5), doubled=True),
+    "evaluates": Recipe((2, 5), evaluates="same with"),
+    "evaluates apart": Recipe((0, 5), evaluates="another with"),
+    "masked": Recipe((2, 5), masked=1),
+    "cut": Recipe((5, 3), window=2, cut=True),
+    "between": Recipe((2, 5), where="between"),
+}
+SECOND = {
+    "clip": Recipe((2, 5), clip=0.3, optimizer="sgd"),
+    "clip samples": Recipe((5, 2), clip=0.3, weighting="samples", window=2),
+    "tied": Recipe((2, 5), kind="tied"),
+    "partly frozen": Recipe((2, 5), kind="partly frozen"),
+    "reshard": Recipe((5, 2), options={"reshard": True}),
+    "stays whole": Recipe((5, 2), options={"reshard": False}),
+    "offload": Recipe((5, 2), options={"offload": True}),
+    "prefetch": Recipe((2, 5), options={"prefetch": True}),
+    "partly used": Recipe((2, 5), kind="partly used", optimizer="sgd"),
+    "partly used accumulating": Recipe((2, 5), kind="partly used", window=3, no_sync=True),
+    "zeros for partly used": Recipe((5, 2), kind="partly used", optimizer="sgd", options={"unused": True}),
+    "zeros for unused": Recipe((2, 5), kind="unused", optimizer="sgd", options={"unused": True}),
+    "stays whole in backward": Recipe((2, 5), window=3, no_sync=True, options={"reshard backward": False}),
+    "stays whole in backward, synced": Recipe((2, 5), window=3, options={"reshard backward": False}),
+    "reentrant": Recipe((2, 5), kind="checkpointed reentrant"),
+}
+FIRST = {
+    "flat": Recipe((2, 5), options={"original": False}),
+    "flat accumulating": Recipe((2, 5), window=2, no_sync=True, options={"original": False}),
+    "tied": Recipe((2, 5), kind="tied"),
+    "gradients sharded": Recipe((5, 2), options={"strategy": "SHARD_GRAD_OP"}),
+    "gradients sharded, flat": Recipe((2, 5), options={"strategy": "SHARD_GRAD_OP", "original": False}),
+    "replicated": Recipe((5, 2), options={"strategy": "NO_SHARD"}),
+    "replicated, flat": Recipe((2, 5), options={"strategy": "NO_SHARD", "original": False}),
+    "replicated accumulating": Recipe((2, 5), window=2, no_sync=True, options={"strategy": "NO_SHARD"}),
+    "prefetch": Recipe((2, 5), options={"prefetch": "BACKWARD_POST"}),
+    "prefetch early": Recipe((5, 2), options={"prefetch": "BACKWARD_PRE"}),
+    "no prefetch": Recipe((5, 2), options={"prefetch": None}),
+    "masked": Recipe((5, 2), masked=0, window=2, no_sync=True, options={"strategy": "SHARD_GRAD_OP"}),
+}
+OF_THREE = {
+    "accumulating": Recipe((4, 7, 0), window=3),
+    "no sync": Recipe((4, 7, 0), window=3, no_sync=True),
+    "no sync active": Recipe((0, 4, 7), window=3, no_sync=True, weighting="active"),
+    "no sync samples": Recipe((7, 0, 4), window=3, no_sync=True, weighting="samples", optimizer="sgd"),
+    "no sync masked": Recipe((4, 7, 0), window=3, no_sync=True, masked=1),
+    "evaluates": Recipe((5, 2, 4), evaluates="same with", weighting="samples"),
+    "heartbeat": Recipe((5, 0, 4), heartbeat=True, loop="iterable"),
+    "no sync in plain": Recipe((5, 0, 4), loop="plain", window=2, no_sync=True),
+}
+# torch's own FSDP1 raises an assertion, where a module that has accumulated is not used in the step that syncs.
+OF_THREE_SECOND = {
+    "skipping": Recipe((5, 2, 4), kind="skipping", window=2, no_sync=True),
+}
+OF_FOUR = {
+    "replicas": Recipe((2, 5, 0, 4), options={"mesh": (2, 2)}),
+    "replicas no sync": Recipe((2, 5, 0, 4), options={"mesh": (2, 2)}, window=2, no_sync=True, weighting="samples"),
+    "four": Recipe((2, 5, 0, 4), kind="either"),
+}
+OF_FOUR_SECOND = {
+    "less all-reduces": Recipe((2, 5, 0, 4), options={"mesh": (2, 2)}, window=3, no_all_reduce=True, optimizer="sgd"),
+    "over fewer": Recipe((2, 5, 0, 4), options={"reshard": 2}),
+    "replicas clip": Recipe((2, 5, 0, 4), options={"mesh": (2, 2)}, clip=0.3, weighting="active"),
+}
+
+
+def trained(workers: Workers, recipes: dict[str, Recipe], function: Any = train, deadline: float = 180.0) -> Any:
+    """Train by each, and return what each rank has then."""
+    given = list(recipes.values())
+    outcomes = workers.outcomes(given[0].world_size, function, given, deadline=deadline, timeout=60.0)
+    failed = [f"rank {rank}: {one.error}\n{one.trace[-1500:]}" for rank, one in enumerate(outcomes) if one.error]
+    assert not failed, "\n".join(failed)
+    return [outcome.value for outcome in outcomes]
+
+
+def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 180.0) -> float:
+    """Train by each, and return the largest difference."""
+    ranks = trained(workers, recipes, deadline=deadline)
+    worst, wrong = 0.0, []
+    for index, (name, recipe) in enumerate(recipes.items()):
+        wanted = reference(recipe)
+        for rank, mine in enumerate(ranks):
+            found = differences(mine[index], rank, wanted, recipe)
+            worst = max(worst, *found.values())
+            if off := {what: value for what, value in found.items() if not value <= recipe.tolerance}:
+                wrong.append(f"{name}, rank {rank}: {len(off)} things are off, such as {off.popitem()}")
+    assert not wrong, "\n".join(wrong)
+    return worst
+
+
+def in_first(recipes: dict[str, Recipe]) -> dict[str, Recipe]:
+    return {name: recipe.but(api="fsdp1") for name, recipe in recipes.items()}
+
+
+def test_second_generation(workers: Workers) -> None:
+    check(workers, BOTH)
+
+
+def test_features_of_the_second(workers: Workers) -> None:
+    check(workers, SECOND)
+
+
+def test_first_generation(workers: Workers) -> None:
+    check(workers, in_first(BOTH))
+
+
+def test_features_of_the_first(workers: Workers) -> None:
+    check(workers, in_first(FIRST))
+
+
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_three_ranks(workers: Workers, api: str) -> None:
+    recipes = {**OF_THREE, **OF_THREE_SECOND} if api == "fsdp2" else OF_THREE
+    check(workers, {name: recipe.but(api=api) for name, recipe in recipes.items()})
+
+
+def test_four_ranks(workers: Workers) -> None:
+    check(workers, {**OF_FOUR, **OF_FOUR_SECOND})
+
+
+def test_four_ranks_in_the_first(workers: Workers) -> None:
+    hybrid = {
+        name: recipe.but(options={**recipe.options, "strategy": "HYBRID_SHARD"}) if recipe.options else recipe
+        for name, recipe in OF_FOUR.items()
+    }
+    check(workers, in_first(hybrid))

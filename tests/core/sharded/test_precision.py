@@ -1,0 +1,63 @@
+"""Sharded models in lower precision, against FSDP itself on ranks that are padded with batches that count nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.sharded import Recipe, differences, reference
+from tests.support.sharding import PATIENCE, train, train_padded
+from tests.support.workers import Workers
+
+LOW, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
+SECOND: list[dict[str, Any]] = [
+    {"param_dtype": LOW, "reduce_dtype": FULL},
+    {"param_dtype": LOW, "reduce_dtype": LOW},
+    {"param_dtype": LOW},
+    {"reduce_dtype": HALF},
+]
+FIRST: list[dict[str, Any]] = [
+    {"param_dtype": LOW, "reduce_dtype": FULL},
+    {"param_dtype": LOW, "reduce_dtype": LOW},
+    {"param_dtype": LOW},
+    {"reduce_dtype": LOW},
+]
+
+
+def check_bits(workers: Workers, recipes: list[Recipe]) -> None:
+    wanted = workers.run(3, train_padded, recipes, **PATIENCE)
+    found = workers.run(3, train, recipes, **PATIENCE)
+    for rank in range(3):
+        for recipe, theirs, mine in zip(recipes, wanted[rank], found[rank], strict=True):
+            for name, value in theirs.state.items():
+                assert torch.equal(mine.state[name], value), (recipe, name)
+            assert max(float(value.abs().max()) for value in theirs.state.values()) < 10
+
+
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_mixed_precision_is_the_same_bit_for_bit(workers: Workers, api: str) -> None:
+    recipe = Recipe((4, 7, 0), api=api, dtype=FULL)
+    policies = [{"precision": policy} for policy in (SECOND if api == "fsdp2" else FIRST)]
+    synced = [recipe.but(options=options) for options in policies]
+    check_bits(workers, synced + [recipe.but(options=options, window=3, no_sync=True) for options in policies])
+
+
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_steps_that_a_scaler_skips(workers: Workers, api: str) -> None:
+    recipe = Recipe((4, 7, 0), api=api, dtype=FULL, scaled=2.0**127, optimizer="sgd")  # infinite here and there
+    check_bits(workers, [recipe, recipe.but(clip=0.3), recipe.but(window=3, no_sync=True)])
+
+
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_scaler_and_clipping_in_float32(workers: Workers, api: str) -> None:
+    recipes = [
+        Recipe((2, 5), api=api, dtype=FULL, scaled=4096.0, optimizer="sgd"),
+        Recipe((5, 2), api=api, dtype=FULL, clip=0.3, optimizer="sgd"),  # FSDP1 clips no float64
+        Recipe((0, 4), api=api, dtype=FULL, scaled=4096.0, clip=0.3, optimizer="sgd", window=2),
+    ]
+    outcomes = workers.run(2, train, recipes, **PATIENCE)
+    for index, recipe in enumerate(recipes):
+        wanted = reference(recipe)
+        for rank in range(2):
+            found = differences(outcomes[rank][index], rank, wanted, recipe)
+            assert max(found.values()) < recipe.tolerance, (recipe, found)

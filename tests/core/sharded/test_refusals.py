@@ -1,0 +1,243 @@
+"""What a sharded model's loop cannot be exact with raises by name, on all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from tests.support.sharded import Recipe
+from tests.support.sharding import PATIENCE, Training, shard
+from tests.support.workers import Workers
+from torch_join import Join
+
+# ------------------------------------------------------------ what is given
+
+
+def ignored(_: int, api: str) -> None:
+    net = Recipe().model()
+    left_out = {*net.first.parameters()}
+    model: Any = (
+        fully_shard(net, ignored_params=left_out)
+        if api == "fsdp2"
+        else FullyShardedDataParallel(net, device_id=torch.device("cpu"), ignored_states=left_out, use_orig_params=True)
+    )
+    Join([model, torch.optim.SGD(model.parameters(), lr=0.1)])
+
+
+def one_optimizer_over_both(rank: int, api: str) -> None:
+    model, other = Training(rank, Recipe(api=api)).model, DistributedDataParallel(nn.Linear(2, 2).double())
+    Join([model, other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)])
+
+
+def without_the_model(rank: int, api: str) -> None:
+    Join([Training(rank, Recipe(api=api)).optimizer])
+
+
+def averaged(rank: int, api: str, *given: Any) -> None:
+    recipe = Recipe(api=api)
+    average = AveragedModel(recipe.model())  # torch copies no sharded model
+    average.module = shard(average.module, recipe)
+    Join([*given, average])
+
+
+def averaged_beside(rank: int, api: str) -> None:
+    training = Training(rank, Recipe(api=api))
+    averaged(rank, api, training.model, training.optimizer)
+
+
+def lbfgs(rank: int, api: str) -> None:
+    model = Training(rank, Recipe(api=api)).model
+    Join([model, torch.optim.LBFGS(model.parameters())])
+
+
+def detailed(rank: int, _: str) -> None:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        Join([Training(rank, Recipe(api="fsdp1")).model])
+    finally:
+        dist.set_debug_level(level)
+
+
+@pytest.mark.parametrize(
+    ("function", "match", "apis"),
+    [
+        (ignored, "belongs to nothing that FSDP shards", ("fsdp2", "fsdp1")),
+        (one_optimizer_over_both, "steps parameters of a sharded model and 2 others", ("fsdp2", "fsdp1")),
+        (without_the_model, "Give the model too, before it", ("fsdp2", "fsdp1")),
+        (averaged, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
+        (averaged_beside, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
+        (lbfgs, "LBFGS of sharded parameters", ("fsdp2", "fsdp1")),
+        (detailed, "TORCH_DISTRIBUTED_DEBUG=DETAIL", ("fsdp1",)),
+    ],
+)
+def test_what_is_given(workers: Workers, function: Callable[..., None], match: str, apis: tuple[str, ...]) -> None:
+    for api in apis:
+        for outcome in workers.outcomes(2, function, api, **PATIENCE):
+            assert outcome.error.startswith("UnsupportedError"), outcome
+            with pytest.raises(RuntimeError, match=match):
+                raise RuntimeError(outcome.error)
+
+
+# ------------------------------------------------------------ what is done in the tail
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Wrong(Training):
+    """Does something before, or after, each of its steps."""
+
+    def __init__(self, rank: int, recipe: Recipe, what: str) -> None:
+        super().__init__(rank, recipe)
+        self.what = what
+        parameters = [p for p in self.model.parameters() if p.numel()]
+        self.not_given = torch.optim.SGD(parameters, lr=0.01)
+
+    @torch.no_grad()
+    def update(self, epoch: int, step: int) -> None:
+        held = [p for p in self.model.parameters() if p.grad is not None]
+        for p in held:
+            if self.what == "grad, locally":
+                local(p.grad).mul_(0.5)
+            elif self.what == "grad":
+                p.grad.mul_(0.5)
+            elif self.what == "grad.data":
+                p.grad.data.mul_(0.5)
+            elif self.what == "another grad":
+                p.grad = p.grad * 0.5
+            elif self.what == "no grad" and p is held[1]:
+                p.grad = None
+        if self.what == "clip by value":
+            nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
+        elif self.what == "another norm":
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), 0.1, torch.tensor(2.0, dtype=torch.float64))
+        elif self.what == "full_tensor":
+            held[0].full_tensor()  # type: ignore[operator]
+        elif self.what == "redistribute":
+            held[0].redistribute(placements=[Replicate()])  # type: ignore[operator]
+        self.optimizer.step()
+        for p in held:
+            if self.what == "weights, locally":
+                local(p).clamp_(-0.1, 0.1)
+            elif self.what == "weights":
+                p.clamp_(-0.1, 0.1)
+            elif self.what == "weights.data":
+                p.data.mul_(0.9)
+        if self.what == "an optimizer that was not given":
+            self.not_given.step()
+
+
+def do_wrong(rank: int, api: str, what: str, lengths: tuple[int, ...]) -> None:
+    # Also where nothing comes after it: the tail is of the last step only.
+    Wrong(rank, Recipe(lengths, api=api), what).run()
+
+
+GRADIENT, PARAMETER = "gradient.* was changed by hand", "parameters were changed outside of the optimizer's step"
+GATHERED = "needs the shards of ranks that have joined"
+DOINGS = {
+    "grad, locally": GRADIENT,
+    "grad": GRADIENT,
+    "grad.data": GRADIENT,
+    "another grad": GRADIENT,
+    "no grad": GRADIENT,
+    "clip by value": GRADIENT,
+    "another norm": GRADIENT,
+    "full_tensor": GATHERED,
+    "redistribute": GATHERED,
+    "weights, locally": PARAMETER,
+    "weights": PARAMETER,
+    "weights.data": PARAMETER,
+    "an optimizer that was not given": PARAMETER,
+}
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (4, 3)], ids=["long", "last"])
+@pytest.mark.parametrize("what", DOINGS)
+def test_what_is_done_in_the_tail(workers: Workers, what: str, lengths: tuple[int, ...]) -> None:
+    for api in ("fsdp2", "fsdp1"):
+        # Joined ranks hear which gradients there are; those of the first generation have one for several parameters.
+        if what in {"fsdp1": ("another norm", "full_tensor", "redistribute"), "fsdp2": ("no grad",)}[api]:
+            continue
+        for outcome in workers.outcomes(2, do_wrong, api, what, lengths, **PATIENCE):
+            with pytest.raises(RuntimeError, match=f"(?i)(?s){DOINGS[what]}"):
+                raise RuntimeError(f"{api}: {outcome.error}")
+
+
+# ------------------------------------------------------------ other steps
+
+
+class _Twice(torch.optim.SGD):
+    """Runs its closure twice, as those do that look ahead."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            closure()
+        return super().step(closure)
+
+
+class ClosureTwice(Training):
+    def __init__(self, rank: int, recipe: Recipe) -> None:
+        super().__init__(rank, recipe)
+        self.optimizer = _Twice(self.model.parameters(), lr=0.1)
+
+    def step(self, epoch: int, step: int, batch: tuple[Tensor, Tensor]) -> None:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            (loss,) = self.recipe.losses(self.model, batch, self.rank)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        self.optimizer.step(closure)
+
+
+def run_closure_twice(rank: int, api: str) -> None:
+    ClosureTwice(rank, Recipe((2, 5), api=api)).run()
+
+
+class _Reduced(torch.autograd.Function):
+    """A collective of the user's, in backward."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        total = gradient.sum().reshape(1)
+        dist.all_reduce(total)
+        return gradient
+
+
+class ReducesInBackward(Training):
+    def __init__(self, rank: int, recipe: Recipe) -> None:
+        super().__init__(rank, recipe)
+        self.model.blocks[1].register_forward_hook(lambda *args: _Reduced.apply(args[-1]))
+
+
+def reduce_in_backward(rank: int, api: str) -> None:
+    ReducesInBackward(rank, Recipe((2, 5), api=api)).run()
+
+
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (run_closure_twice, "runs its closure more than once in a step"),
+        # SyncBatchNorm does so too; torch has it for accelerators only.
+        (reduce_in_backward, "all_reduce .*: in backward a joined rank cannot know its place"),
+    ],
+)
+def test_other_steps(workers: Workers, function: Callable[..., None], match: str, api: str) -> None:
+    for outcome in workers.outcomes(2, function, api, **PATIENCE):
+        with pytest.raises(RuntimeError, match=match):
+            raise RuntimeError(outcome.error)

@@ -1,0 +1,140 @@
+"""Optimizers that step in backward, tensor parallelism and compiled models."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.core.sharded.test_exactness import check
+from tests.support.sharded import Recipe, Trained, differences, reference
+from tests.support.sharding import PATIENCE, Training, whole
+from tests.support.workers import Workers
+from torch_join import Join
+
+
+class InBackward(Training):
+    """Each parameter has an optimizer, which steps as soon as there is a gradient, and a schedule."""
+
+    def __init__(self, rank: int, recipe: Recipe) -> None:
+        super().__init__(rank, recipe)
+        self.each = [recipe.make_optimizer(iter([p])) for p in self.model.parameters()]
+        self.schedulers = [recipe.make_scheduler(optimizer) for optimizer in self.each]
+        for p, optimizer in zip(self.model.parameters(), self.each, strict=True):
+            p.register_post_accumulate_grad_hook(_stepping(optimizer))
+
+    def joined(self) -> Join:
+        return Join([self.model, *self.each, *filter(None, self.schedulers)], weighting=self.recipe.weighting)  # type: ignore[arg-type]
+
+    def update(self, epoch: int, step: int) -> None:
+        for scheduler in filter(None, self.schedulers):
+            scheduler.step()
+
+    def trained(self) -> Trained:
+        self.optimizer = self.each[0]
+        return super().trained()
+
+
+def _stepping(optimizer: torch.optim.Optimizer) -> Any:
+    def step(_: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def train_in_backward(rank: int, recipe: Recipe) -> Trained:
+    return InBackward(rank, recipe).run()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe((2, 5), scheduled=True),
+        Recipe((2, 0, 5), weighting="samples", scheduled=True, optimizer="sgd"),
+        Recipe((5, 3), window=2, no_sync=True, kind="either"),
+    ],
+    ids=["two", "three", "accumulating"],
+)
+def test_optimizers_in_backward(workers: Workers, recipe: Recipe) -> None:
+    wanted = reference(recipe)
+    for rank, mine in enumerate(workers.run(recipe.world_size, train_in_backward, recipe, **PATIENCE)):
+        assert max(differences(mine, rank, wanted, recipe).values()) <= recipe.tolerance
+
+
+class Parallel(Training):
+    """Two teams of two ranks, each of which computes its batches together."""
+
+    def __init__(self, rank: int, recipe: Recipe) -> None:
+        self.rank, self.recipe = rank // 2, recipe
+        mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        model = recipe.model()
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["data"])
+        self.model: Any = fully_shard(model, mesh=mesh["data"])
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.02, foreach=False)
+        self.scheduler = self.scaler = None
+        self.norms, self.losses = {}, {}
+
+    def trained(self) -> Trained:
+        state = {name: whole(value) for name, value in self.model.state_dict().items()}
+        return Trained(state, {}, self.norms, self.losses, self.optimizer.param_groups[0]["lr"])
+
+
+def train_parallel(rank: int, recipes: list[Recipe]) -> list[Trained]:
+    return [Parallel(rank, recipe).run() for recipe in recipes]
+
+
+def test_tensor_parallelism(workers: Workers) -> None:
+    recipes = [
+        Recipe((5, 2), kind="of even width"),
+        Recipe((0, 4), kind="of even width", weighting="active"),
+        Recipe((2, 5), kind="of even width", weighting="samples", window=2, no_sync=True),
+    ]
+    found = workers.run(4, train_parallel, recipes, **PATIENCE)
+    for index, recipe in enumerate(recipes):
+        wanted = reference(recipe)
+        for rank in range(4):
+            off = differences(found[rank][index], rank // 2, wanted, recipe)
+            assert max(off.values()) <= recipe.tolerance, off
+
+
+def train_uneven_team(rank: int) -> None:
+    Parallel(rank, Recipe((4 if rank == 1 else 5, 5), kind="of even width")).run()
+
+
+def test_a_team_with_different_batches(workers: Workers) -> None:
+    for outcome in workers.outcomes(4, train_uneven_team, **PATIENCE):
+        assert "compute each batch together (tensor parallelism" in outcome.error
+
+
+class Compiled(Training):
+    """`torch.compile` of the whole model."""
+
+    def __init__(self, rank: int, recipe: Recipe) -> None:
+        super().__init__(rank, recipe)
+        self.model = torch.compile(self.model, backend="aot_eager")
+
+    def trained(self) -> Trained:
+        self.model = self.model._orig_mod
+        return super().trained()
+
+
+def train_compiled(rank: int, recipe: Recipe) -> Trained:
+    return Compiled(rank, recipe).run()
+
+
+def test_compiled_blocks(workers: Workers) -> None:
+    check(workers, {"blocks": Recipe((2, 5), options={"compiled": True})})
+
+
+def test_a_compiled_model(workers: Workers) -> None:
+    recipe = Recipe((2, 5))
+    wanted = reference(recipe)
+    for rank, mine in enumerate(workers.run(2, train_compiled, recipe, **PATIENCE)):
+        assert max(differences(mine, rank, wanted, recipe).values()) <= recipe.tolerance

@@ -1,0 +1,275 @@
+"""The training of a `Recipe` by the ranks of a sharded model, in a plain loop."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from tests.support.sharded import EPOCHS, Batch, Block, Net, Recipe, Step, Trained
+from torch_join import Join
+
+LIMIT = timedelta(seconds=60)
+# How long a run may take, and a collective: on busy cores to import FSDP, and dynamo with it, takes half a minute.
+PATIENCE: dict[str, Any] = {"deadline": 180.0, "timeout": 60.0}
+
+
+def shard(net: Net, recipe: Recipe) -> Any:
+    """Shard a model over all ranks, each block by itself."""
+    options = dict(recipe.options)
+    return (_shard if recipe.api == "fsdp2" else _wrap)(net, options)
+
+
+def _mesh(shape: tuple[int, ...]) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+
+
+def _shard(net: Net, options: dict[str, Any]) -> Any:
+    known: dict[str, Any] = {}
+    if "mesh" in options:
+        known["mesh"] = _mesh(options["mesh"])
+    if "precision" in options:
+        known["mp_policy"] = MixedPrecisionPolicy(**options["precision"])
+    if "reshard" in options:
+        known["reshard_after_forward"] = options["reshard"]
+    if options.get("offload"):
+        known["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    blocks: list[Any] = [fully_shard(block, **known) for block in net.blocks]
+    if hasattr(net, "sometimes"):
+        fully_shard(net.sometimes, **known)
+    model: Any = fully_shard(net, **known)
+    if options.get("prefetch"):
+        for index, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 :])
+            block.set_modules_to_backward_prefetch(blocks[:index][::-1])
+    if options.get("unused"):
+        model.set_reduce_scatter_unused_params(True)
+    if options.get("compiled"):
+        for block in blocks:
+            block.compile(backend="aot_eager")
+    return model
+
+
+def _wrap(net: Net, options: dict[str, Any]) -> Any:
+    known: dict[str, Any] = {"use_orig_params": options.get("original", True)}
+    if "strategy" in options:
+        known["sharding_strategy"] = ShardingStrategy[options["strategy"]]
+    if "mesh" in options:
+        known["device_mesh"] = _mesh(options["mesh"])
+    if "precision" in options:
+        known["mixed_precision"] = MixedPrecision(**options["precision"])
+    if "prefetch" in options:
+        known["forward_prefetch"] = True
+        known["backward_prefetch"] = BackwardPrefetch[options["prefetch"]] if options["prefetch"] else None
+    if options.get("offload"):
+        known["cpu_offload"] = CPUOffload(True)
+    return FSDP(net, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({Block}), **known)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor; all ranks call this."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Gather a model; all ranks call this."""
+    if not isinstance(model, FSDP):
+        return {name: whole(value) for name, value in model.state_dict().items()}
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)):
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def full_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Gather an optimizer's state, where its tensors tell how; all ranks call this."""
+    if isinstance(model, FSDP):
+        return {}
+    return {
+        f"{name}.{key}": whole(value)
+        for name, p in model.named_parameters()
+        for key, value in sorted(optimizer.state.get(p, {}).items())
+        if isinstance(value, Tensor)
+    }
+
+
+def clear(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Clear all gradients in one of the ways in which people do."""
+    if how == "zero_grad":
+        optimizer.zero_grad()
+    elif how == "zero_grad to zero":
+        optimizer.zero_grad(set_to_none=False)
+    elif how == "model.zero_grad":
+        model.zero_grad()
+    for p in model.parameters():
+        if how == "None":
+            p.grad = None
+        elif p.grad is not None and how == "data.zero_":
+            p.grad.data.zero_()
+        elif p.grad is not None and how == "zero_":
+            p.grad.zero_()
+        elif p.grad is not None and how == "zeros":
+            p.grad = torch.zeros_like(p.grad)
+
+
+def clip(model: Any, limit: float) -> float:
+    """Clip the gradients, and return what their norm was."""
+    norm = (
+        model.clip_grad_norm_(limit) if isinstance(model, FSDP) else nn.utils.clip_grad_norm_(model.parameters(), limit)
+    )
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+class Training:
+    """A rank's part of a training."""
+
+    def __init__(self, rank: int, recipe: Recipe) -> None:
+        self.rank, self.recipe = rank, recipe
+        self.model = shard(recipe.model(), recipe)
+        self.optimizer = recipe.make_optimizer(self.model.parameters())
+        self.scheduler = recipe.make_scheduler(self.optimizer)
+        self.scaler: Any = None
+        if recipe.scaled:
+            make = ShardedGradScaler if recipe.api == "fsdp1" else torch.amp.GradScaler
+            self.scaler = make("cpu", init_scale=recipe.scaled, growth_interval=2)
+        self.norms: dict[Step, float] = {}
+        self.losses: dict[int, list[float]] = {}
+
+    def joined(self) -> Join:
+        things = [self.model, self.optimizer, self.scheduler, self.scaler]
+        recipe = self.recipe
+        return Join(
+            [thing for thing in things if thing is not None],
+            weighting=recipe.weighting,  # type: ignore[arg-type]
+            heartbeat=recipe.heartbeat,
+            timeout=LIMIT,
+        )
+
+    def run(self) -> Trained:
+        recipe = self.recipe
+        for epoch in range(EPOCHS):
+            data = recipe.batches(epoch, self.rank)
+            with self.joined() as join:
+                for step, batch in enumerate(_loop(join, data, recipe.loop)):
+                    self.step(epoch, step, batch)
+                    if step + 1 == recipe.stops:
+                        break
+                if recipe.evaluates == "same with":
+                    self.losses[epoch] = self.evaluate(join.batches(data))
+            if recipe.evaluates == "another with":
+                with self.joined() as join:
+                    self.losses[epoch] = self.evaluate(join.batches(data))
+        return self.trained()
+
+    def trained(self) -> Trained:
+        state, moments = full_state(self.model), full_moments(self.model, self.optimizer)
+        return Trained(state, moments, self.norms, self.losses, self.optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+        self.model.eval()
+        found = [functional.mse_loss(self.model(x), y).item() for x, y in batches]
+        self.model.train()
+        return found
+
+    def step(self, epoch: int, step: int, batch: Batch) -> None:
+        recipe = self.recipe
+        begins, ends = recipe.begins_window(epoch, step), recipe.ends_window(epoch, step)
+        if begins and recipe.where == "before":
+            clear(recipe.clears, self.model, self.optimizer)
+        with self.micro_batch(ends):
+            for number, loss in enumerate(recipe.losses(self.model, batch, self.rank)):
+                if begins and number == 0 and recipe.where == "between":
+                    clear(recipe.clears, self.model, self.optimizer)
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if ends:
+            self.update(epoch, step)
+            if recipe.where == "after":
+                clear(recipe.clears, self.model, self.optimizer)
+
+    def micro_batch(self, ends: bool) -> AbstractContextManager[Any]:
+        recipe, model = self.recipe, self.model
+        if recipe.no_all_reduce:
+            model.set_requires_all_reduce(ends)
+        if recipe.options.get("reshard backward") is False:
+            model.set_reshard_after_backward(ends)
+        if recipe.no_sync and isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(ends)
+        elif recipe.no_sync and not ends:
+            return model.no_sync()  # type: ignore[no-any-return]
+        return nullcontext()
+
+    def update(self, epoch: int, step: int) -> None:
+        if self.recipe.clip:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            self.norms[epoch, step] = clip(self.model, self.recipe.clip)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+
+def _loop(join: Join, data: list[Batch], how: str) -> Iterable[Batch]:
+    if how == "plain":
+        return data
+    if how == "iterable":
+        return join.batches(_without_length(data))
+    return join.batches(data)
+
+
+def _without_length(data: list[Batch]) -> Iterator[Batch]:
+    yield from data
+
+
+def train(rank: int, recipes: list[Recipe]) -> list[Trained]:
+    """Train by each recipe in turn."""
+    found = []
+    for recipe in recipes:
+        try:
+            found.append(Training(rank, recipe).run())
+        except Exception as error:
+            raise RuntimeError(f"in {recipe}") from error
+        dist.barrier()
+    return found
+
+
+class Padded(Training):
+    """What FSDP itself does: a rank that has run out of batches goes on with one whose losses count nothing."""
+
+    def run(self) -> Trained:
+        recipe = self.recipe
+        stand_in = Recipe((1,), dtype=recipe.dtype).batches(0, 0)[0]
+        for epoch in range(EPOCHS):
+            data = recipe.batches(epoch, self.rank)
+            for step in range(max(recipe.lengths)):
+                is_here = step < len(data)
+                self.recipe = recipe if is_here else recipe.but(masked=self.rank)
+                self.step(epoch, step, data[step] if is_here else stand_in)
+        return self.trained()
+
+
+def train_padded(rank: int, recipes: list[Recipe]) -> list[Trained]:
+    return [Padded(rank, recipe).run() for recipe in recipes]
