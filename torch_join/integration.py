@@ -18,6 +18,7 @@ from torch_join._tail.steps import StepDriver
 from torch_join.join import Join
 from torch_join.joinables import ModuleMetrics, Part
 from torch_join.joinables.arguments import listed
+from torch_join.joinables.kinds import is_sharded_model
 from torch_join.joinables.part import Driver
 from torch_join.lockstep import LockstepJoin
 
@@ -35,6 +36,7 @@ __all__ = [
     "StepMirror",
     "closed",
     "driver_of",
+    "is_sharded_model",
     "listed",
     "name_ranks",
     "open_channel",

@@ -47,6 +47,7 @@ PUBLIC = {
         "StepMirror",
         "closed",
         "driver_of",
+        "is_sharded_model",
         "listed",
         "name_ranks",
         "open_channel",

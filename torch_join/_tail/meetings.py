@@ -120,6 +120,10 @@ class Meetings:
         """See `Driver`."""
         return self.server.own_collectives()
 
+    def on_all_ranks(self) -> AbstractContextManager[None]:
+        """See `Server`: the parts' `before_all_ranks` comes before it, and their `after_all_ranks` after it."""
+        return self.server.on_all_ranks()
+
     def run_hook(self, main_hook: Callable[[], None]) -> None:
         """See `Driver`."""
         self.server.run_hook(main_hook)

@@ -1,0 +1,81 @@
+"""Accelerate's FSDP under the context: the weights and moments are those that one process would have computed.
+
+Torch's own `clip_grad_norm_` of `FullyShardedDataParallel` raises on CPUs in float64, so there it is tested in float32.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.accelerated import samples_of
+from tests.support.accelerated_sharded import Sharded, Trained, difference, reference, train
+from tests.support.workers import Workers
+
+TOLERANCE = 1e-10
+
+SCRIPTS: dict[str, Sharded] = {
+    # Accelerate shards: the last process has no batch, or one less, or the last batch is short.
+    "3 samples": Sharded(samples=3, batch_size=1, scheduler="epoch", evaluates=True),
+    "3 ranks, one batch": Sharded(3, samples=3, optimizer="sgd", scheduler="step"),
+    "3 ranks, samples": Sharded(3, samples=25, weighting="samples", accumulate=2, evaluates=True),
+    "then even": Sharded(samples=20, even=1, accumulate=3, scheduler="step", own_function=True),
+    "heartbeat": Sharded(samples=20, heartbeat=True, accumulate=2),
+    # The user has: any lengths, so that the main process joins first or has no batch.
+    "main first": Sharded(lengths=(2, 7), accumulate=2, scheduler="step", even=1),
+    "main has none": Sharded(lengths=(0, 5), optimizer="sgd", accumulate=3),
+    "main first, samples": Sharded(lengths=(2, 6), weighting="samples", scheduler="epoch"),
+    "main first, active": Sharded(3, lengths=(1, 6, 4), weighting="active", accumulate=3),
+    "none in the middle": Sharded(3, lengths=(4, 0, 7), accumulate=2, even=1, evaluates=True),
+    "each batch": Sharded(lengths=(2, 7), accumulate=3, sync_each_batch=True, scheduler="step"),
+    "iterable": Sharded(lengths=(2, 7), iterable=True, accumulate=2),
+    "scheduler on its own": Sharded(samples=20, scheduler="step", step_scheduler_with_optimizer=False, accumulate=2),
+}
+OF_VERSION: dict[int, dict[str, Sharded]] = {
+    1: {
+        "flat": Sharded(lengths=(2, 6), plugin={"use_orig_params": False}, optimizer="sgd", accumulate=2),
+        "grads": Sharded(lengths=(2, 6), plugin={"reshard_after_forward": "SHARD_GRAD_OP"}, evaluates=True),
+        "no shard": Sharded(lengths=(2, 6), plugin={"reshard_after_forward": "NO_SHARD"}, accumulate=2),
+        "checkpointed": Sharded(lengths=(2, 6), plugin={"activation_checkpointing": True}, accumulate=2),
+        "clip": Sharded(lengths=(2, 6), clip=0.05, accumulate=2, dtype=torch.float32, scheduler="step"),
+    },
+    2: {
+        "whole": Sharded(lengths=(2, 6), plugin={"reshard_after_forward": False}, evaluates=True),
+        "checkpointed": Sharded(lengths=(2, 6), plugin={"activation_checkpointing": True}, accumulate=2),
+        "clip": Sharded(lengths=(2, 6), clip=0.05, scheduler="step", accumulate=2),
+        "clip, 3 ranks": Sharded(3, samples=25, clip=0.05, optimizer="sgd"),
+        "offload": Sharded(lengths=(2, 6), plugin={"cpu_offload": True}, accumulate=2),
+        "scaler": Sharded(lengths=(2, 6), scaler=True, optimizer="sgd", scheduler="step"),
+    },
+}
+CASES: dict[str, Sharded] = {
+    f"{name}, version {version}": replace(script, version=version)
+    for version in (1, 2)
+    for name, script in {**SCRIPTS, **OF_VERSION[version]}.items()
+}
+
+
+def check(script: Sharded, found: list[Trained], tolerance: float = TOLERANCE) -> None:
+    for trained in found[1:]:
+        assert trained.weights.keys() == found[0].weights.keys()
+        assert all(torch.equal(value, found[0].weights[name]) for name, value in trained.weights.items())
+        assert trained.same == found[0].same
+    weights, moments = reference(script, [trained.seen for trained in found])
+    assert difference(found[0].weights, weights) < tolerance
+    assert difference(found[0].moments, moments) < tolerance
+
+
+@pytest.mark.parametrize("script", CASES.values(), ids=CASES)
+def test_as_one_process(workers: Workers, script: Sharded) -> None:
+    found: list[Trained] = workers.run(script.world_size, train, script)
+    check(script, found, TOLERANCE if script.dtype == torch.float64 else 2e-5)
+    everything = sorted(n for n in samples_of(script) if n < 9000)
+    for epoch in range(script.epochs):
+        assert sorted(n for trained in found for numbers in trained.seen[epoch] for n in numbers) == everything
+    for gathered in max((trained.gathered for trained in found), key=lambda epochs: sum(map(len, epochs))):
+        assert sorted(gathered) == everything
+
+
+def mixed(rank: int, script: Sharded, **kwargs: Any) -> Trained:
+    return train(rank, script, mixed_precision="bf16", **kwargs)
