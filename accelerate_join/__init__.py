@@ -1,7 +1,7 @@
 """Accelerate on uneven dataloaders: the replacement for `accelerator.join_uneven_inputs`.
 
 Begin reading with `_context.py`: it imports the other modules, and none of them imports it. What they ask of it is in
-`_protocol.py`. What this package needs of `torch_join.Join` besides its public names is in `_hooks.py`.
+`_protocol.py`.
 """
 
 from accelerate_join._context import Accelerator, join_batches, join_uneven_inputs

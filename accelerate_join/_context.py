@@ -10,13 +10,12 @@ from torch.utils.data import DataLoader
 
 from accelerate_join._accelerator import class_replaced
 from accelerate_join._batches import Loop, finish
-from accelerate_join._hooks import JoinHooks
 from accelerate_join._loaders import PreparedReader, even_batches_set, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import Progress, check_supported, prepared_by, unwrap
 from accelerate_join._protocol import PreparedLoader
 from torch_join import Join, JoinTypeError, Weighting
-from torch_join.integration import listed
+from torch_join.integration import driver_of, listed
 
 T = TypeVar("T")
 
@@ -167,10 +166,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         super().end_training()
 
 
-class AcceleratorContext(JoinHooks):
+class _Join(Join):
+    """The `Join` that users get; it has no public names besides those of `Join`."""
+
+    def batches(self, loader: Any) -> Any:
+        """Go through the batches of `loader`, as in `torch_join.Join`; a prepared loader is passed on as it is."""
+        return loader if is_prepared(loader) else super().batches(loader)
+
+
+class AcceleratorContext:
     """The `Join` around what `accelerator` has prepared and what the user has given besides: the `JoinContext`.
 
+    Only this class, and the `Operations` that it adds, need more of a `Join` than its public names.
+
     Attributes:
+        join: What users get.
         operations: What goes through Accelerate's own functions.
     """
 
@@ -186,16 +196,27 @@ class AcceleratorContext(JoinHooks):
         prepared = prepared_by(accelerator, given) if enable else []
         progress = Progress(accelerator, self)
         things = list({id(thing): thing for thing in [*given, *prepared, progress]}.values())
-        super().__init__(things, enable, changes_freely=progress, **options)
+        self.join = _Join(things, enable, **options)
+        self._driver = driver_of(self.join)
+        self._driver.tails.changes_freely = progress
         if enable:
-            self.operations = self.add_part(partial(Operations, accelerator, self, progress))
+            self.operations = self._driver.add(partial(Operations, accelerator, self, progress))
 
     @property
     def loader(self) -> PreparedLoader | None:
-        return self.reader.prepared if isinstance(self.reader, PreparedReader) else None
+        reader = self._driver.reader
+        return reader.prepared if isinstance(reader, PreparedReader) else None
+
+    @property
+    def at_last_step(self) -> bool:
+        return self._driver.at_last_step
 
     def iterate(self, loader: PreparedLoader, own_iter: Callable[[PreparedLoader], Iterator[Any]]) -> Iterator[Any]:
-        if self.reader is not None and self.reader.pulling:  # a loop over something that holds it, such as a zip
+        reader = self._driver.reader
+        if reader is not None and reader.pulling:  # a loop over something that holds it, such as a zip
             yield from own_iter(loader)
         else:
-            yield from self.read(loader, partial(PreparedReader, own_iter))
+            yield from self._driver.go_through(loader, partial(PreparedReader, own_iter))
+
+    def hand_over_states(self) -> None:
+        self._driver.tails.hand_over_states()

@@ -6,7 +6,8 @@ ranks that have joined take part with none, so that what comes back holds the ac
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -81,24 +82,24 @@ class Operations(Part):
         tensors = [tensor.detach()[None] if tensor.ndim == 0 else tensor.detach() for tensor in tensors]
         # A rank that has joined takes part with no rows of these.
         self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
-        with self._loop.own_collectives():
+        with self.server.own_collectives():
             gathered = iter(self._gather(tensors))
         return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
 
     def gather_object(self, data: Any) -> list[Any]:
         """Return what is in the active ranks' lists, by rank."""
         self.announce("gather_object", self._for_metrics)
-        with self._loop.own_collectives():
+        with self.server.own_collectives():
             everyone = self._gather_object(data)
-        return [item for rank in self._loop.active_ranks for item in everyone[rank]]
+        return [item for rank in self._loop.met.active for item in everyone[rank]]
 
     def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
         """Send what rank `src` has to all, or what the lowest active rank has if that one has joined."""
-        return own(data, src=src if src in self._loop.active_ranks else self.members.leader)
+        return own(data, src=src if src in self._loop.met.active else self.members.leader)
 
     def reduce(self, own: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         """Reduce over the active ranks: others add nothing, and do not count in a mean."""
-        count = len(self._loop.active_ranks)
+        count = len(self._loop.met.active)
         if reduction != "mean" or count == self._accelerator.num_processes:
             return own(tensor, reduction, scale)
         return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
@@ -114,7 +115,7 @@ class Operations(Part):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Have each rank load a checkpoint; a rank that has joined does so too."""
-        with self._on_all_ranks(_CALL, ("load_state", args, kwargs)):
+        with self._together(_CALL, ("load_state", args, kwargs)):
             self._call("load_state", args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
@@ -129,12 +130,12 @@ class Operations(Part):
         A rank that has joined writes what is each rank's own. All states are handed over only where such a rank
         writes them.
         """
-        if not self._loop.in_tail:
+        if not self.server.in_tail:
             return self._save(args, kwargs, False)
         everywhere = self._accelerator.project_configuration.save_on_each_node or self.main_process_has_joined
         scaler = self._accelerator.scaler
         states = self._progress.state_dict(), None if scaler is None else scaler.state_dict()
-        with self._on_all_ranks(_SAVE, (args, kwargs, everywhere, *states)):
+        with self._together(_SAVE, (args, kwargs, everywhere, *states)):
             return self._save(args, kwargs, everywhere)
 
     def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +162,7 @@ class Operations(Part):
 
     def _call_with(self, model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method on all ranks, if it needs all shards of a model."""
-        if not (is_sharded_model(model) and self._loop.in_tail):
+        if not (is_sharded_model(model) and self.server.in_tail):
             return self._call(name, (model, *args), kwargs)
         place = next((place for place, mine in enumerate(_compat.models(self._accelerator)) if mine is model), None)
         if place is None:
@@ -169,25 +170,17 @@ class Operations(Part):
                 f"{name} of a sharded {type(model).__name__} that is none of the prepared models, while some rank has"
                 " joined and cannot know which one is meant. Give what accelerator.prepare returned."
             )
-        with self._on_all_ranks(_OF_MODEL, (name, place, args, kwargs)):
+        with self._together(_OF_MODEL, (name, place, args, kwargs)):
             return self._call(name, (model, *args), kwargs)
 
-    @contextmanager
-    def _on_all_ranks(self, kind: str = "", payload: Any = None) -> Iterator[None]:
+    def _together(self, kind: str = "", payload: Any = None) -> AbstractContextManager[None]:
         """Put around what all ranks do, and an active one announces as `kind`: nothing within is announced."""
-        if self._loop.in_tail:
-            for part in self._loop.parts:
-                part.before_all_ranks()
-            self.announce_open(kind, payload)
-        with self._loop.on_all_ranks():
-            yield
-        for part in self._loop.parts:
-            part.after_all_ranks()
+        return self._loop.server.together(partial(self.announce_open, kind, payload))
 
     @property
     def main_process_has_joined(self) -> bool:
         """Whether this rank is active, and the main process is not."""
-        return self._loop.in_tail and _MAIN not in self._loop.active_ranks
+        return self.server.in_tail and _MAIN not in self._loop.met.active
 
     @contextmanager
     def acting_for_main_process(self) -> Iterator[None]:
@@ -210,16 +203,16 @@ class Operations(Part):
             self._warn_of_missed_data(payload)
             self._gather_object(None)
         elif kind == _SAVE:
-            with self._on_all_ranks():
+            with self._together():
                 self._save(*payload)
         elif kind == _OF_MODEL:
             name, place, args, kwargs = payload
-            with self._on_all_ranks():
+            with self._together():
                 self._call(name, (_compat.models(self._accelerator)[place], *args), kwargs)
         elif payload[0] == "log":
             self._call(*payload)
         else:
-            with self._on_all_ranks():
+            with self._together():
                 self._call(*payload)
 
     # ------------------------------------------------------------ on both

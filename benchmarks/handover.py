@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from torch_join._handover.handover import checksum, hand_over
+from tests.support.inside import checksum
+from torch_join._handover.handover import hand_over
 from torch_join.integration import Channel, open_channel
 
 STATUS = Path("/proc/self/status")

@@ -22,22 +22,14 @@ from lightning.pytorch.loops.optimization import _ManualOptimization as ManualOp
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.data_connector import (
-    _check_dataloader_iterable as check_dataloader_iterable,
-)
+from lightning.pytorch.trainer.connectors.data_connector import _check_dataloader_iterable as check_dataloader_iterable
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches as parse_num_batches
 from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader as process_dataloader
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
-from lightning.pytorch.trainer.connectors.data_connector import (
-    _resolve_overfit_batches as resolve_overfit_batches,
-)
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _get_default_dtype as default_dtype,
-)
+from lightning.pytorch.trainer.connectors.data_connector import _resolve_overfit_batches as resolve_overfit_batches
+from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype as default_dtype
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _ResultCollection as ResultCollection,
-)
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector

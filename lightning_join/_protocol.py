@@ -96,13 +96,6 @@ def metrics_of(trainer: "pl.Trainer") -> ModuleMetrics:
     return metrics
 
 
-def driver_of(trainer: "pl.Trainer") -> StepDriver:
-    """Return the driver of the run."""
-    driver = strategy_of(trainer).driver
-    assert driver is not None
-    return driver
-
-
 def join_of(trainer: "pl.Trainer") -> LockstepJoin:
     """Return the join of the fit that is running."""
     join = strategy_of(trainer).join

@@ -26,14 +26,7 @@ from lightning_join._supported import check_module, check_optimizers, check_stra
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
 from lightning_join._training.manual import ManualPart
 from torch_join import PeerFailedError, UnsupportedError, Weighting
-from torch_join.integration import (
-    LockstepJoin,
-    ModelShadow,
-    ModuleMetrics,
-    StepDriver,
-    open_channel,
-    resolve_weighting,
-)
+from torch_join.integration import LockstepJoin, ModelShadow, ModuleMetrics, StepDriver, open_channel, resolve_weighting
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 

@@ -45,7 +45,6 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "_prepared": ("_compat", "_protocol"),
         "_batches": ("_prepared",),
         "_loaders": ("_compat", "_protocol"),
-        "_hooks": ("_loaders",),
         "_operations": ("_compat", "_prepared", "_protocol"),
         "_accelerator": ("_compat", "_loaders", "_operations", "_protocol"),
     },

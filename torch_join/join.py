@@ -16,7 +16,6 @@ from torch_join._tail.loops import LoopDriver
 from torch_join._tail.tails import Tails
 from torch_join.joinables._torch.joinable import unwrap
 from torch_join.joinables.arguments import check_given, check_options, check_timeout, common_group, listed
-from torch_join.joinables.parts import make_parts
 
 J = TypeVar("J", bound="Join")
 T = TypeVar("T")
@@ -83,7 +82,7 @@ class Join(TorchJoin):
             Tails(things, audit, hand_over_ignored),
             enable,
             throw_on_early_termination,
-            lambda driver: make_parts(driver, things, kwargs),
+            kwargs,
         )
 
     def __enter__(self: J) -> J:
@@ -130,12 +129,12 @@ class Join(TorchJoin):
     @property
     def joined(self) -> bool:
         """Whether this rank has run out of inputs."""
-        return self._driver.joined
+        return self._driver.met.joined
 
     @property
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that have an input at the current step."""
-        return self._driver.active_ranks
+        return self._driver.met.active
 
     @property
     def step(self) -> int:

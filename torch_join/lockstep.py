@@ -61,7 +61,7 @@ class LockstepJoin:
                     " every rank steps its own."
                 )
         self.driver = driver
-        self.channel = driver.channel
+        self.channel = driver.server.channel
         self.weighting = driver.members.weighting
         self._model = driver.add(partial(LockstepModelPart, shadow=model))
         self._throw = throw_on_early_termination
@@ -70,13 +70,7 @@ class LockstepJoin:
         self._customs = [self.driver.add(partial(CustomPart, joinable=j, options=kwargs)) for j in joinables]
         self._attendance = Attendance(self.channel.world_size)
         self._samples = self._total_samples = 0
-        self.no_loss = self.in_loss_step = self._sends_nothing = False
-        self.keeps_buffers = False
-
-    @property
-    def step(self) -> int:
-        """The current step, counted from the epoch's start."""
-        return self._attendance.step
+        self.no_loss = self.in_loss_step = self.keeps_buffers = self._sends_nothing = False
 
     @property
     def active_ranks(self) -> tuple[int, ...]:
@@ -154,7 +148,7 @@ class LockstepJoin:
         """
         samples = 0 if skips else self._samples
         beat = self.channel.beat(samples, {} if skips else None)
-        self._attendance.announce(dict.fromkeys(beat.notices, self.step))
+        self._attendance.announce(dict.fromkeys(beat.notices, self._attendance.step))
         self._samples, self._total_samples = samples, beat.total
         return list(beat.notices)
 
@@ -184,7 +178,7 @@ class LockstepJoin:
             return
         with ExitStack() as plumbing, self.driver.step(self.active_ranks):
             # Until the inner module runs, the collectives are DDP's own, which a shadow forward has too.
-            plumbing.enter_context(self.driver.own_collectives())
+            plumbing.enter_context(self.driver.server.own_collectives())
             inside = self._shadow.inner.register_forward_pre_hook(lambda *_: plumbing.close())
             try:
                 yield
@@ -266,7 +260,7 @@ class LockstepJoin:
     def check_reduced(self) -> None:
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
         if self._syncs:
-            with self.driver.own_collectives():
+            with self.driver.server.own_collectives():
                 _compat.check_reduced(self._shadow.ddp)
 
     @property

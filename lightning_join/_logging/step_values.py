@@ -116,13 +116,14 @@ class StepValues(Part):
         """Put around the update of `item` with `value`, on an active rank."""
         on_step = item.meta.on_step
         if item.is_tensor and on_step and is_synced(item.meta.sync):  # the update reduces it
-            if self.driver.in_tail:
+            if self.server.in_tail:
                 self.announce("log", Logged.of(key, item, value))
-            with self.driver.own_collectives():
+            with self.server.own_collectives():
                 yield
             return
         yield
-        if not item.is_tensor and on_step and syncs_in_forward(value) and self.driver.in_tail:  # it is reduced already
+        # It is reduced already.
+        if not item.is_tensor and on_step and syncs_in_forward(value) and self.server.in_tail:
             step_value = move_data_to_device(item._forward_cache, torch.device("cpu"))
             self.announce_open("metric", (Logged.of(key, item, None), step_value))
 

@@ -179,7 +179,8 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         return extract_batch_size(data_fetcher.batches[0])
 
     def _next_batch(self, data_fetcher: ReadAheadFetcher) -> Any:
-        join = join_of(self.trainer)
+        trainer: Any = self.trainer
+        join = join_of(trainer)
         if join.joined:
             if self._stand_in.use():
                 drop_own_step_values(self._results)
@@ -189,13 +190,9 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         self._stand_in.let_go()
         # A step of its own: these hooks run where there is a batch only, and may issue collectives.
         with join.driver.step(join.active_ranks) if self._has_transfer_hooks else nullcontext():
-            return self._to_device(data_fetcher.take())
-
-    def _to_device(self, batch: Any) -> Any:
-        trainer: Any = self.trainer
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+            batch = trainer.precision_plugin.convert_input(data_fetcher.take())
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def _share_first_batch(self, batch: Any) -> Any:
         """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet.

@@ -16,7 +16,7 @@ from lightning_join._logging.results import JoinResultCollection, check_monitore
 from lightning_join._logging.step_values import drop_own_step_values
 from lightning_join._loops.rounds import Rounds
 from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
-from lightning_join._protocol import channel_of, driver_of, metrics_of, strategy_of
+from lightning_join._protocol import channel_of, metrics_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 
 
@@ -121,7 +121,7 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
             rounds.finish(self._serve_step)
             metrics_of(self.trainer).renew()
             cast(JoinResultCollection, self._results).reduce_all()
-            rounds.delete_announcements()  # all ranks have met
+            rounds.driver.after_meeting()
             self._store_dataloader_outputs()
 
     def _serve_step(self, active: tuple[int, ...]) -> None:
@@ -131,7 +131,7 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
         connector = trainer._logger_connector
         connector.on_batch_start(None, index if self._is_sequential and self.num_dataloaders > 1 else None)
         drop_own_step_values(self._results)
-        driver_of(trainer).follow(active)
+        self._rounds.driver.follow(active)
         connector.on_batch_end()
         if not trainer.sanity_checking:
             connector.update_eval_step_metrics(self._seen_batches_per_dataloader[index])

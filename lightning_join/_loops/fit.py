@@ -1,12 +1,12 @@
 """The fit loop: lengths of all ranks before each epoch, one decision on when to stop."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -51,22 +51,13 @@ class JoinFitLoop(ResumingFitLoop):
         trainer: Any = self.trainer
         if trainer.limit_train_batches == 0 or not is_overridden("training_step", trainer.lightning_module):
             return
-        source = self._data_source
-        requested = _compat.request_dataloader(source)
-        loader = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, "max_size_cycle")
-        if trainer.overfit_batches > 0:
-            _compat.resolve_overfit_batches(loader, mode=RunningStage.TRAINING)
-        flattened = []
-        for part in loader.flattened:
-            _compat.check_dataloader_iterable(part, source, TrainerFn.FITTING)
-            flattened.append(_compat.process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, part))
-        loader.flattened = flattened
+        loader = _loaders.make(trainer, self._data_source, RunningStage.TRAINING, "max_size_cycle")
         self._combined_loader = loader
         self._last_train_dl_reload_epoch = trainer.current_epoch
         self._data_fetcher = fetcher = ReadAheadFetcher()
         fetcher.setup(loader)
         self._lengths = ()
-        _loaders.warn(flattened, self.measure())
+        _loaders.warn(loader.flattened, self.measure())
         self._check_interval()
         iter(fetcher)
 
@@ -205,18 +196,11 @@ class JoinFitLoop(ResumingFitLoop):
                 f" ({name_ranks(ranks)}), at global step {trainer.global_step}. All ranks stop here."
             )
 
-    def stopping_together(self) -> "_StoppingTogether":
+    @contextmanager
+    def stopping_together(self) -> Iterator[None]:
         """Show Lightning the flag that all ranks agree on in place of this rank's own."""
-        return _StoppingTogether(self)
-
-
-class _StoppingTogether:
-    def __init__(self, loop: JoinFitLoop) -> None:
-        self._loop = loop
-
-    def __enter__(self) -> None:
-        trainer = self._loop.trainer
-        self._own, trainer.should_stop = trainer.should_stop, self._loop.agreed_stop
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.trainer.should_stop = self._own
+        own, self.trainer.should_stop = self.trainer.should_stop, self.agreed_stop
+        try:
+            yield
+        finally:
+            self.trainer.should_stop = own

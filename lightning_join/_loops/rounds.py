@@ -47,7 +47,8 @@ class Rounds:
         self._limits_itself = not _side_by_side(loader)
 
     @property
-    def _driver(self) -> StepDriver:
+    def driver(self) -> StepDriver:
+        """Serves what the others do in their steps."""
         assert self._strategy.driver is not None
         return self._strategy.driver
 
@@ -59,7 +60,7 @@ class Rounds:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Put around what this rank does with a batch."""
-        with self._driver.step(self._active_ranks(has_batch=True)):
+        with self.driver.step(self._active_ranks(has_batch=True)):
             yield
         self._steps += 1
 
@@ -79,13 +80,9 @@ class Rounds:
                 f" {self._steps}, while the other ranks count on its length. Correct the length of its sampler."
             )
         while active := self._active_ranks(has_batch=False):
-            (follow or self._driver.follow)(active)
+            (follow or self.driver.follow)(active)
             self._steps += 1
         self.index, self._steps, self._ended = self.index + 1, 0, frozenset()
-
-    def delete_announcements(self) -> None:
-        """Delete what was announced; all ranks must have met since the end of the round."""
-        self._driver.after_meeting()
 
     def _active_ranks(self, has_batch: bool) -> tuple[int, ...]:
         """Return the ranks that have a batch at this step; they meet if that is uncertain."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from statistics import fmean
 
 from torch_join.integration import closed
 
@@ -89,8 +90,4 @@ class EpochRecord:
         return f"rank {number} at batch {rank.joined_at} after {rank.active_seconds:.1f} s"
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-_SUMMARIES: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean": _mean, "max": max}
+_SUMMARIES: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean": fmean, "max": max}

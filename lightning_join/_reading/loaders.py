@@ -75,11 +75,11 @@ def warn(loaders: Sequence[Any], everyone: Sequence[Loaders]) -> None:
             )
 
 
-def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> tuple[CombinedLoader, Loaders]:
-    """Make this rank's dataloaders for an evaluation or a prediction, and measure them."""
+def make(trainer: Any, source: Any, stage: RunningStage, mode: Any) -> CombinedLoader:
+    """Make this rank's dataloaders, combined in `mode` unless they are already."""
     function = trainer.state.fn
     requested = _compat.request_dataloader(source)
-    loader = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, "sequential")
+    loader = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, mode)
     if function == TrainerFn.FITTING and trainer.overfit_batches > 0:
         _compat.resolve_overfit_batches(loader, stage)
     flattened = []
@@ -87,7 +87,13 @@ def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> 
         _compat.check_dataloader_iterable(part, source, function)
         flattened.append(_compat.process_dataloader(trainer, function, stage, part))
     loader.flattened = flattened
-    mine = measure(stage, flattened, limit)
+    return loader
+
+
+def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> tuple[CombinedLoader, Loaders]:
+    """Make this rank's dataloaders for an evaluation or a prediction, and measure them."""
+    loader = make(trainer, source, stage, "sequential")
+    mine = measure(stage, loader.flattened, limit)
     if loader._mode == "max_size_cycle" and mine.error is None and min(mine.limits, default=0) == 0 < sum(mine.limits):
         what = f"Dataloader {mine.limits.index(0)} of a CombinedLoader(mode='max_size_cycle') is empty"
         remedy = "cannot be cycled beside the others, whose batches would be lost. Use mode='max_size'"

@@ -75,12 +75,13 @@ class ManualPart(Part):
         self._let_buffers_sync()
         guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
         try:
-            if self._driver.in_tail:
+            if self.server.in_tail:
                 self._mirror.remember()
             yield
-            if self._driver.in_tail:
+            if self.server.in_tail:
                 self._send_changes()
-                self.announce_open("end", (self._scheduler_states(), [_options(o) for o in self._strategy.optimizers]))
+                states = [config.scheduler.state_dict() for config in self._strategy.lr_scheduler_configs]
+                self.announce_open("end", (states, [_options(o) for o in self._strategy.optimizers]))
         finally:
             guard.remove()
 
@@ -99,22 +100,22 @@ class ManualPart(Part):
         assert module is not None
         precision = strategy.precision_plugin
         synced = self._ddp.require_backward_grad_sync
-        if self._driver.in_tail:
+        if self.server.in_tail:
             self._send_changes(with_parameters=False)
             self.announce("backward", synced)
         if not self.members.serves and self._lockstep.loss_factor != 1.0:
             loss = loss * self._lockstep.loss_factor
         # Joined ranks run the hooks themselves. What is in the graph is seen.
-        with self._driver.on_all_ranks():
+        with self._driver.server.on_all_ranks():
             strategy.pre_backward(loss)
             loss = precision.pre_backward(loss, module)
         precision.backward(loss, module, None, *args, **kwargs)
-        with self._driver.on_all_ranks():
+        with self._driver.server.on_all_ranks():
             loss = precision.post_backward(loss, module)
             strategy.post_backward(loss)
         self._shadow.settle()
         self._lockstep.check_reduced()
-        if self._driver.in_tail:
+        if self.server.in_tail:
             self._mirror.after_backward(synced)
         else:
             self._mirror.before_tail(synced)
@@ -131,18 +132,18 @@ class ManualPart(Part):
         def closure_and_announce() -> Any:
             nonlocal calls
             calls += 1
-            if calls > 1 and self._driver.channel.world_size > 1:
+            if calls > 1 and self.server.channel.world_size > 1:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} evaluates its closure more than once, which a rank without a batch"
                     " cannot follow. Use an optimizer that takes one gradient per step."
                 )
             result = closure()
-            if self._driver.in_tail:
+            if self.server.in_tail:
                 self._mirror.check_averaged([p for group in optimizer.param_groups for p in group["params"]])
                 self._send_changes()
                 self.announce_open("step", (self._index_of(optimizer), _options(optimizer), options))
             # From here on joined ranks do the same.
-            rest.enter_context(self._driver.on_all_ranks())
+            rest.enter_context(self._driver.server.on_all_ranks())
             return result
 
         try:
@@ -150,7 +151,7 @@ class ManualPart(Part):
                 yield closure_and_announce
         finally:
             self._stepping = before
-        if self._driver.in_tail:
+        if self.server.in_tail:
             self._mirror.remember()
 
     def answer(self, kind: str, payload: Any) -> None:
@@ -178,7 +179,7 @@ class ManualPart(Part):
         changes = self._mirror.changes(with_parameters)
         if changes:
             self.announce("changes", changes)
-            with self._driver.own_collectives():
+            with self.server.own_collectives():
                 self._mirror.take(changes, self.members.leader)
 
     def _let_buffers_sync(self) -> None:
@@ -186,14 +187,11 @@ class ManualPart(Part):
         # In manual optimization it takes that for never, and BatchNorm would differ by rank.
         self._ddp.require_forward_param_sync = True
 
-    def _scheduler_states(self) -> list[Any]:
-        return [config.scheduler.state_dict() for config in self._strategy.lr_scheduler_configs]
-
     def _index_of(self, optimizer: Optimizer) -> int:
         return next(i for i, mine in enumerate(self._strategy.optimizers) if mine is optimizer)
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._stepping and self._driver.channel.world_size > 1:
+        if not self._stepping and self.server.channel.world_size > 1:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step() was called past Lightning in `training_step`, so ranks without a"
                 " batch would not step theirs. Return the optimizer from `configure_optimizers` and step what"

@@ -3,14 +3,25 @@
 Torch's own `clip_grad_norm_` of `FullyShardedDataParallel` raises on CPUs in float64, so there it is tested in float32.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderShard
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from tests.support.accelerated import samples_of
-from tests.support.accelerated_sharded import Sharded, Trained, difference, reference, train
+from tests.support.accelerated import FEATURES, plain, samples_of
+from tests.support.accelerated_sharded import (
+    Session,
+    Sharded,
+    Trained,
+    difference,
+    reference,
+    sharding_accelerator,
+    train,
+)
 from tests.support.workers import Workers
 
 TOLERANCE = 1e-10
@@ -35,8 +46,8 @@ SCRIPTS: dict[str, Sharded] = {
 OF_VERSION: dict[int, dict[str, Sharded]] = {
     1: {
         "flat": Sharded(lengths=(2, 6), plugin={"use_orig_params": False}, optimizer="sgd", accumulate=2),
-        "grads": Sharded(lengths=(2, 6), plugin={"reshard_after_forward": "SHARD_GRAD_OP"}, evaluates=True),
-        "no shard": Sharded(lengths=(2, 6), plugin={"reshard_after_forward": "NO_SHARD"}, accumulate=2),
+        "grads": Sharded(lengths=(2, 6), plugin={"sharding_strategy": "SHARD_GRAD_OP"}, evaluates=True),
+        "no shard": Sharded(lengths=(2, 6), plugin={"sharding_strategy": "NO_SHARD"}, accumulate=2),
         "checkpointed": Sharded(lengths=(2, 6), plugin={"activation_checkpointing": True}, accumulate=2),
         "clip": Sharded(lengths=(2, 6), clip=0.05, accumulate=2, dtype=torch.float32, scheduler="step"),
     },
@@ -45,7 +56,7 @@ OF_VERSION: dict[int, dict[str, Sharded]] = {
         "checkpointed": Sharded(lengths=(2, 6), plugin={"activation_checkpointing": True}, accumulate=2),
         "clip": Sharded(lengths=(2, 6), clip=0.05, scheduler="step", accumulate=2),
         "clip, 3 ranks": Sharded(3, samples=25, clip=0.05, optimizer="sgd"),
-        "offload": Sharded(lengths=(2, 6), plugin={"cpu_offload": True}, accumulate=2),
+        "offload": Sharded(lengths=(2, 6), plugin={"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, accumulate=2),
         "scaler": Sharded(lengths=(2, 6), scaler=True, optimizer="sgd", scheduler="step"),
     },
 }
@@ -77,5 +88,28 @@ def test_as_one_process(workers: Workers, script: Sharded) -> None:
         assert sorted(gathered) == everything
 
 
-def mixed(rank: int, script: Sharded, **kwargs: Any) -> Trained:
-    return train(rank, script, mixed_precision="bf16", **kwargs)
+def mixed(rank: int, script: Sharded, joins: bool) -> list[Any]:
+    """Train in mixed precision; without joining, by batches that count nothing in place of those that there are not."""
+    generator = torch.Generator().manual_seed(rank)
+    steps = script.lengths[rank] if joins else max(script.lengths)
+    data = [torch.randn(3, FEATURES, generator=generator) for _ in range(steps)]
+    with sharding_accelerator(rank, script, mixed_precision="bf16") as accelerator:
+        session = Session(accelerator, script, rank)
+        loader: Any = DataLoaderShard(data, batch_size=None)
+        with accelerator.join_uneven_inputs() if joins else nullcontext():
+            for step, x in enumerate(loader):
+                with accelerator.accumulate(session.model):
+                    loss = session.model(x).float().pow(2).mean() * (step < script.lengths[rank])
+                    accelerator.backward(loss)
+                    session.optimizer.step()
+                    session.optimizer.zero_grad()
+        return [plain(part) for part in session.state()[:2]]
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (4, 0, 5)], ids=str)
+@pytest.mark.parametrize("version", [1, 2])
+def test_mixed_precision(workers: Workers, version: int, lengths: tuple[int, ...]) -> None:
+    script = Sharded(len(lengths), lengths=lengths, accumulate=2, version=version, dtype=torch.float32)
+    found = workers.run(len(lengths), mixed, script, True)
+    assert all(mine == found[0] for mine in found)
+    assert found == workers.run(len(lengths), mixed, script, False)

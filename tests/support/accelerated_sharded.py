@@ -134,10 +134,12 @@ class Session:
         if script.scaler:
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
         net = network(script)
+        if not script.plugin.get("use_orig_params", True):  # the optimizer is of flat parameters
+            net = accelerator.prepare(net)
         optimizer = make_optimizer(script.optimizer, net.parameters())
-        self.model, self.optimizer, self.scheduler, self.loader, self.even = accelerator.prepare(
-            net, optimizer, make_scheduler(optimizer), make_loader(script, rank), make_loader(script, rank, even=True)
-        )
+        loaders = make_loader(script, rank), make_loader(script, rank, even=True)
+        made = accelerator.prepare(net, optimizer, make_scheduler(optimizer), *loaders)
+        self.model, self.optimizer, self.scheduler, self.loader, self.even = made
 
     def step(self, numbers: Tensor, x: Tensor, y: Tensor) -> None:
         script, accelerator = self.script, self.accelerator
@@ -187,8 +189,8 @@ class Trained:
     gathered: list[list[int]]
 
 
-def train(rank: int, script: Sharded, **kwargs: Any) -> Trained:
-    with sharding_accelerator(rank, script, **kwargs) as accelerator:
+def train(rank: int, script: Sharded) -> Trained:
+    with sharding_accelerator(rank, script) as accelerator:
         session = Session(accelerator, script, rank)
         seen: list[list[list[int]]] = []
         gathered: list[list[int]] = []
@@ -225,7 +227,11 @@ def train(rank: int, script: Sharded, **kwargs: Any) -> Trained:
 
 def reference(script: Sharded, seen: list[list[list[list[int]]]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights and the moments that one process has after what the ranks saw."""
-    with mock.patch.object(accelerated, "network", partial(_network, script)):
+    samples = {n: (x.to(script.dtype), y.to(script.dtype)) for n, (x, y) in accelerated.samples_of(script).items()}
+    with (
+        mock.patch.object(accelerated, "network", partial(_network, script)),
+        mock.patch.object(accelerated, "samples_of", return_value=samples),
+    ):
         net, optimizer, _ = accelerated.reference(script, seen)
     moments = {
         f"{name} {key}": value

@@ -3,14 +3,16 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from torch_join._base import compat_metrics as _compat_metrics
+from torch_join._collectives import call as _call
 from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.tap import CollectiveTap
 from torch_join._control import beats as _beats
@@ -22,8 +24,9 @@ from torch_join._handover import digest as _digest
 from torch_join._handover import optimizers as _optimizers
 from torch_join._handover import replicas as _replicas
 from torch_join._handover import transfer as _transfer
+from torch_join._handover.state import Capture
 from torch_join._tail import nesting as _nesting
-from torch_join.joinables._metrics import metric
+from torch_join.joinables.hook import Hook
 from torch_join.joinables.model import ModelPart
 
 # What tests read or call.
@@ -32,7 +35,8 @@ PASSING_ON, concatenates = _compat_metrics._PASSING_ON, _compat_metrics._concate
 REVIVERS, dtypes = _codec._REVIVERS, _codec._dtypes
 LARGE, buckets_of, cpu_groups = _transfer._LARGE, _transfer._buckets, _transfer._cpu_groups
 FULL, TILE = _beats._FULL, _digest._TILE
-Override = metric._Override
+Override = Hook
+REFUSALS = tuple(value for value in vars(_call).values() if isinstance(value, _call.Refusal))
 entered_joins, asked_at_exit = _nesting._entered, _quiesce._asked
 
 # What tests replace: a module, and a name in it.
@@ -46,6 +50,15 @@ QUIESCE_PLACE = (_quiesce, "_quiesce")
 def transfer_sizes(bucket: int = _transfer.BUCKET_BYTES, large: int = LARGE) -> AbstractContextManager[Any]:
     """Have the handover send tensors from `large` bytes on alone, and the others in buckets of at most `bucket`."""
     return mock.patch.multiple(_transfer, BUCKET_BYTES=bucket, _LARGE=large)
+
+
+def checksum(objects: Sequence[Any]) -> int:
+    """A digest of all that a handover of `objects` covers: replicas that are alike have the same."""
+    capture = Capture(canonical=True, local=frozenset(map(id, _replicas.ignored_parameters(objects).values())))
+    with torch.inference_mode(False), torch.no_grad():
+        named = _replicas.named(objects)
+        states = [_replicas.kind_of(value).capture(value, capture, name).state for name, value in named]
+        return _digest.Digests({"": states}, capture.tensors).read()[""]
 
 
 # ---------------------------------------------------------------- a channel
@@ -91,7 +104,7 @@ def delay_next_wait(channel: Any, seconds: float) -> None:
 
 
 def channel_of(join: Any) -> StoreChannel:
-    channel = join._driver.channel
+    channel = join._driver.server.channel
     assert isinstance(channel, StoreChannel)
     return channel
 

@@ -244,5 +244,4 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
     Raises:
         RuntimeError: DDP's own, which names the parameters and the remedies.
     """
-    if ddp.reducer._rebuild_buckets():
-        ddp._has_rebuilt_buckets = True
+    rebuild_buckets(ddp)

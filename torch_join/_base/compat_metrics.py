@@ -53,8 +53,7 @@ def is_own_gather(function: Any) -> bool:
 
 def reductions(metric: Any) -> dict[str, Callable[..., Any] | None]:
     """Return the functions that reduce the states of `metric`, by the states' names."""
-    found: dict[str, Callable[..., Any] | None] = metric._reductions
-    return found
+    return dict(metric._reductions)
 
 
 class State(NamedTuple):
@@ -88,8 +87,7 @@ def own_states(metric: Any) -> dict[str, State]:
 
 def update_count(metric: Any) -> int:
     """Return how often `metric` has been updated since its last reset."""
-    count: int = metric._update_count
-    return count
+    return int(metric._update_count)
 
 
 def set_update_count(metric: Any, count: int) -> None:

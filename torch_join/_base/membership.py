@@ -34,6 +34,7 @@ class Membership:
         role: What this rank does for the others.
         samples: The number of samples in this rank's batch, where they are counted.
         total_samples: That of all ranks.
+        last_joiner: Whether this rank was among the last to run out of inputs, in a loop of a `LoopDriver`.
     """
 
     def __init__(self, group: Any, weighting: Weighting, may_break: bool = False) -> None:
@@ -53,6 +54,7 @@ class Membership:
         self.leader = 0
         self.role = Role.EVEN
         self.samples = self.total_samples = 0
+        self.last_joiner = False
 
     def all_active(self) -> None:
         """All ranks have an input again: a tail is over."""

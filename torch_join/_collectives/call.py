@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -82,19 +81,6 @@ _SYNC_BATCH_NORM = Refusal(
     "SyncBatchNorm issues collectives in backward, where a joined rank cannot know their place",
     "`BatchNorm`, or a layer that normalizes within a sample, such as `GroupNorm`",
 )
-REFUSALS = (
-    _POINT_TO_POINT,
-    _JOINED_ROOT,
-    _UNEQUAL,
-    _INTEGER_AVERAGE,
-    _PREMUL_SUM,
-    _BACKWARD,
-    _FSDP,
-    _DTENSOR,
-    _MODEL_AVERAGING,
-    _SYNC_BATCH_NORM,
-)
-
 
 _MOST_ELEMENTS = 1 << 40  # of one tensor: more than any device holds
 _MOST_OBJECTS = 1 << 20
@@ -119,8 +105,7 @@ class TensorSpec(NamedTuple):
 
 
 @closed("call")
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A collective that an active rank issues, and all that a joined rank needs to take part.
 
     Attributes:

@@ -76,8 +76,7 @@ def unbox_group(boxed: Any) -> dist.ProcessGroup:
 
 def unbox_reduce_op(boxed: Any) -> str:
     """Return the name of the reduce operation that an operator was given."""
-    name: str = dist.ReduceOp.RedOpType(boxed.op()).name
-    return name
+    return str(dist.ReduceOp.RedOpType(boxed.op()).name)
 
 
 def reduce_op(name: str) -> Any:
@@ -181,5 +180,4 @@ def origin(caller: FrameType | None) -> Origin:
 
 def gather_object_destination(frame: FrameType) -> int:
     """Return the destination, as a rank of the group, from the frame of a `gather_object`."""
-    destination: int = frame.f_locals["group_dst"]
-    return destination
+    return int(frame.f_locals["group_dst"])

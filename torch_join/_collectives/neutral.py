@@ -1,9 +1,8 @@
 """What a joined rank contributes to each collective, such that it does not change the active ranks' result."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,7 @@ def _all_bits(dtype: torch.dtype) -> float:
     return -1 if dtype.is_signed else _highest(dtype)
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """What a joined rank contributes to one reduce operation.
 
     Attributes:
@@ -63,8 +61,7 @@ REDUCTIONS = (
 _VALUES = {reduction.op: reduction.value for reduction in REDUCTIONS}
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """How a joined rank takes part in one operation.
 
     Attributes:
@@ -111,8 +108,7 @@ def mirror(call: Call) -> None:
         JoinError: There is no such operation in the table.
 
     """
-    work = begin(call)
-    if work is not None:
+    if (work := begin(call)) is not None:
         work.wait()
 
 
@@ -236,6 +232,8 @@ def _objects(call: Call, group: dist.ProcessGroup) -> None:
 
 
 _REDUCED = "as for the reduce operation"
+_PART = "their part of the reduction over the active ranks"
+_PARTS = "their parts of the reductions over the active ranks"
 _GATHERED = "zeros in the joined ranks' places"
 ENTRIES = {
     entry.operation: entry
@@ -243,19 +241,9 @@ ENTRIES = {
         Entry("all_reduce", _REDUCED, "the reduction over the active ranks", _all_reduce),
         Entry("all_reduce_coalesced", _REDUCED, "the reductions over the active ranks", _all_reduce_coalesced),
         Entry("reduce", _REDUCED, "on the destination: the reduction over the active ranks", _reduce),
-        Entry("reduce_scatter", _REDUCED, "their part of the reduction over the active ranks", _reduce_scatter),
-        Entry(
-            "reduce_scatter_single",
-            _REDUCED,
-            "their part of the reduction over the active ranks",
-            _reduce_scatter_single,
-        ),
-        Entry(
-            "reduce_scatter_single_coalesced",
-            _REDUCED,
-            "their parts of the reductions over the active ranks",
-            _reduce_scatter_single,
-        ),
+        Entry("reduce_scatter", _REDUCED, _PART, _reduce_scatter),
+        Entry("reduce_scatter_single", _REDUCED, _PART, _reduce_scatter_single),
+        Entry("reduce_scatter_single_coalesced", _REDUCED, _PARTS, _reduce_scatter_single),
         Entry("all_gather", "zeros", _GATHERED, _all_gather),
         Entry("all_gather_coalesced", "zeros", _GATHERED, _all_gather_coalesced),
         Entry("all_gather_single", "zeros", _GATHERED, _all_gather_single),

@@ -25,10 +25,6 @@ _MAX_COUNT = 1 << 30  # of all ranks together
 _FULL = 1 << 29  # a number to which counts of this sum have been added is replaced by a new one
 
 
-class WrongNumber(ValueError):  # noqa: N818  whoever knows the store turns it into an error
-    """What the store holds has not come from the ranks."""
-
-
 @dataclass
 class _Number:
     key: int
@@ -88,7 +84,7 @@ class Beats:
             self._store.append(f"notices/{index}", _codec.encode((self._rank, notice)).decode() + "\n")
         self._value = self._store.add(f"sum/{number.key}", 1 + (attention << _ATTENTION) + (count << _COUNT))
         if not 0 < number.arrivals(self._value) <= participants or self._value < number.base:
-            raise WrongNumber(f"{number.arrivals(self._value)} of {participants} ranks have come")
+            raise _codec.Malformed(f"{number.arrivals(self._value)} of {participants} ranks have come")
         if number.arrivals(self._value) == participants:
             keys = [f"notices/{index}"] if number.attention(self._value) else []
             if participants == self._world_size or number.attention(self._value) > attention:
@@ -109,9 +105,9 @@ class Beats:
             if number.arrivals(value) < self._came:
                 value = self._store.add(key, 1 << _ATTENTION)
         if number.arrivals(value) < self._came:
-            value = _go(self._wait(f"go/{index}"))
+            value = _codec.decode(self._wait(f"go/{index}"), int)
         if number.arrivals(value) != self._came or not 0 <= (total := value - number.base >> _COUNT) <= _MAX_COUNT:
-            raise WrongNumber(f"{number.arrivals(value)} of {self._came} ranks have come")
+            raise _codec.Malformed(f"{number.arrivals(value)} of {self._came} ranks have come")
         notices = {}
         # There may be none: in place of a notice a rank may have waited, here or, too late, in this number's last beat.
         if number.attention(value) and self._store.check([f"notices/{index}"]):
@@ -159,18 +155,8 @@ class Beats:
                 self._delete(key)
 
 
-def _go(data: bytes) -> int:
-    try:
-        return int(_codec.decode(data, int))
-    except _codec.Malformed as problem:
-        raise WrongNumber(str(problem)) from None
-
-
 def _notices(data: bytes, world_size: int) -> dict[int, dict[str, Any]]:
-    try:
-        found = [_codec.decode(line, tuple[int, dict[str, Any]]) for line in data.splitlines()]
-    except _codec.Malformed as problem:
-        raise WrongNumber(str(problem)) from None
+    found = [_codec.decode(line, tuple[int, dict[str, Any]]) for line in data.splitlines()]
     if not all(0 <= rank < world_size for rank, _ in found):
-        raise WrongNumber(f"notices of ranks {_codec.brief([rank for rank, _ in found])}")
+        raise _codec.Malformed(f"notices of ranks {_codec.brief([rank for rank, _ in found])}")
     return dict(sorted(found, key=lambda notice: notice[0]))

@@ -75,14 +75,6 @@ def closed(tag: str) -> Callable[[C], C]:
     return register
 
 
-def _tuple(content: Any) -> tuple[Any, ...]:
-    return tuple(_list(content))
-
-
-def _dict(content: Any) -> dict[Any, Any]:
-    return {key: value for key, value in map(_list, _list(content))}  # noqa: C416  checks that they are pairs
-
-
 def _list(content: Any) -> list[Any]:
     if type(content) is not list:
         raise Malformed(f"{brief(content)} in place of a list")
@@ -121,8 +113,8 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 _CLASSES: dict[type, tuple[str, list[str]]] = {}
 _REVIVERS: dict[str, Callable[[Any], Any]] = {
-    "t": _tuple,
-    "d": _dict,
+    "t": lambda content: tuple(_list(content)),
+    "d": lambda content: {key: value for key, value in map(_list, _list(content))},  # noqa: C416  these are pairs
     "complex": _complex,
     "dtype": lambda content: _dtypes()[content],
     "device": _device,
@@ -260,7 +252,7 @@ def _checker(of: Any) -> Callable[[Any], bool]:
         anyone = [_checker(arg) for arg in args]
         return lambda value: any(check(value) for check in anyone)
     if of is float:
-        return _is_number
+        return lambda value: type(value) in (int, float)
     if origin is None:
         return lambda value: type(value) is of
     if origin is list or (origin is tuple and args[-1] is Ellipsis):
@@ -279,10 +271,6 @@ def _checker(of: Any) -> Callable[[Any], bool]:
         of_key, of_item = map(_checker, args)
         return lambda value: type(value) is dict and all(map(of_key, value)) and all(map(of_item, value.values()))
     raise JoinTypeError(f"{of} is no type of what goes over the store.")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
 
 
 _short = reprlib.Repr()

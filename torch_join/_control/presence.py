@@ -36,15 +36,12 @@ class Rank(Protocol):
 
     def place(self) -> tuple[bool, Status | None]:
         """Return what the rank answers: whether it waits on the channel, and its status."""
-        ...
 
     def listen(self, store: Any) -> None:
         """Look whether a rank has failed."""
-        ...
 
     def look(self, store: Any) -> None:
         """Wake up this rank if it has waited long, or in vain."""
-        ...
 
 
 class Presence:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError
 from torch_join._control import codec as _codec
-from torch_join._control.beats import MAX_RANKS, Beats, WrongNumber
+from torch_join._control.beats import MAX_RANKS, Beats
 from torch_join._control.channel import Beat, Channel
 from torch_join._control.presence import delete_all
 from torch_join._control.waiting import FAILED, WaitingChannel
@@ -43,7 +43,7 @@ def _naming_failures(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
         except dist.DistNetworkError as error:
             raise channel._lost() or error from error
-        except WrongNumber as problem:
+        except _codec.Malformed as problem:
             raise channel._published(_codec.foreign("a number of a meeting", problem)) from None
 
     return call
@@ -106,7 +106,7 @@ class StoreChannel(WaitingChannel, Channel):
 
     def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
         number, self._log = self._log, self._log + 1
-        return self._read_value(f"log/{number}", meanwhile, of)
+        return self.read(f"log/{number}", meanwhile, of)
 
     @_naming_failures
     def post(self, key: str, value: Any, until_met: bool = False) -> None:
@@ -118,14 +118,11 @@ class StoreChannel(WaitingChannel, Channel):
     def posted(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
+    @_naming_failures
     def read(
         self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any, is_polled: bool = False
     ) -> Any:
-        return self._read_value(key, meanwhile, of, wakes=not is_polled)
-
-    @_naming_failures
-    def _read_value(self, key: str, meanwhile: Callable[[], None] | None, of: Any, wakes: bool = True) -> Any:
-        return self._decode(key, self._wait([key], lambda: [self._store.get(key)], meanwhile, wakes)[0], of)
+        return self._decode(key, self._wait([key], lambda: [self._store.get(key)], meanwhile, not is_polled)[0], of)
 
     @_naming_failures
     def add(self, key: str, number: int) -> int:

@@ -76,16 +76,14 @@ class WaitingChannel:
         raise NotImplementedError
 
     def failure(self) -> PeerFailedError | None:
-        if self._heard is not None:
-            return self._heard
         try:
-            self._heard = self._read_failure(self._store)
-            return self._heard
+            self.listen(self._store)
         except RuntimeError:
             return PeerFailedError(
                 "The rank that hosts the job's key-value store (as a rule rank 0) is gone: it was"
                 " killed or has exited early. Its own log says why."
             )
+        return self._heard
 
     def roll_call(self) -> dict[int, Any]:
         if self._presence is None:
@@ -205,10 +203,8 @@ class WaitingChannel:
         try:
             found: Sequence[bytes] | None = None
             if meanwhile is None:
-                try:
+                with suppress(_compat.store_error()):
                     found = read()
-                except _compat.store_error():
-                    pass
             if found is None or _LOOK in found:
                 found = self._wait_long(keys, start, meanwhile)
         finally:

@@ -31,7 +31,6 @@ Often = Literal["tail"] | bool
 Items = dict[str, str]  # the name of a value, and what it is in few characters
 
 _KINDS = ("model", "optimizer", "LR scheduler", "GradScaler")
-_AT_ANY_TIME = ("parameters",)
 _SHOWN = 8
 _LENGTH = 40
 
@@ -96,7 +95,8 @@ class Audit:
         self._forget()
         if not self._often:
             return
-        after = {"handed over": self._handed_over(local), "found": self._found(exact=True)}
+        parameters, rest = self._captured(local, exact=True, takes=True)
+        after = {"handed over": parameters | rest, "found": self._found(exact=True)}
         after["gradients"] = self._gradients() if has_gradients else {}
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after)
@@ -133,10 +133,6 @@ class Audit:
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
         parameters, rest = self._captured(local, exact=False, takes=settled)
         return {"parameters": parameters, "settled": rest}
-
-    def _handed_over(self, local: frozenset[int]) -> Items:
-        parameters, rest = self._captured(local, exact=True, takes=True)
-        return parameters | rest
 
     def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Items, Items]:
         """Return the parameters, and all else if `takes`; buffers only where every bit counts."""

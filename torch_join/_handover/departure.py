@@ -14,7 +14,7 @@ import torch
 
 from torch_join._base.errors import JoinError, name_ranks
 from torch_join._handover.digest import Digests
-from torch_join._handover.flags import Changes, Flags
+from torch_join._handover.flags import Flags
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture
 
@@ -37,9 +37,7 @@ class Departure:
     """
 
     def __init__(self, objects: Sequence[Any], states: Sequence[Any] | None) -> None:
-        self._objects = objects
         self._flags = Flags(objects)
-        self._set = Changes([], [])  # flags, by this rank's own code
         self._states = states
         self._before = _noted(states)
         self._now: Digests | None = None
@@ -50,12 +48,11 @@ class Departure:
 
     def before_handover(self) -> None:
         """Note the flags that are set otherwise now."""
-        self._set += self._flags.changed_since()
+        self._flags.note()
 
     def after_handover(self) -> None:
         """Set them again; there may be another handover (for a checkpoint within the others' loop) before the last."""
-        self._set.make()
-        self._flags = Flags(self._objects)
+        self._flags.set_again()
         self._before = self._now
 
     def changed(self) -> list[str] | None:

@@ -17,11 +17,6 @@ _TILES = 32  # at once, to keep an accelerator busy
 _ALIKE = 1.5e-5  # what stands for NaN where all NaN count as one
 
 
-def digest(trees: Sequence[Any], tensors: Sequence[Tensor]) -> int:
-    """Return a number from 0 to 2**63 - 1 for canonical trees and the tensors in their slots."""
-    return Digests({"": trees}, tensors).read()[""]
-
-
 class Digests:
     """Digests of canonical trees and of the tensors in their slots as they are now.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Flags:
-    """The flags of the modules among some objects, at one moment.
+    """The flags of the modules and parameters among some objects, and what this rank's own code has set of them.
 
     Args:
         objects: Any objects.
@@ -19,40 +19,23 @@ class Flags:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = objects
-        self._training, self._trained = _read(objects)
+        self._before = _read(objects)
+        self._set: dict[nn.Module | Tensor, bool] = {}
 
-    def changed_since(self) -> "Changes":
-        """Return what is set otherwise now."""
-        training, trained = _read(self._objects)
-        return Changes(
-            [(m, flag) for m, flag in training.items() if self._training.get(m, flag) != flag],
-            [(p, flag) for p, flag in trained.items() if self._trained.get(p, flag) != flag],
-        )
+    def note(self) -> None:
+        """Note what is set otherwise now than when this was made, or than after the last `set_again`."""
+        self._set |= {one: flag for one, flag in _read(self._objects).items() if self._before.get(one, flag) != flag}
 
-
-class Changes:
-    """Flags to be set again.
-
-    Args:
-        training: Modules, and whether each is in training mode.
-        trained: Parameters, and whether each is trained.
-    """
-
-    def __init__(self, training: list[tuple[nn.Module, bool]], trained: list[tuple[Tensor, bool]]) -> None:
-        self._training = training
-        self._trained = trained
-
-    def __add__(self, later: "Changes") -> "Changes":
-        return Changes(self._training + later._training, self._trained + later._trained)
-
-    def make(self) -> None:
-        """Set them."""
-        for module, flag in self._training:
-            module.training = flag
-        for parameter, flag in self._trained:
-            parameter.requires_grad_(flag)
+    def set_again(self) -> None:
+        """Set what has been noted so far."""
+        for one, flag in self._set.items():
+            if isinstance(one, nn.Module):
+                one.training = flag
+            else:
+                one.requires_grad_(flag)
+        self._before = _read(self._objects)
 
 
-def _read(objects: Sequence[Any]) -> tuple[dict[nn.Module, bool], dict[Tensor, bool]]:
+def _read(objects: Sequence[Any]) -> dict[nn.Module | Tensor, bool]:
     modules = [module for thing in objects if isinstance(thing, nn.Module) for module in thing.modules()]
-    return {m: m.training for m in modules}, {p: p.requires_grad for m in modules for p in m.parameters(recurse=False)}
+    return {m: m.training for m in modules} | {p: p.requires_grad for m in modules for p in m.parameters(recurse=False)}

@@ -11,8 +11,7 @@ group, CPU tensors on a gloo group. Gradients are not handed over: `.grad` stays
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,22 +21,19 @@ from torch_join._base.specs import TensorSpec
 from torch_join._base.tree import Captured
 from torch_join._control.channel import Channel
 from torch_join._control.codec import closed
-from torch_join._handover import digest as _digest
 from torch_join._handover import objects as _objects
 from torch_join._handover import transfer as _transfer
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture, Restore
 
 
-@dataclass(frozen=True)
-class _Schema:
+class _Schema(NamedTuple):
     captured: list[Captured]
     specs: list[TensorSpec]
 
 
 @closed("problem")
-@dataclass(frozen=True)
-class _Problem:
+class _Problem(NamedTuple):
     """An error, as other ranks hear of it."""
 
     is_of_type: bool
@@ -50,8 +46,7 @@ class _Problem:
 
 
 @closed("handover")
-@dataclass(frozen=True)
-class _Word:
+class _Word(NamedTuple):
     """What a rank tells the others before anything is moved."""
 
     source: int
@@ -96,7 +91,7 @@ def hand_over(
         raise JoinValueError(f"The source is a rank from 0 to {channel.world_size - 1}, not {source}.")
     # Optimizer state that is created here must not become inference tensors.
     with torch.inference_mode(False), torch.no_grad():
-        local = _ignored(objects) if local is None else local
+        local = frozenset(map(id, ignored_parameters(objects).values())) if local is None else local
         capture = Capture(local=local)
         word, packed = _word(objects, source, channel, capture)
         words = channel.gather(word, of=_Word)
@@ -134,32 +129,6 @@ def _prepare(objects: Sequence[Any], schema: _Schema, restore: Restore) -> _Prob
     except Exception as error:
         return _Problem.of(error)
     return None
-
-
-def checksum(objects: Sequence[Any]) -> int:
-    """Return a digest of all that a handover of `objects` covers: replicas that are alike have the same.
-
-    It asks no other rank. It reads every byte once, about five gigabytes per second and CPU core, and is
-    no protection against tampering.
-
-    Args:
-        objects: What `hand_over` takes.
-
-    Returns:
-        A number from 0 to 2**63 - 1.
-
-    Raises:
-        JoinTypeError: An object is of no kind that can be handed over, or holds something that cannot.
-
-    """
-    capture = Capture(canonical=True, local=_ignored(objects))
-    with torch.inference_mode(False), torch.no_grad():
-        states = [kind_of(value).capture(value, capture, name).state for name, value in named(objects)]
-        return _digest.digest(states, capture.tensors)
-
-
-def _ignored(objects: Sequence[Any]) -> frozenset[int]:
-    return frozenset(map(id, ignored_parameters(objects).values()))
 
 
 def _raise_any(problems: Sequence[_Problem | None]) -> None:

@@ -8,7 +8,6 @@ compares them with what all ranks had, and the lowest active rank sends what has
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._control.codec import closed
 from torch_join._handover.digest import checksums
 
-_Known = tuple["weakref.ref[Tensor]", int] | None
+Known = tuple["weakref.ref[Tensor]", tuple[int, int]] | None  # a gradient, and its versions at some moment
 
 
 @closed("changes")
@@ -48,7 +47,7 @@ class StepMirror:
         named = ddp.module.named_parameters()
         self._parameters = [p for name, p in named if name not in ddp.parameters_to_ignore]
         self._places = {id(p): place for place, p in enumerate(self._parameters)}
-        self._gradients: list[_Known] = []
+        self._gradients: list[Known] = []
         self._sums: list[int] = []
         self._local: set[int] = set()  # gradients that were accumulated without a sync: each rank has its own
 
@@ -63,7 +62,7 @@ class StepMirror:
 
     def after_backward(self, synced: bool) -> None:
         """A backward has run on all ranks; without a sync each has its own gradients from it."""
-        touched = {i for i, p in enumerate(self._parameters) if not _is_known(p.grad, self._gradients[i])}
+        touched = {i for i, p in enumerate(self._parameters) if not is_known(p.grad, self._gradients[i])}
         self._local = self._local - touched if synced else self._local | touched
         self._remember_gradients()
 
@@ -90,7 +89,7 @@ class StepMirror:
         found = Changes([], [], [], [])
         for place, parameter in enumerate(self._parameters):
             gradient = parameter.grad
-            if _is_known(gradient, self._gradients[place]):
+            if is_known(gradient, self._gradients[place]):
                 continue
             if gradient is None:
                 found.cleared.append(place)
@@ -133,7 +132,7 @@ class StepMirror:
         self._remember_gradients()
 
     def _remember_gradients(self) -> None:
-        self._gradients = [_known(p.grad) for p in self._parameters]
+        self._gradients = [known(p.grad) for p in self._parameters]
 
     def _gradient(self, place: int) -> Tensor:
         gradient: Tensor | None = self._parameters[place].grad
@@ -145,12 +144,19 @@ class StepMirror:
         return checksums([p.detach() for p in self._parameters])
 
 
-def _known(gradient: Tensor | None) -> _Known:
-    return None if gradient is None else (weakref.ref(gradient), gradient._version)
+def known(gradient: Tensor | None) -> Known:
+    """Return what tells later whether `gradient` is still the same, and untouched."""
+    return None if gradient is None else (weakref.ref(gradient), versions(gradient))
 
 
-def _is_known(gradient: Tensor | None, known: Any) -> bool:
+def versions(tensor: Tensor) -> tuple[int, int]:
+    """Return the version of a tensor, and of this rank's part of it: some operations count one of them only."""
+    return tensor._version, _compat.local_part(tensor)._version
+
+
+def is_known(gradient: Tensor | None, known: Known) -> bool:
+    """Whether `gradient` is what it was when `known` was made."""
     if gradient is None or known is None:
         return gradient is None and known is None
-    reference, version = known
-    return reference() is gradient and gradient._version == version
+    reference, before = known
+    return reference() is gradient and versions(gradient) == before

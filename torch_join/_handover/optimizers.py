@@ -58,6 +58,7 @@ def _capture(optimizer: Any, capture: Capture, name: str) -> dict[str, Any]:
         for groups in _group_lists(optimizer)
     ]
     parameters = {place: p for place, p in _places(optimizer) if id(p) not in capture.local}
+    has_own = not _compat_state.is_sharded(optimizer) and _compat_state.has_own_state(optimizer)
     return {
         "groups": groups,
         "parameters": {place: capture.tensor(p, f"{name}: {place}") for place, p in parameters.items()},
@@ -67,7 +68,7 @@ def _capture(optimizer: Any, capture: Capture, name: str) -> dict[str, Any]:
             for shared, key, _ in _states(optimizer, capture.local)
             if key in optimizer.state
         },
-        "own": capture.tree(optimizer.state_dict(), f"{name}.state_dict()") if _has_own(optimizer) else None,
+        "own": capture.tree(optimizer.state_dict(), f"{name}.state_dict()") if has_own else None,
     }
 
 
@@ -149,10 +150,6 @@ def _load(optimizers: list[Any], loads: list[tuple[Any, Any]]) -> None:
             for there, old in new:
                 if value is there:
                     vars(one)[name] = old
-
-
-def _has_own(optimizer: Any) -> bool:
-    return not _compat_state.is_sharded(optimizer) and _compat_state.has_own_state(optimizer)
 
 
 def _sizes(optimizer: Any) -> list[int]:

@@ -6,8 +6,7 @@ LR scheduler, GradScaler, anything else    what its `state_dict` returns
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,7 @@ _ACCEPTED = (
 )
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """How objects of one kind are handed over.
 
     Attributes:
@@ -57,14 +55,10 @@ def kind_of(value: Any) -> Kind:
     raise JoinTypeError(f"A {type(value).__name__} has no state to hand over. Expected {_ACCEPTED}.")
 
 
-def order_of(value: Any) -> int:
-    """Return the place of `value`'s kind: what others build on comes before them."""
-    return list(KINDS).index(kind_of(value))
-
-
 def named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return objects in the order in which they are handed over, named as errors do: "optimizer 1 (Adam)"."""
-    ordered = sorted(objects, key=order_of)
+    places = {kind: place for place, kind in enumerate(KINDS)}  # what others build on comes before them
+    ordered = sorted(objects, key=lambda value: places[kind_of(value)])
     kinds = [kind_of(value).name for value in ordered]
     return [
         (f"{kind} {kinds[:index].count(kind)} ({type(value).__name__})", value)

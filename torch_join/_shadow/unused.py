@@ -12,7 +12,7 @@ that this rank sends says that it has not used them.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -52,12 +52,10 @@ def using_nothing(
                 parameters[index].grad = None
 
 
-@contextmanager
-def _reporting_unused(parameters: Sequence[Tensor], unused: Sequence[int]) -> Iterator[None]:
+def _reporting_unused(parameters: Sequence[Tensor], unused: Sequence[int]) -> AbstractContextManager[None]:
     def change(tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if tensor.dtype == torch.int32 and tensor.numel() == len(parameters):
                 tensor[list(unused)] = 0
 
-    with changing_all_reduces(change):
-        yield
+    return changing_all_reduces(change)

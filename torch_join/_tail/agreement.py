@@ -126,14 +126,9 @@ def explain(statuses: dict[int, Any]) -> JoinError | None:
                 synced = {rank: [synced for _, synced in counts] for rank, counts in models.items()}
                 return JoinError(explain_counts(synced))
     words = {rank: status.word for rank, status in statuses.items() if status and status.word}
-    return JoinError(text) if (text := explain_places(words)) else None
-
-
-def explain_places(words: dict[int, tuple[int, int, str]]) -> str | None:
-    """Say where the active ranks were when a collective failed, if in different places."""
     if len({tuple(word) for word in words.values()}) < 2:
         return None
-    return (
+    return JoinError(
         f"A collective failed, with the active ranks in different places of the tail: {_places(words)}. Usual causes: a"
         " collective that only some ranks issue, or a rank that takes longer than the process group's timeout."
     )

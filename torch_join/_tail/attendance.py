@@ -48,9 +48,12 @@ class Attendance:
         Raises:
             EarlyTerminationError: So it is.
         """
-        if not (throws and 0 < len(self.active_ranks) < len(self._ends)):
-            return
-        # The texts of torch.distributed.algorithms.Join.
-        if self.joined(rank):
-            raise EarlyTerminationError(f"Rank {rank} exhausted all inputs.")
-        raise EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        if throws and 0 < len(self.active_ranks) < len(self._ends):
+            raise early_termination(rank, self.joined(rank))
+
+
+def early_termination(rank: int, joined: bool) -> EarlyTerminationError:
+    """Return the error of a rank that throws where the first one joins; in the words of torch's own `Join`."""
+    if joined:
+        return EarlyTerminationError(f"Rank {rank} exhausted all inputs.")
+    return EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")

@@ -15,6 +15,7 @@ from torch_join._tail.reader import Batches, Loop, Reader, Unbegun
 from torch_join._tail.tails import Tails
 from torch_join.joinables.custom import CustomPart
 from torch_join.joinables.part import Part
+from torch_join.joinables.parts import make_parts
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Part)
@@ -33,37 +34,22 @@ class LoopDriver(Meetings):
         tails: What happens where ranks join and where all have.
         enable: `False` has ranks know nothing of each other.
         throws: Whether to raise when the first rank runs out of inputs while others have some.
-        make_parts: Makes the parts of a `with`; gets this object.
+        options: What else was given to `Join`: arguments for hooks.
     """
 
     def __init__(
-        self,
-        members: Membership,
-        objects: list[Any],
-        tails: Tails,
-        enable: bool,
-        throws: bool,
-        make_parts: Callable[["LoopDriver"], list[Part]],
+        self, members: Membership, objects: list[Any], tails: Tails, enable: bool, throws: bool, options: dict[str, Any]
     ) -> None:
         super().__init__(members, objects, tails, throws)
         self.enabled = enable
-        self._make_parts = make_parts
+        self._options = options
         self._unbegun = Unbegun()
-        self._loop: Loop | None = None  # the current one, or the last
-        self._first_custom: CustomPart | None = None
-        self.sees_steps = self._has_model = False
         if enable:
-            self._take_parts()
-
-    def _take_parts(self) -> None:
-        parts = self.server.parts = self._make_parts(self)
-        self._first_custom = next((part for part in parts if isinstance(part, CustomPart)), None)
-        self._has_model = any(part.is_model for part in parts)
-        self.sees_steps = self._has_model or self._first_custom is not None
+            self.server.parts = make_parts(self, self._objects, self._options)
 
     def add(self, make: Callable[["LoopDriver", int], P]) -> P:
         """Add a part after all others, before the `with` is entered; `make` gets this object and an index."""
-        part = make(self, len(self.parts))
+        part = make(self, len(self.server.parts))
         self.server.parts.append(part)
         return part
 
@@ -81,7 +67,7 @@ class LoopDriver(Meetings):
         _nesting.enter(self, self._objects, lambda: self.in_loop)
         if not self.server.parts:  # it has been left before
             self._renew_server()
-            self._take_parts()
+            self.server.parts = make_parts(self, self._objects, self._options)
         self.reset()
         self._loop = None
         try:
@@ -104,30 +90,29 @@ class LoopDriver(Meetings):
                 self._abandon(at_once=False)
             self._unbegun.begin_all()
             self._return_to_loop()
-            verdict = self.last_joiner
+            verdict = self.members.last_joiner
             self._leave()
             if self.place is Place.ENDED:
-                self.tails.last_joiner = verdict
+                self.members.last_joiner = verdict
             for part in self.server.parts:
-                part.after_all(self.last_joiner)
-            compare(self.channel.gather(hyperparameters(self._objects), of=Hyperparameters))
+                part.after_all(self.members.last_joiner)
+            compare(self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters))
             # Whoever hosts the channel's store must not be gone while others still read from it.
             if self.members.world_size > 1:
                 dist.barrier(self.members.group)
-            self.channel.forget()
-            self.channel.close()
+            self.server.channel.forget()
+            self.server.channel.close()
 
     def leave(self) -> None:
         """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
         self._due = self._raised = None
         self.place = Place.OUTSIDE
-        self._unbegun.clear()
+        self._unbegun = Unbegun()
         self.server.close()
         while self._clears:
             self._clears.pop().remove()
-        self.channel.leave()
+        self.server.channel.leave()
         _nesting.leave(self)
-        self._first_custom = None
 
     # ------------------------------------------------------------ a loop over batches
 
@@ -170,10 +155,10 @@ class LoopDriver(Meetings):
             if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
                 length = real  # the others could not hear in time of a loader that turns out empty
             how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
-            said = self.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
+            said = self.server.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
             compare([theirs for _, theirs, _ in said])
             lengths = [theirs for theirs, _, _ in said]
-            self.channel.forget()  # what the last loop has left: all have read it
+            self.server.channel.forget()  # what the last loop has left: all have read it
             ways = [way for _, _, way in said]
             if _ASKS not in ways:
                 return  # nobody goes through it
@@ -192,7 +177,7 @@ class LoopDriver(Meetings):
                     goes_on = self._find_out(reader, mine.certain)
                 if not goes_on:
                     break
-                mine.stepped = not self._has_model
+                mine.stepped = not self.server.models()
                 yield reader.take()
                 if not self._is_in(mine):
                     if reader.has_next():
@@ -212,6 +197,11 @@ class LoopDriver(Meetings):
 
     # ------------------------------------------------------------ what the parts call
 
+    @property
+    def sees_steps(self) -> bool:
+        """See `Driver`."""
+        return any(part.is_model or isinstance(part, CustomPart) for part in self.server.parts)
+
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Meet the other ranks, if this forward stands outside of `batches`; see `Driver`."""
         if not self.in_loop:
@@ -226,7 +216,8 @@ class LoopDriver(Meetings):
 
     def before_notice(self, part: Part) -> None:
         """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""
-        if not self.in_loop and not self._has_model and part is self._first_custom:
+        first = next(one for one in self.server.parts if isinstance(one, CustomPart))
+        if not self.in_loop and not self.server.models() and part is first:
             self._heartbeat(0)
         self.arrive()
 
@@ -244,7 +235,7 @@ class LoopDriver(Meetings):
         loop, in_tail = self._loop, self.members.announces
         assert loop is not None
         for model in self._even_models():
-            model.begin_step()
+            model.remember()
         # Where no rank can run out before another, nothing will be handed over.
         ends = in_tail or loop.certain is None or min(loop.certain) <= self.step_number + 1 < max(loop.certain)
         self.tails.depart(watches=at_once and ends and self.members.world_size > 1)
@@ -288,7 +279,3 @@ class LoopDriver(Meetings):
         self._steps.forget()
         if not self.members.announces:
             self.server.tap.remove()
-
-    @property
-    def _at_top(self) -> bool:
-        return self.in_loop and self._loop is not None and self._loop.asked and not self.members.may_break

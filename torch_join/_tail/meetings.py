@@ -1,21 +1,21 @@
 """Who is active at which step of a plain loop."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch_join._base.errors import EarlyTerminationError, JoinValueError
+from torch_join._base.errors import JoinValueError
 from torch_join._base.hyperparameters import Steps
 from torch_join._base.membership import Membership
-from torch_join._control.channel import Channel
 from torch_join._control.failures import telling_failures
+from torch_join._tail.attendance import early_termination
 from torch_join._tail.life import Place
-from torch_join._tail.reader import Reader
+from torch_join._tail.reader import Loop, Reader
 from torch_join._tail.server import Server
 from torch_join._tail.tails import Tails
 from torch_join.joinables._gradients.clears import Clears, innermost_optimizer
-from torch_join.joinables.part import LoopModel, Part
+from torch_join.joinables.part import LoopModel
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Meetings:
         self.tails = tails
         self._throws = throws
         self._clears: list[Clears] = []
+        self._loop: Loop | None = None  # the current one, or the last
         self._renew_server()
         self.reset()
 
@@ -69,16 +70,6 @@ class Meetings:
     # ------------------------------------------------------------ what the parts see, and the user
 
     @property
-    def channel(self) -> Channel:
-        """Carries small messages between the ranks."""
-        return self.server.channel
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """All parts, in an order that is the same on all ranks."""
-        return self.server.parts
-
-    @property
     def clears(self) -> list[Clears]:
         """The calls of the `zero_grad` of given optimizers (of one that wraps another, of that one's) and models."""
         if not self._clears:
@@ -86,11 +77,6 @@ class Meetings:
             models = [module for part in self.server.models() for module in part.modules]
             self._clears = [Clears(one) for one in (*found.values(), *models)]
         return self._clears
-
-    @property
-    def in_tail(self) -> bool:
-        """See `Driver`."""
-        return self.server.in_tail
 
     @property
     def in_loop(self) -> bool:
@@ -108,37 +94,10 @@ class Meetings:
         return self._due is not None and self._due.said
 
     @property
-    def last_joiner(self) -> bool:
-        """See `Driver`."""
-        return self.tails.last_joiner
-
-    def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
-        """See `Driver`."""
-        self.server.announce(index, kind, payload, hold)
-
-    def own_collectives(self) -> AbstractContextManager[None]:
-        """See `Driver`."""
-        return self.server.own_collectives()
-
-    def on_all_ranks(self) -> AbstractContextManager[None]:
-        """See `Server`: the parts' `before_all_ranks` comes before it, and their `after_all_ranks` after it."""
-        return self.server.on_all_ranks()
-
-    def run_hook(self, main_hook: Callable[[], None]) -> None:
-        """See `Driver`."""
-        self.server.run_hook(main_hook)
-
-    @property
-    def joined(self) -> bool:
-        """Whether this rank has run out of inputs."""
+    def met(self) -> Membership:
+        """Who is active at the current step, after a meeting that has been put off until now."""
         self.arrive()
-        return self.members.joined
-
-    @property
-    def active_ranks(self) -> tuple[int, ...]:
-        """The ranks that have an input at the current step."""
-        self.arrive()
-        return self.members.active
+        return self.members
 
     @property
     def at_last_step(self) -> bool:
@@ -157,7 +116,7 @@ class Meetings:
         if self._raised is not None:
             raise self._raised
         try:
-            with telling_failures(self.channel):
+            with telling_failures(self.server.channel):
                 yield
         except BaseException as error:
             if self.members.world_size > 1:
@@ -173,7 +132,7 @@ class Meetings:
             if reader.has_next():
                 self._due = Due(samples, reader.at_last)
                 for model in self._even_models():
-                    model.begin_step()
+                    model.remember()
                 return True
             self._meet(False, 0)
         elif certain is None:
@@ -207,10 +166,10 @@ class Meetings:
                 )
             return
         if real is not None and real != claimed:
-            self.channel.correct(real)
+            self.server.channel.correct(real)
             lengths[rank] = real
         # Who ends early has told of it before its last step but one began, so that every other look is enough.
-        for other, length in self.channel.corrections().items() if self.step_number % 2 else ():
+        for other, length in self.server.channel.corrections().items() if self.step_number % 2 else ():
             lengths[other] = length
 
     def arrive(self, waits: bool = True) -> None:
@@ -237,11 +196,11 @@ class Meetings:
 
     def _say(self, has_input: bool, samples: int, at_last: bool, waits: bool = True) -> None:
         notice = {} if not has_input else {"last": True} if at_last else None
-        self.channel.say(samples, notice, len(self.members.active), waits)
+        self.server.channel.say(samples, notice, len(self.members.active), waits)
         self.members.samples = samples
 
     def _hear(self) -> None:
-        beat = self.channel.hear()
+        beat = self.server.channel.hear()
         self.members.total_samples = beat.total
         self.server.change(tuple(rank for rank in self.members.active if beat.notices.get(rank) != {}))
         active = self.members.active
@@ -252,17 +211,13 @@ class Meetings:
     def _go_on(self) -> bool:
         """Do what follows from who is active: throw, serve, begin or end the tail."""
         members = self.members
-        joined = self.joined
+        joined = members.joined
         if members.active and len(members.before) == members.world_size:
             for model in self.server.models():  # all ranks come here
                 model.prepare()
         if members.active and members.uneven:
             if self._throws:
-                raise EarlyTerminationError(
-                    f"Rank {members.rank} exhausted all inputs."
-                    if joined
-                    else "Detected at least one rank that exhausted inputs. Throwing across all ranks."
-                )
+                raise early_termination(members.rank, joined)
             if members.active != members.before:
                 self.tails.compare_steps(self._steps, self.members.may_break)
             if joined:
@@ -278,7 +233,7 @@ class Meetings:
     @property
     def _at_top(self) -> bool:
         """Whether this rank is at the top of a step, before any code of the user's."""
-        return False
+        return self.in_loop and self._loop is not None and self._loop.asked and not self.members.may_break
 
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left, before it does anything else with others."""

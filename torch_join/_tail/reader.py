@@ -57,11 +57,8 @@ class Reader(Generic[T]):
     def certain_length(self) -> int | None:
         """Return the number of batches if there is reason to trust it, and none against reading ahead."""
         loader = self._loader
-        if _has_position(loader):
-            return None
-        if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-            return None  # DataLoader's is a guess there
-        if not isinstance(loader, Sized):
+        is_guess = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+        if is_guess or _has_position(loader) or not isinstance(loader, Sized):
             return None
         try:
             return len(loader)
@@ -135,10 +132,6 @@ class Unbegun:
                 break
             for _ in self._loops.pop(ticket)():
                 pass
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._loops.clear()
 
 
 def _has_position(loader: Any, depth: int = 3) -> bool:

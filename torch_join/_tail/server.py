@@ -3,7 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 from torch_join._base.errors import JoinError
@@ -13,17 +13,8 @@ from torch_join._collectives.subgroups import Subgroups
 from torch_join._collectives.tap import Call, CollectiveTap
 from torch_join._control.channel import Channel, Status
 from torch_join._control.codec import foreign
+from torch_join._tail import records as _records
 from torch_join._tail.agreement import Agreement, explain, explain_counts
-from torch_join._tail.records import (
-    COLLECTIVE,
-    END,
-    RECORD,
-    TAIL,
-    Announcement,
-    check_record,
-    is_record,
-    wait_if_synchronizing,
-)
 from torch_join.joinables.part import LoopModel, Part
 
 
@@ -59,8 +50,8 @@ class Server:
 
     def reset(self) -> None:
         """Begin anew, as before the first step."""
-        self._said: list[Announcement] = []  # announced, and not yet written
-        self._heard: deque[Announcement] = deque()  # read, and not yet answered
+        self._said: list[_records.Announcement] = []  # announced, and not yet written
+        self._heard: deque[_records.Announcement] = deque()  # read, and not yet answered
         self._on_all = 0  # how deep it is in `on_all_ranks`
         self._counts = False  # what it announces is compared with the other active ranks'
         self.tap = self._new_tap()
@@ -118,11 +109,9 @@ class Server:
             self.channel.announce((self._said, self.members.active), leads=self.members.leads)
             self._said = []
 
-    @contextmanager
-    def own_collectives(self) -> Iterator[None]:
+    def own_collectives(self) -> AbstractContextManager[None]:
         """Put around collectives that joined ranks know of without the tap."""
-        with self.tap.ignoring():
-            yield
+        return self.tap.ignoring()
 
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:
@@ -133,6 +122,18 @@ class Server:
                 yield
         finally:
             self._on_all -= 1
+
+    @contextmanager
+    def together(self, announce: Callable[[], None] = _nothing) -> Iterator[None]:
+        """Put around what all ranks do to what takes part; joined ones hear of it by an active one's `announce`."""
+        if self.in_tail:
+            for part in self.parts:
+                part.before_all_ranks()
+            announce()
+        with self.on_all_ranks():
+            yield
+        for part in self.parts:
+            part.after_all_ranks()
 
     @contextmanager
     def listening(self, tap: CollectiveTap) -> Iterator[None]:
@@ -160,7 +161,7 @@ class Server:
         self.members.role, self._counts = Role.TAIL, True
         self._subgroups.find(self.members.before)
         self.agreement.begin()
-        self.announce(-1, TAIL, [part.synced - part.deferred for part in self.models()])
+        self.announce(-1, _records.TAIL, [part.synced - part.deferred for part in self.models()])
         for part in self.parts:
             part.enter_tail()
         self.tap.install()
@@ -169,7 +170,7 @@ class Server:
         """Tell the joined ranks, on the last active ones, that the tail is over; return the parts' closing messages."""
         words = [part.closing_message() for part in self.parts]
         self._subgroups.mark(self.members.before)
-        end = -1, END, (words, self.channel.position, self.members.leader)
+        end = -1, _records.END, (words, self.channel.position, self.members.leader)
         self.channel.announce(([end], ()), leads=self.members.leads)
         self.channel.forget(delete=False)
         self.leave_tail()
@@ -202,36 +203,35 @@ class Server:
         try:
             while True:
                 index, kind, payload = self._next()
-                if index < 0 and is_record(kind, payload, until):
+                if index < 0 and _records.is_record(kind, payload, until):
                     return payload
                 self._answer(index, kind, payload)
         finally:
             self.members.role = Role.EVEN
 
-    def _next(self) -> Announcement:
+    def _next(self) -> _records.Announcement:
         """Wait for the next announcement."""
         if not self._heard:
-            said, active = self._subgroups.follow(RECORD)
-            check_record(said, active, len(self.parts), self.members.active)
+            said, active = self._subgroups.follow(_records.RECORD)
+            _records.check_record(said, active, len(self.parts), self.members.active)
             self._heard.extend(said)
             if active:
                 self.change(active)
         return self._heard.popleft()
 
     def _answer(self, index: int, kind: str, payload: Any) -> None:
+        all_came = False
         if index >= 0:
             self.parts[index].receive(kind, payload)
-        elif kind == COLLECTIVE:
+            all_came = self.parts[index].synchronizes(kind)
+        elif kind == _records.COLLECTIVE:
             mirror(payload)
-        elif kind == TAIL:
+            all_came = _records.wait_if_synchronizing(payload)
+        elif kind == _records.TAIL:
             self._compare_counts(payload)
         else:
             raise foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
-        if (
-            self.parts[index].synchronizes(kind)
-            if index >= 0
-            else kind == COLLECTIVE and wait_if_synchronizing(payload)
-        ):
+        if all_came:
             self.forget()
 
     def forget(self) -> None:
@@ -246,13 +246,13 @@ class Server:
 
     def _expect_collective(self, call: Call) -> None:
         if self._subgroups.holds(call):
-            kind, payload = COLLECTIVE, self._subgroups.expect(call.group, self.members.active)
+            kind, payload = _records.COLLECTIVE, self._subgroups.expect(call.group, self.members.active)
             if payload is None:
                 return
         else:
             _, kind, payload = self._next()
-        if kind != COLLECTIVE or payload.operation != call.operation:
-            found = payload.operation if kind == COLLECTIVE else kind
+        if kind != _records.COLLECTIVE or payload.operation != call.operation:
+            found = payload.operation if kind == _records.COLLECTIVE else kind
             raise JoinError(
                 f"A main hook on rank {self.members.rank} issued {call.operation}, where the active ranks announced"
                 f" {found}. A main hook must issue the collectives of its joinable's step, in the same order."
@@ -279,7 +279,7 @@ class Server:
         if self._subgroups.holds(call):
             self._subgroups.announce(call, self.members.active)
         else:
-            self.announce(-1, COLLECTIVE, call)
+            self.announce(-1, _records.COLLECTIVE, call)
 
     def _has_joined(self, rank: int) -> bool:
         self._arrive()

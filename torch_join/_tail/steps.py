@@ -29,45 +29,22 @@ class StepDriver:
         channel: The channel between the ranks.
         group: The process group.
         weighting: How the gradients of the active ranks are combined.
+
+    Attributes:
+        members: Who is active.
+        server: Where the parts announce what they do, and what has a joined rank answer.
     """
 
     # What the parts ask of a driver: there is always a meeting before the step.
     in_loop = sees_steps = True
-    in_plain_loop = awaits_others = last_joiner = False
+    in_plain_loop = awaits_others = False
     clears: Sequence[Clears] = ()
     step_number = 0
 
     def __init__(self, channel: Channel, group: Any = None, weighting: Weighting = "world") -> None:
         self.members = Membership(group or (dist.group.WORLD if dist.is_initialized() else None), weighting)
-        self._server = Server(self.members)
-        self._server.open(channel)
-
-    @property
-    def channel(self) -> Channel:
-        """Carries small messages between the ranks."""
-        return self._server.channel
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """What takes part in steps besides collectives."""
-        return self._server.parts
-
-    @property
-    def in_tail(self) -> bool:
-        """Whether this rank is active, in a step that another one does not have, and does what that one does not."""
-        return self._server.in_tail
-
-    def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
-        """See `Driver`."""
-        self._server.announce(index, kind, payload, hold)
-
-    def own_collectives(self) -> AbstractContextManager[None]:
-        """See `Driver`."""
-        return self._server.own_collectives()
-
-    def run_hook(self, main_hook: Callable[[], None]) -> None:
-        """See `Driver`."""
-        self._server.run_hook(main_hook)
+        self.server = Server(self.members)
+        self.server.open(channel)
 
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Nothing to do: the ranks have met."""
@@ -81,22 +58,18 @@ class StepDriver:
     def ranks(self) -> tuple[int, ...] | None:
         """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
         members = self.members
-        return members.active if members.role is not Role.EVEN and not self._server.is_on_all_ranks else None
-
-    def on_all_ranks(self) -> AbstractContextManager[None]:
-        """Put around what joined ranks do too, of their own accord, in the midst of a step."""
-        return self._server.on_all_ranks()
+        return members.active if members.role is not Role.EVEN and not self.server.is_on_all_ranks else None
 
     def add(self, make: Callable[[Driver, int], P]) -> P:
         """Add what takes part in steps besides collectives, and install it; `make` gets this object and an index."""
-        part = make(self, len(self.parts))
-        self._server.parts.append(part)
+        part = make(self, len(self.server.parts))
+        self.server.parts.append(part)
         part.enter()
         return part
 
     def close(self) -> None:
         """Remove all that was installed."""
-        self._server.close()
+        self.server.close()
         self.members.group = None  # a destroyed group must hang up on its peers at once
 
     @contextmanager
@@ -107,7 +80,7 @@ class StepDriver:
             active: The ranks that have a batch.
             listens: Whether joined ranks take part in collectives too, or in what the parts announce only.
         """
-        server, members = self._server, self.members
+        server, members = self.server, self.members
         server.begin_step(active)
         if not members.uneven:
             yield
@@ -119,7 +92,7 @@ class StepDriver:
             server.tap.install()
         try:
             yield
-            self.announce(-1, DONE)
+            server.announce(-1, DONE)
         finally:
             members.role = Role.EVEN
             server.tap.remove()
@@ -130,12 +103,12 @@ class StepDriver:
         Joined ranks have no counterpart to them. Others, of hooks that run before or after it, all ranks issue alike.
         """
         has_joined = self.members.has_joined
-        return self._server.listening(CollectiveTap(lambda _: None, lambda rank: in_backward() and has_joined(rank)))
+        return self.server.listening(CollectiveTap(lambda _: None, lambda rank: in_backward() and has_joined(rank)))
 
     def follow(self, active: tuple[int, ...]) -> None:
         """Answer, on a joined rank, what the active ranks announce in a step, until they are done with it."""
-        self._server.begin_step(active)
-        self._server.follow(DONE)
+        self.server.begin_step(active)
+        self.server.follow(DONE)
 
     def derive(self, part: Part, kind: str, payload: Any = None) -> None:
         """Answer what every rank knows from the meeting to come next, and nobody announces."""
@@ -144,4 +117,4 @@ class StepDriver:
     def after_meeting(self) -> None:
         """All ranks have met since the last step: what was announced in it has been read."""
         if self.members.joined:
-            self._server.forget()
+            self.server.forget()

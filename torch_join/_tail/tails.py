@@ -29,27 +29,20 @@ class Tails:
     Attributes:
         server: The ranks' server.
         departure: How this rank has left its loop by `break`, if it has.
-        last_joiner: Whether this rank was among the last to run out of inputs.
         changes_freely: What a rank may change between a `break` and the next meeting.
     """
 
-    def __init__(
-        self,
-        objects: Sequence[Any],
-        often: Often,
-        hands_over_ignored: bool | None,
-    ) -> None:
+    def __init__(self, objects: Sequence[Any], often: Often, hands_over_ignored: bool | None) -> None:
         self._objects = objects
         self._audit = Audit(stateful(objects), often, hands_over_ignored)
         self.server: Server
         self.changes_freely: object = None
-        self.reset()
 
     def reset(self) -> None:
         """Begin anew, as before the first loop."""
         self._posted: list[str] = []  # keys, for ranks that join
         self.departure: Departure | None = None
-        self.last_joiner = True
+        self.server.members.last_joiner = True
 
     def depart(self, watches: bool) -> None:
         """Note what there is as this rank leaves its loop; `watches` where something may be handed over later."""
@@ -74,7 +67,7 @@ class Tails:
         Args:
             has_run: Whether there was anything since the last loop ended.
         """
-        self.last_joiner = True
+        self.server.members.last_joiner = True
         if self.server.members.announces:
             self._hand_over(self.server.end_tail())
         elif has_run:
@@ -94,7 +87,7 @@ class Tails:
         self.server.change(())
         # It may be another one than in the last announcement: the others may have left without one since.
         members.leader = leader
-        self.last_joiner = False
+        members.last_joiner = False
         channel.skip_to(position)
         self._hand_over(words)
         members.all_active()
@@ -141,8 +134,9 @@ class Tails:
 
     def _take_states(self) -> frozenset[int]:
         left, server = self.departure, self.server
-        sharded = not self.last_joiner and any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
-        word = left is not None, [] if left is None else left.changed(), left is not None and sharded
+        is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
+        sharded = left is not None and is_shard and not server.members.last_joiner
+        word = left is not None, [] if left is None else left.changed(), sharded
         check(server.channel.gather(word, of=Word), server.members.rank)
         local = self._audit.local(server.channel)
         if left is not None:

@@ -33,7 +33,7 @@ class CustomPart(Part):
         self.announce("hook")
 
     def answer(self, kind: str, payload: Any) -> None:
-        self.driver.run_hook(self._hook.main_hook)
+        self.server.run_hook(self._hook.main_hook)
 
     def after_all(self, is_last_joiner: bool) -> None:
         self._hook.post_hook(is_last_joiner)

@@ -36,7 +36,7 @@ class GatherPart(Part):
     def gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's tensor, stacked; all active ranks call this, with the same shape and type."""
         self.announce("gather", (tuple(tensor.shape), tensor.dtype, tensor.device.type))
-        with self.driver.own_collectives():
+        with self.server.own_collectives():
             return self._gather(tensor)
 
     def answer(self, kind: str, payload: Any) -> None:
@@ -82,7 +82,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[None, Tensor | None, None]:
         part, like = ctx.part, ctx.like
-        if part.driver.in_tail:  # and not after the step, in its backward
+        if part.server.in_tail:  # and not after the step, in its backward
             raise UnsupportedError(
                 "The step ran a backward of its own (as a rule torch.autograd.grad) through"
                 f" all_gather(sync_grads=True), while ranks {part.members.joined_ranks} have run out of batches and"
@@ -94,7 +94,7 @@ class _Gather(torch.autograd.Function):
         flat = like.new_zeros(dist.get_world_size(group) * like.numel() + 1)
         if gradient is not None:
             flat[:-1], flat[-1] = gradient.reshape(-1), 1
-        with part.driver.own_collectives():
+        with part.server.own_collectives():
             dist.all_reduce(flat, group=group)
         if gradient is None and not flat[-1]:
             return None, None, None  # no gradient at all, which differs from zero: parameters may go unused

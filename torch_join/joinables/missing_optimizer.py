@@ -44,7 +44,7 @@ class MissingOptimizerPart(Part):
         self._given.clear()
         for thing in self._joinables:
             self._take(thing)
-        models = [cast(LoopModel, part).modules[0] for part in self.driver.parts if part.is_model]
+        models = [cast(LoopModel, part).modules[0] for part in self.server.parts if part.is_model]
         self._parameters = {id(p) for model in models for p in model.parameters() if p.requires_grad}
         wrapped = {id(inner) for optimizer in self._given.values() for inner in _chain(optimizer)[1:]}
         for key, optimizer in self._given.items():

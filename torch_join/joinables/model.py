@@ -52,7 +52,7 @@ class ModelPart(Part):
         self._remembers = -1  # the last one that is remembered at its end
         self._factor = 1.0  # what to multiply its gradients with
         self._beginning = threading.Lock()  # for several devices the engine has several threads
-        self._gradients: Gradients | None = None
+        self._gradients: Gradients  # from `enter` on
         self._second_backward = SecondBackward(self._parameters)
         self._others = OtherVerdicts(driver, index)
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
@@ -72,7 +72,7 @@ class ModelPart(Part):
         # What is left of a loop before this `with` may be an average, or this rank's share of one.
         left = any(p.grad is not None for p in self._parameters)
         self.accumulates = self._shadow.accumulated = left
-        self._remember()
+        self.remember()
         self._undo.append(self._plumbing.close)
         self._undo.append(self._second_backward.remove)
         if self.members.may_break:
@@ -86,16 +86,15 @@ class ModelPart(Part):
 
     def begin_loop(self) -> None:
         """A loop over `batches` begins."""
-        if self._gradients is not None:
-            self._gradients.begin_loop()
+        self._gradients.begin_loop()
 
-    def begin_step(self) -> None:
+    def remember(self) -> None:
         """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
-        self._remember()
+        self._gradients.remember(self.accumulates)
 
     def enter_tail(self) -> None:
         if self.driver.in_loop and not self.members.may_break:
-            self.begin_step()
+            self.remember()
         if not self._watches:
             self._watch_gradients()
 
@@ -119,7 +118,7 @@ class ModelPart(Part):
         if self.meets:
             samples = count_samples((args, kwargs)) if self.members.weighting == "samples" and not driver.in_loop else 0
             driver.before_forward(samples, waits=not deferred)
-            if self._gradients is not None and not (driver.in_loop or self.members.announces):
+            if not (driver.in_loop or self.members.announces):
                 self._gradients.refresh()
         if self._watches:
             self._watch_gradients()  # of what has been unfrozen, too
@@ -134,7 +133,7 @@ class ModelPart(Part):
         if deferred:
             return
         authority, self._authority = self._authority, self.members.leader
-        if not driver.in_tail:
+        if not self.server.in_tail:
             return
         if not self.ddp.require_forward_param_sync:
             authority = 0
@@ -142,7 +141,7 @@ class ModelPart(Part):
         self.announce("forward", (grad, sync, authority))
         self._armed = self._armed or (grad and sync)  # another forward may come between one and its backward
         # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
-        self._plumbing.enter_context(driver.own_collectives())
+        self._plumbing.enter_context(self.server.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
         self._plumbing.callback(inside.remove)
         if authority:
@@ -172,15 +171,14 @@ class ModelPart(Part):
         # DDP's next forward would wait for a rank that leaves it out (a skipped batch), and waits itself, at its next
         # meeting, for those who are in there.
         if not _compat.has_rebuilt_buckets(self.ddp):
-            with self.driver.own_collectives():
+            with self.server.own_collectives():
                 if _compat.rebuild_buckets(self.ddp):
                     self.rebind()
 
     def rebind(self) -> None:
         """Note that views of new buckets took the place of gradients."""
         self._has_rebuilt = True
-        if self._gradients is not None:
-            self._gradients.rebind()
+        self._gradients.rebind()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -214,12 +212,13 @@ class ModelPart(Part):
         self._factor = 1.0
         if self.members.serves:
             return
-        in_tail = self.driver.in_tail  # ask this first: it may find out who is active
+        in_tail = self.server.in_tail  # ask this first: it may find out who is active
         if in_tail or not self.driver.in_loop:
             self._remember_after_backward()
         if in_tail:
             self._announce_deferred()
-            states = self._state_of_gradients()
+            states = self._gradients.states()
+            self._gradients.raise_if_changed(states, self.members.joined_ranks)
             # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
             self._others.leave(common_verdict(state.verdict for state in states), averages=self._armed)
             # Without a sync too: what has been cleared now counts at the next one.
@@ -232,17 +231,7 @@ class ModelPart(Part):
         if (task := _compat.backward_in_progress()) == self._remembers:
             return
         self._remembers = task
-        _compat.after_backward(lambda: _compat.after_backward(self._remember))  # after DDP's own callback
-
-    def _remember(self) -> None:
-        if self._gradients is not None:
-            self._gradients.remember(self.accumulates)
-
-    def _state_of_gradients(self) -> list[State]:
-        assert self._gradients is not None
-        states = self._gradients.states()
-        self._gradients.raise_if_changed(states, self.members.joined_ranks)
-        return states
+        _compat.after_backward(lambda: _compat.after_backward(self.remember))  # after DDP's own callback
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -275,7 +264,6 @@ class ModelPart(Part):
             self._pending.append(output)
 
     def _shadow_backward(self, states: list[State]) -> None:
-        assert self._gradients is not None
         if (verdict := self._others.settle()) == UNKNOWN:
             self._gradients.raise_unknown()
         for parameter in self._parameters if verdict == CLEARED else ():
@@ -286,25 +274,22 @@ class ModelPart(Part):
         self.accumulates = False
 
     def _clear(self, states: list[State], ask: Callable[[], str]) -> None:
-        assert self._gradients is not None
         self._gradients.raise_if_differing(states, self.accumulates)
         self._gradients.follow(states, self.accumulates, ask)
 
     # ------------------------------------------------------------ at the end
 
     def closing_message(self) -> tuple[Runs, bool, list[int] | None]:
-        assert self._gradients is not None
         _compat.check_reduction_finished(self.ddp)
         return runs_of(self._gradients.states()), self.accumulates, self._shadow.fired
 
     def close(self, message: tuple[Runs, bool, list[int] | None], source: int) -> None:
         runs, accumulates, fired = message
         states = states_of(runs, len(self._parameters))
-        assert self._gradients is not None
         self._shadow.note_fired(fired)
         settle(self.driver, self.ddp.process_group, self._gradients, states, source, accumulates, self.accumulates)
         self._pending.clear()
         self._authority = source
         self.forwards = self.synced = self.deferred = 0
         self._armed, self.accumulates = False, accumulates
-        self._remember()
+        self.remember()

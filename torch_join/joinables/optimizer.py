@@ -40,10 +40,10 @@ class ShardedOptimizerPart(Part):
     def enter(self) -> None:
         self.configure(self.zero)
         self._undo.append(self.zero.register_step_pre_hook(self._before_step).remove)
-        self._undo.append(self.zero.register_step_post_hook(self._after_step).remove)
+        self._undo.append(self.zero.register_step_post_hook(lambda *_: self._stepping.close()).remove)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.driver.in_tail:
+        if not self.server.in_tail:
             return None
         optimizer, *positional = args  # torch passes the optimizer among them
         closure = positional[0] if positional else kwargs.get("closure")
@@ -60,23 +60,18 @@ class ShardedOptimizerPart(Part):
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (optimizer, closure_and_send, *positional[1:]), rest
 
-    def _after_step(self, *_: Any) -> None:
-        self._stepping.close()
-
     def _send(self) -> None:
-        shards = {rank: self._shard(rank) for rank in self.members.joined_ranks}
+        shards = {rank: _compat.zero_shard(self.zero, rank) for rank in self.members.joined_ranks}
         trains = [p.requires_grad for p in self._parameters()]  # ZeRO lays out its buckets anew where this changes
         present = {rank: [p.grad is not None for p in shard] for rank, shard in shards.items()}
-        self.announce_open("step", ([_hyperparameters(group) for group in self.zero.param_groups], present, trains))
-        self._stepping.enter_context(self.driver.own_collectives())  # until the step is over
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.zero.param_groups]
+        self.announce_open("step", (groups, present, trains))
+        self._stepping.enter_context(self.server.own_collectives())  # until the step is over
         for shard in shards.values():
             self._exchange([p.grad for p in shard if p.grad is not None])
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.zero.param_groups for p in group["params"]]
-
-    def _shard(self, rank: int) -> list[Tensor]:
-        return _compat.zero_shard(self.zero, rank)
 
     def _exchange(self, gradients: list[Tensor]) -> None:
         works = [
@@ -94,7 +89,7 @@ class ShardedOptimizerPart(Part):
         for group, values in zip(self.zero.param_groups, groups, strict=True):
             take_hyperparameters(group, values)
         for rank in self.members.joined_ranks:
-            shard = self._shard(rank)
+            shard = _compat.zero_shard(self.zero, rank)
             if rank == self.members.rank:
                 for parameter, has in zip(shard, present[rank], strict=True):
                     if not has:
@@ -106,7 +101,3 @@ class ShardedOptimizerPart(Part):
                 shapes = zip(shard, present[rank], strict=True)
                 self._exchange([torch.zeros_like(p) for p, has in shapes if has])
         self.zero.step()
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}

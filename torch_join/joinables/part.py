@@ -15,32 +15,16 @@ from torch_join._handover import objects as _objects
 from torch_join.joinables._gradients.clears import Clears
 
 
-class Driver(Protocol):
-    """What a part asks of the loop that it takes part in.
+class Announcer(Protocol):
+    """Where a part tells the joined ranks what it is about to do: the `Server` of a loop, or a `HookDriver`.
 
-    There are three: `LoopDriver` for loops of the user's, `StepDriver` for loops that a framework runs in lockstep, and
-    `HookDriver`, for torch's own `Join`.
+    Attributes:
+        channel: Carries small messages between the ranks.
+        parts: All parts, in an order that is the same on all ranks.
     """
 
-    @property
-    def members(self) -> Membership:
-        """Who is active, and this rank's role; as of the last meeting."""
-
-    @property
-    def channel(self) -> Channel:
-        """Carries small messages between the ranks."""
-
-    @property
-    def parts(self) -> "Sequence[Part]":
-        """All parts, in an order that is the same on all ranks."""
-
-    @property
-    def clears(self) -> Sequence[Clears]:
-        """The calls of the `zero_grad` of given optimizers and models, which tell what becomes of gradients."""
-
-    @property
-    def step_number(self) -> int:
-        """The current step, counted from the loop's begin."""
+    channel: Channel
+    parts: "list[Part]"
 
     @property
     def in_tail(self) -> bool:
@@ -48,26 +32,6 @@ class Driver(Protocol):
 
         It may meet the other ranks first, so that it can find that this rank serves; `members` does not.
         """
-
-    @property
-    def in_loop(self) -> bool:
-        """Whether the ranks find out who is active at the top of each step, before any of the user's code."""
-
-    @property
-    def in_plain_loop(self) -> bool:
-        """Whether this rank may be in, or after, a loop in which they find out at a forward."""
-
-    @property
-    def awaits_others(self) -> bool:
-        """Whether this rank has come to a meeting and has yet to hear what the others say."""
-
-    @property
-    def sees_steps(self) -> bool:
-        """Whether there is a model, or a custom joinable, that shows where a step begins."""
-
-    @property
-    def last_joiner(self) -> bool:
-        """Whether this rank was among the last to run out of inputs."""
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
         """Tell the joined ranks, if there are any, what comes next.
@@ -84,6 +48,45 @@ class Driver(Protocol):
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
         """Run a main hook; each collective that it issues stands for one that the active ranks announce."""
+
+
+class Driver(Protocol):
+    """What a part asks of the loop that it takes part in.
+
+    There are three: `LoopDriver` for loops of the user's, `StepDriver` for loops that a framework runs in lockstep, and
+    `HookDriver`, for torch's own `Join`.
+
+    Attributes:
+        members: Who is active, and this rank's role; as of the last meeting.
+        step_number: The current step, counted from the loop's begin.
+    """
+
+    members: Membership
+    step_number: int
+
+    @property
+    def server(self) -> Announcer:
+        """Where announcements go."""
+
+    @property
+    def clears(self) -> Sequence[Clears]:
+        """The calls of the `zero_grad` of given optimizers and models, which tell what becomes of gradients."""
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether the ranks find out who is active at the top of each step, before any of the user's code."""
+
+    @property
+    def in_plain_loop(self) -> bool:
+        """Whether this rank may be in, or after, a loop in which they find out at a forward."""
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether this rank has come to a meeting and has yet to hear what the others say."""
+
+    @property
+    def sees_steps(self) -> bool:
+        """Whether there is a model, or a custom joinable, that shows where a step begins."""
 
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Meet the other ranks, if they have not met before this forward.
@@ -126,7 +129,7 @@ class LoopModel(Protocol):
     def begin_loop(self) -> None:
         """A loop over `batches` begins."""
 
-    def begin_step(self) -> None:
+    def remember(self) -> None:
         """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
 
     def prepare(self) -> None:
@@ -151,7 +154,7 @@ class Part:
 
     def __init__(self, driver: Driver, index: int) -> None:
         self.driver = driver
-        self.members = driver.members
+        self.members, self.server = driver.members, driver.server
         self.index = index
         self._undo: list[Callable[[], None]] = []
 
@@ -175,15 +178,15 @@ class Part:
         self._undo.append(lambda: _compat.set_join_config(joinable, after))
 
     def announce(self, kind: str, payload: Any = None, hold: bool = False) -> None:
-        """Tell the joined ranks what comes next, if there are any; see `Driver.announce`."""
-        self.driver.announce(self.index, kind, payload, hold)
+        """Tell the joined ranks what comes next, if there are any; see `Announcer.announce`."""
+        self.server.announce(self.index, kind, payload, hold)
 
     def announce_open(self, kind: str, payload: Any) -> None:
         """Announce what may hold objects of users' kinds: if it does, it comes after the record, to all ranks.
 
         Not in a backward. All active ranks must have something of the same types.
         """
-        if not self.driver.in_tail:
+        if not self.server.in_tail:
             return
         if _codec.is_closed(payload):
             self.announce(kind, payload)
@@ -191,7 +194,7 @@ class Part:
         leads = self.members.rank == self.members.leader
         packed = _objects.pack(payload, f"What {type(self).__name__} announces ({kind})") if leads else None
         self.announce(kind, _objects.Apart())
-        with self.driver.own_collectives():
+        with self.server.own_collectives():
             _objects.broadcast(packed, self.members.leader, self.members.group)
 
     def receive(self, kind: str, payload: Any) -> None:

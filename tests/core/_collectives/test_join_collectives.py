@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.core._collectives.test_neutral import FORMS, supported
 from tests.core._collectives.test_refusals import issue_refused
 from tests.support.collectives import BY_OPERATION, DTYPES, REDUCING, WITHOUT_TENSORS, Case, Results, check
+from tests.support.inside import REFUSALS
 from tests.support.workers import Workers
 from torch_join import Join, UnsupportedError
-from torch_join._collectives.call import REFUSALS
 from torch_join._collectives.neutral import ENTRIES, REDUCTIONS
 
 MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)

@@ -25,10 +25,10 @@ from tests.support.collectives import (
     Results,
     check,
 )
+from tests.support.inside import REFUSALS
 from tests.support.party import Party
 from tests.support.workers import Workers
 from torch_join._base.errors import JoinError
-from torch_join._collectives.call import REFUSALS
 from torch_join._collectives.neutral import ENTRIES, REDUCTIONS, mirror
 from torch_join._collectives.tap import Call
 

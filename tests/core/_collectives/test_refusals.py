@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.modules import _functions
 
+from tests.support.inside import REFUSALS
 from tests.support.party import listening
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
-from torch_join._collectives.call import REFUSALS
 from torch_join._collectives.tap import Call, CollectiveTap
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
-from tests.support.inside import transfer_sizes
+from tests.support.inside import checksum, transfer_sizes
 from tests.support.workers import Workers
 from torch_join._handover import compat as _compat_state
-from torch_join._handover.handover import checksum, hand_over
+from torch_join._handover.handover import hand_over
 from torch_join.integration import open_channel
 
 

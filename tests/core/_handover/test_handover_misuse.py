@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.core._handover.test_handover import mlp
 from tests.core._handover.test_handover_objects import Holder
-from tests.support.inside import buckets_of
+from tests.support.inside import buckets_of, checksum
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
 from torch_join._base.specs import TensorSpec
 from torch_join._handover import transfer as _transfer
-from torch_join._handover.handover import checksum, hand_over
+from torch_join._handover.handover import hand_over
 from torch_join.integration import Channel, open_channel
 
 

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from tests.core._handover.test_handover import freeze, mlp
-from tests.support.inside import cpu_groups, transfer_sizes
+from tests.support.inside import checksum, cpu_groups, transfer_sizes
 from tests.support.workers import Workers
 from torch_join._handover import compat as _compat_state
-from torch_join._handover.handover import checksum, hand_over
+from torch_join._handover.handover import hand_over
 from torch_join.integration import open_channel
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from tests.support.cases import (
     CLASSES,
@@ -314,6 +315,53 @@ def test_every_step_is_the_references_on_all_ranks(workers: Workers, name: str, 
             assert difference([saved["state_dict"][f"net.{k}"] for k in state], list(state.values())) < 1e-10
             assert_close(saved["optimizer_states"], optimizers, path)
             assert saved["lr_schedulers"] == schedulers
+
+
+# ---------------------------------------------------------------- what hooks do with others
+
+
+class Syncing(Manual):
+    """A hook that all ranks run by themselves syncs a metric and logs a value that is reduced."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, "syncing")
+        self.mean = MeanMetric()
+        self.means: list[float] = []
+        self.logged: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net.fool(batch) + self.net.tell(batch))  # type: ignore[operator]
+        optimizer.step()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        value = 10.0 * self.trainer.global_rank + len(self.means)
+        self.mean.reset()
+        self.mean.update(value)
+        self.means.append(float(self.mean.compute()))
+        self.log("value", value, on_step=True, sync_dist=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.logged.append(float(self.trainer.callback_metrics["value"]))
+
+
+def fit_syncing(rank: int, case: Case) -> tuple[list[float], list[float]]:
+    module = Syncing(case)
+    build_trainer(case).fit(module)
+    return module.means, module.logged
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (5, 0, 3)])
+def test_a_hook_that_all_ranks_run_announces_nothing(workers: Workers, lengths: tuple[int, ...]) -> None:
+    # In the tail too: a joined rank takes part of its own accord, and would take an announcement for something else.
+    expected = [10.0 * (len(lengths) - 1) / 2 + step for step in range(max(lengths))]
+    case = Case(lengths, epochs=1, ddp=UNUSED)
+    for means, logged in workers.run(len(lengths), fit_syncing, case, deadline=60.0):
+        assert means == logged == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------- what cannot be repeated

@@ -22,7 +22,7 @@ class Clears:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.calls = self.steps = 0
-        self._before = vars(optimizer).get("zero_grad")
+        self._before = {"zero_grad": vars(optimizer)["zero_grad"]} if "zero_grad" in vars(optimizer) else {}
         self._zero_grad = self._counted(optimizer.zero_grad)
         # On the object, as LR schedulers do with its `step`: torch has no hook for it.
         optimizer.zero_grad = self._zero_grad
@@ -58,10 +58,8 @@ class Clears:
         """Give the optimizer its method back."""
         self._remove_hook()
         if vars(self._optimizer).get("zero_grad") is self._zero_grad:
-            if self._before is None:
-                del self._optimizer.zero_grad
-            else:
-                self._optimizer.zero_grad = self._before
+            del vars(self._optimizer)["zero_grad"]
+            vars(self._optimizer).update(self._before)
 
 
 def innermost_optimizer(thing: Any) -> Any:

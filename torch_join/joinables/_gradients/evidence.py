@@ -13,25 +13,18 @@ that has joined and holds something of its own asks the other active ranks, and 
 """
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError
+from torch_join._handover.mirror import Known, is_known, known, versions
 from torch_join._shadow.zero_gradient import empty_sparse
 from torch_join.joinables._gradients.clears import Clears
 from torch_join.joinables._gradients.verdicts import CHANGED, CLEARED, FULL, KEPT, NONE, UNKNOWN, ZERO, State
-
-
-class Mark(NamedTuple):
-    """What a gradient was."""
-
-    of: weakref.ref[Tensor]
-    versions: tuple[int, int]
 
 
 class Gradients:
@@ -54,12 +47,10 @@ class Gradients:
         self.parameters = parameters
         self._sparse = sparse
         self._views = views
-        self._known: list[Mark | None] = [None] * len(parameters)
+        self._known: list[Known] = [None] * len(parameters)
         self._norms: Sequence[Tensor | None] = [None] * len(parameters)  # of the same moment; None after a sync
-        self.accumulates = False  # the ranks' gradients differed in that moment
         self._clears = clears
         self._calls = [each.calls for each in clears]  # at that moment
-        self._begin: list[tuple[int, int]] = []
         self.begin_loop()
 
     def begin_loop(self) -> None:
@@ -75,14 +66,13 @@ class Gradients:
         gradients = [p.grad for p in self.parameters]
         self._know(gradients)
         self._norms = _compat.norms([_dense(g) for g in gradients]) if accumulates else [None] * len(gradients)
-        self.accumulates = accumulates
 
     def refresh(self) -> None:
         """Remember what there is now, and of norms what is known: no gradient is read."""
         gradients = [p.grad for p in self.parameters]
         norms = [
-            norm if known is not None and gradient is not None and _is_untouched(gradient, known) else None
-            for gradient, known, norm in zip(gradients, self._known, self._norms, strict=True)
+            norm if is_known(gradient, before) else None
+            for gradient, before, norm in zip(gradients, self._known, self._norms, strict=True)
         ]
         self._know(gradients)
         self._norms = norms
@@ -92,12 +82,12 @@ class Gradients:
         if not self._views:
             return
         self._known = [
-            known if p.grad is None or known is None else _mark(p.grad)
-            for p, known in zip(self.parameters, self._known, strict=True)
+            before if p.grad is None or before is None else known(p.grad)
+            for p, before in zip(self.parameters, self._known, strict=True)
         ]
 
     def _know(self, gradients: Sequence[Tensor | None]) -> None:
-        self._known = [None if g is None else _mark(g) for g in gradients]
+        self._known = list(map(known, gradients))
         self._calls = [each.calls for each in self._clears]
 
     def states(self) -> list[State]:
@@ -114,7 +104,7 @@ class Gradients:
         if gradient is None or norm is None:
             return State(UNKNOWN if known is None else CLEARED, NONE)
         content = FULL if norm != 0 else ZERO
-        if known is None or known.of() is not gradient or (known.versions != _versions(gradient) and not self._views):
+        if known is None or known[0]() is not gradient or (known[1] != versions(gradient) and not self._views):
             return State(CHANGED if content == FULL else CLEARED, content)
         if before is None:  # an average, as ranks that have joined hold it too
             return State(KEPT, FULL, norm) if content == FULL else State(UNKNOWN, ZERO)
@@ -206,7 +196,7 @@ class Gradients:
         return [
             index
             for index, (norm, state) in enumerate(zip(mine, states, strict=True))
-            if norm is not None and not _is_close(norm, state.norm)
+            if norm is not None and not _same(norm, state.norm, tolerance=1e-6)
         ]
 
     def raise_if_differing(self, states: Sequence[State], accumulates: bool) -> None:
@@ -246,19 +236,6 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
     return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
 
 
-def _mark(gradient: Tensor) -> Mark:
-    return Mark(weakref.ref(gradient), _versions(gradient))
-
-
-def _versions(gradient: Tensor) -> tuple[int, int]:
-    """Return the version of a tensor, and of this rank's part of it: some operations count one of them only."""
-    return gradient._version, _compat.local_part(gradient)._version
-
-
-def _is_untouched(gradient: Tensor, known: Mark) -> bool:
-    return known.of() is gradient and known.versions == _versions(gradient)
-
-
 def _read(norms: Sequence[Tensor | None]) -> list[float | None]:
     """Read norms, in one transfer for each device (and dtype)."""
     out: list[float | None] = [None] * len(norms)
@@ -273,12 +250,10 @@ def _read(norms: Sequence[Tensor | None]) -> list[float | None]:
     return out
 
 
-def _is_close(one: float, other: float | None) -> bool:
-    return _same(one, other) or (other is not None and math.isclose(one, other, rel_tol=1e-6))
-
-
-def _same(one: float, other: float | None) -> bool:
-    return one == other or (other is not None and math.isnan(one) and math.isnan(other))
+def _same(one: float, other: float | None, tolerance: float = 0.0) -> bool:
+    if other is None:
+        return False
+    return math.isclose(one, other, rel_tol=tolerance) or (math.isnan(one) and math.isnan(other))
 
 
 def holds_something(gradient: Tensor | None) -> bool:

@@ -35,7 +35,7 @@ def settle(
     Raises:
         JoinError: The source has changed its share by hand, and this rank, which had joined, cannot.
     """
-    joined = driver.members.rank != source and not driver.last_joiner
+    joined = driver.members.rank != source and not driver.members.last_joiner
     mine: list[int] = []
     if driver.members.rank == source and not accumulates:
         # A norm that is infinite does not tell whether they are unscaled.
@@ -46,7 +46,7 @@ def settle(
             raise_if_lost(gradients, states)
         mine = gradients.differing(states, mine_accumulate)
     # All send the same, whatever each has seen.
-    changed = {index for found in driver.channel.gather(mine, of=list[int]) for index in found}
+    changed = {index for found in driver.server.channel.gather(mine, of=list[int]) for index in found}
     if joined:
         gradients.follow(states, mine_accumulate, None)
     for index in sorted(changed):

@@ -28,8 +28,8 @@ class OtherVerdicts:
         """Leave a word on an active rank that is about to announce a backward."""
         self._delete(self._read)
         if self._driver.members.rank != self._driver.members.leader:
-            key = self._key(self._driver.members.rank, self._driver.channel.records)
-            self._driver.channel.post(key, verdict)
+            key = self._key(self._driver.members.rank, self._driver.server.channel.records)
+            self._driver.server.channel.post(key, verdict)
             self._left.append(key)
         if averages:
             # Nobody comes through its collectives before the joined ranks have answered it.
@@ -43,7 +43,7 @@ class OtherVerdicts:
 
     def doubt(self) -> str:
         """Note, on a joined rank, that the leader cannot tell at a backward that does not average; keep it for now."""
-        self._doubts.append(self._driver.channel.records - 1)
+        self._doubts.append(self._driver.server.channel.records - 1)
         return KEPT
 
     def ask(self) -> str:
@@ -53,7 +53,7 @@ class OtherVerdicts:
             PeerFailedError: One of them has failed.
             JoinTimeoutError: One of them has not come to this backward.
         """
-        channel = self._driver.channel
+        channel = self._driver.server.channel
         keys = [self._key(rank, channel.records - 1) for rank in self._others]
         return common_verdict([channel.read(key, of=str) for key in keys])
 
@@ -62,7 +62,7 @@ class OtherVerdicts:
         if not self._doubts:
             return KEPT
         self.ask()  # who has come here has left all its words from before
-        channel, verdicts = self._driver.channel, []
+        channel, verdicts = self._driver.server.channel, []
         while self._doubts:
             record = self._doubts.pop()
             keys = [key for rank in self._others if channel.posted(key := self._key(rank, record))]
@@ -75,7 +75,7 @@ class OtherVerdicts:
 
     def _delete(self, keys: list[str]) -> None:
         while keys:
-            self._driver.channel.delete(keys.pop())
+            self._driver.server.channel.delete(keys.pop())
 
     def _key(self, rank: int, record: int) -> str:
         return f"gradients/{self._index}/{record}/{rank}"

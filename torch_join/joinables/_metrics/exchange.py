@@ -43,10 +43,11 @@ class Exchange:
         self._states = own_states(metric) if contributes else {}
         schema = {name: (state.listed, [_Spec.of(t) for t in state.tensors]) for name, state in self._states.items()}
         plain = driver.in_plain_loop and not driver.members.serves
-        self._schemas: list[_Schema | None] = driver.channel.gather(
+        self._schemas: list[_Schema | None] = driver.server.channel.gather(
             schema if contributes else None, plain, _Schema | None
         )
-        self._rows = {device: self._all_gather(device) for device in self._devices()}
+        devices = {spec.device for schema in self._schemas for spec in _specs(schema) if spec.nbytes > 0}
+        self._rows = {device: self._all_gather(device) for device in sorted(devices)}
 
     def results(self) -> list[dict[str, State]]:
         """Return the states of each contributor, by rank; this rank's own are those it has, with their graph."""
@@ -55,10 +56,6 @@ class Exchange:
             for rank, schema in enumerate(self._schemas)
             if schema is not None
         ]
-
-    def _devices(self) -> list[str]:
-        specs = [spec for schema in self._schemas for spec in _specs(schema)]
-        return sorted({spec.device for spec in specs if spec.nbytes > 0})
 
     def _all_gather(self, device: str) -> Sequence[Tensor]:
         if len(self._schemas) == 1:
@@ -72,7 +69,7 @@ class Exchange:
                 packed[start : start + raw.numel()] = raw
                 start += raw.numel()
         rows = [torch.empty_like(packed) for _ in self._schemas]
-        with torch.no_grad(), self._driver.own_collectives():
+        with torch.no_grad(), self._driver.server.own_collectives():
             dist.all_gather(rows, packed, group=_transfer._group_for(device, self._driver.members.group))
         return rows
 

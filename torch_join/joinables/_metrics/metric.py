@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch_join._base import compat_metrics as _compat_metrics
 from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join.joinables._metrics.exchange import Exchange
+from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
 
 _SYNC, _RESET = "sync", "reset"
@@ -56,7 +57,7 @@ class MetricPart(Part):
         self.hidden: list[Any] = []  # whose `compute` runs, although not updated on this rank
 
     def enter(self) -> None:
-        if any(isinstance(vars(metric).get("reset"), _Override) for metric in self.metrics):
+        if any(isinstance(vars(metric).get("reset"), Hook) for metric in self.metrics):
             raise JoinValueError("A metric was given to Join twice: give it alone or in its collection.")
         for position, metric in enumerate(self.metrics):
             self.override(metric, "forward", self.forward)
@@ -73,7 +74,7 @@ class MetricPart(Part):
         metric = self.metrics[position]
         Exchange(self.driver, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
         # All joined ranks have taken part, so all have read up to here.
-        self.driver.channel.forget(delete=self.members.deletes)
+        self.server.channel.forget(delete=self.members.deletes)
 
     def close(self, message: Any, source: int) -> None:
         # Ranks have computed at different steps. A value that only some still have would keep these out
@@ -143,15 +144,13 @@ class MetricPart(Part):
         sync_dist(gather)
 
     def override(self, metric: Any, name: str, function: Callable[..., Any]) -> None:
-        missing = object()
-        before = vars(metric).get(name, missing)
-        vars(metric)[name] = _Override(metric, name, partial(function, metric, getattr(metric, name)))
+        before = {name: vars(metric)[name]} if name in vars(metric) else {}
+        own = getattr(metric, name)
+        vars(metric)[name] = Hook(partial(function, metric, own), copied=own)
 
         def restore() -> None:
-            if before is missing:
-                del vars(metric)[name]
-            else:
-                vars(metric)[name] = before
+            del vars(metric)[name]
+            vars(metric).update(before)
 
         self._undo.append(restore)
 
@@ -160,22 +159,8 @@ class MetricPart(Part):
         driver = self.driver
         if driver.in_loop or driver.sees_steps or not metric.dist_sync_on_step:
             return False
-        parts = [part for part in driver.parts if isinstance(part, MetricPart)]
+        parts = [part for part in self.server.parts if isinstance(part, MetricPart)]
         return metric is next(one for part in parts for one in part.metrics if one.dist_sync_on_step)
-
-
-class _Override:
-    """Stands in for a method of one metric; in a copy of the metric it becomes the copy's own method again."""
-
-    def __init__(self, metric: Any, name: str, function: Callable[..., Any]) -> None:
-        self._metric, self._name = metric, name
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._metric, self._name)
 
 
 # ---------------------------------------------------------------- checks

@@ -44,7 +44,7 @@ class ClippingPart(Part):
         return [parameter for model in self._sharded for parameter in model.following.parameters]
 
     def _is_even(self) -> bool:
-        return self.members.serves or not self.driver.in_tail
+        return self.members.serves or not self.server.in_tail
 
     def _get_total_norm(
         self,
@@ -63,7 +63,7 @@ class ClippingPart(Part):
                 " the sharded ones it owns a part. Clip each model by itself."
             )
         self.announce("norm", (which, float(norm_type), foreach, [model.check() for model in self._sharded]))
-        with self.driver.own_collectives():
+        with self.server.own_collectives():
             self._norm = _compat.replicated(self._own_norm(given, norm_type, error_if_nonfinite, foreach))
         return self._norm
 
@@ -81,7 +81,7 @@ class ClippingPart(Part):
                 " rank has joined and has not computed it. Use torch.nn.utils.clip_grad_norm_."
             )
         self.announce("clip", (which, float(max_norm), foreach))
-        with self.driver.own_collectives():
+        with self.server.own_collectives():
             self._own_scale(given, max_norm, total_norm, foreach)
         self._remember()
 
@@ -122,10 +122,10 @@ class Fsdp1ClippingPart(Part):
             self._undo.append(partial(vars(root).pop, "clip_grad_norm_", None))
 
     def _clip(self, place: int, max_norm: float, norm_type: float = 2.0) -> Any:
-        if self.members.serves or not self.driver.in_tail:
+        if self.members.serves or not self.server.in_tail:
             return self._clips[place](max_norm, norm_type)
         self.announce("clip", (place, float(max_norm), float(norm_type), self._model.check()))
-        with self.driver.own_collectives():
+        with self.server.own_collectives():
             result = self._clips[place](max_norm, norm_type)
         self._model.remember()
         return result

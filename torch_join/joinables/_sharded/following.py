@@ -67,12 +67,12 @@ class Following:
         if self._part.members.serves:
             yield
             return
-        if self._part.driver.in_tail:
+        if self._part.server.in_tail:
             self.check_teams()
             self._part.announce(kind, (unit, payload))
         self.reduces = kind == "reduce"
         try:
-            with self._part.driver.own_collectives():
+            with self._part.server.own_collectives():
                 yield
         finally:
             self.reduces = False

@@ -86,10 +86,6 @@ class ShardedModelPart(Part):
         """See `LoopModel`."""
         self.gradients.begin_loop()
 
-    def begin_step(self) -> None:
-        """See `LoopModel`."""
-        self.remember()
-
     def prepare(self) -> None:
         """See `LoopModel`."""
 
@@ -122,7 +118,7 @@ class ShardedModelPart(Part):
         if (task := _compat.backward_in_progress()) == self._task or self.members.serves:
             return
         self._task = task
-        in_tail = self.driver.in_tail  # ask this first: it may find out who is active
+        in_tail = self.server.in_tail  # ask this first: it may find out who is active
         syncs = any(unit.synchronizes for unit in self.following.units)
         if in_tail or not self.driver.in_loop:
             self._remember_after_backward()
@@ -209,7 +205,7 @@ class ShardedModelPart(Part):
 
     def close(self, message: Runs, source: int) -> None:
         states = states_of(message, len(self.gradients.parameters))
-        if self.members.rank != source and not self.driver.last_joiner:
+        if self.members.rank != source and not self.members.last_joiner:
             raise_if_lost(self.gradients, states)
             self.gradients.follow(states, accumulates=True, ask=None)
         self.forwards = self.synced = 0

@@ -58,7 +58,7 @@ class ShardedStepPart(Part):
     # ------------------------------------------------------------ on an active rank
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.members.serves or not self.driver.in_tail or any(model.following.reduces for model in self._sharded):
+        if self.members.serves or not self.server.in_tail or any(model.following.reduces for model in self._sharded):
             return None  # a joined rank's own reduction steps it too
         optimizer, *positional = args  # torch passes the optimizer among them
         closure = positional[0] if positional else kwargs.get("closure")
@@ -89,7 +89,7 @@ class ShardedStepPart(Part):
 
     def _send(self) -> None:
         self.announce_open("step", (self._options(), [model.check() for model in self._sharded]))
-        self._stepping.enter_context(self.driver.own_collectives())  # until the step is over
+        self._stepping.enter_context(self.server.own_collectives())  # until the step is over
 
     def _after_step(self, *_: Any) -> None:
         self._stepping.close()

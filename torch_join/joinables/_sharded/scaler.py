@@ -40,18 +40,18 @@ class ShardedScalerPart(Part):
 
     def _unscale_announced(self, optimizer: Any) -> None:
         place = next((index for index, mine in enumerate(self._steppers) if mine is optimizer), None)
-        if self.members.serves or place is None or not self._scaler.is_enabled() or not self.driver.in_tail:
+        if self.members.serves or place is None or not self._scaler.is_enabled() or not self.server.in_tail:
             self._unscale(optimizer)
             return
         self.announce("unscale", (place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]))
-        with self.driver.own_collectives():
+        with self.server.own_collectives():
             self._unscale(optimizer)
         self._remember()
 
     def _update_announced(self, new_scale: Any = None) -> None:
-        if not self.members.serves and self._scaler.is_enabled() and self.driver.in_tail:
+        if not self.members.serves and self._scaler.is_enabled() and self.server.in_tail:
             self.announce("update", None if new_scale is None else float(new_scale))
-        with self.driver.own_collectives():
+        with self.server.own_collectives():
             self._update(new_scale)
 
     def _remember(self) -> None:

@@ -19,9 +19,10 @@ def teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
     for mesh in _compat.meshes(model):
         whole = mesh._get_root_mesh()
         if {*whole.mesh.flatten().tolist()} != {*ranks}:
+            held = sorted(whole.mesh.flatten().tolist())
             raise UnsupportedError(
-                f"A part of {type(model).__name__} is on a mesh of ranks {sorted(whole.mesh.flatten().tolist())},"
-                f" and ranks {list(ranks)} take part. All of them must hold a shard of each part: make the mesh over all ranks."
+                f"A part of {type(model).__name__} is on a mesh of ranks {held}, and ranks {list(ranks)} take part."
+                " All of them must hold a shard of each part: make the mesh over all ranks."
             )
         for team in _across(whole, mesh):
             teams[tuple(team)] = [ranks.index(rank) for rank in team]

@@ -94,9 +94,14 @@ class HookDriver:
     # ------------------------------------------------------------ what the parts see
 
     # They ask as well what only our own Join has.
-    in_loop = in_plain_loop = awaits_others = last_joiner = False
+    in_loop = in_plain_loop = awaits_others = False
     clears: Sequence[Clears] = ()
     step_number = 0
+
+    @property
+    def server(self) -> "HookDriver":
+        """This object: there is nothing between the parts and torch's `Join`."""
+        return self
 
     @property
     def sees_steps(self) -> bool:

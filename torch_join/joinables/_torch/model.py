@@ -39,7 +39,7 @@ class JoinableModel(WrappingJoinable):
         super().__init__(ddp, ddp.process_group, ddp.device)
 
     def make_part(self, driver: Driver, index: int) -> Part:
-        if index > 0 and not isinstance(driver.parts[0], ModelPart):
+        if index > 0 and not isinstance(driver.server.parts[0], ModelPart):
             raise self.misplaced("no JoinableMetric may come before it")
         part = ModelPart(driver, index, self.wrapped)
         part.meets = index == 0

@@ -1,0 +1,58 @@
+"""Loops that a framework runs: what their steps leave behind."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.inside import keys_to_delete, store_of
+from tests.support.workers import Workers
+from torch_join._control.rendezvous import open_channel
+from torch_join._control.store_channel import StoreChannel
+from torch_join._shadow.model import ModelShadow
+from torch_join._tail.steps import StepDriver
+from torch_join.lockstep import LockstepJoin
+
+STEPS = 60
+
+
+def count_keys(rank: int) -> tuple[list[bool], list[int]]:
+    channel = open_channel()
+    assert isinstance(channel, StoreChannel)
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    driver = StepDriver(channel)
+    join = LockstepJoin(driver, ModelShadow(ddp))
+    length = 1 if rank == 0 else STEPS
+    joined, counts = [], []
+    join.begin(0, 1 if rank == 0 else None, 1)
+    for step in range(STEPS):
+        joined.append(join.joined)
+        with join.around_step():
+            if join.joined:
+                loss = join.shadow_forward()
+            else:
+                with join.active_step(), join.loss_step():
+                    loss = ddp(torch.ones(1, 2)).sum()
+            join.backward(loss.backward)
+        join.advance(STEPS if step == STEPS - 2 and rank else None, int(step + 1 < length))
+        if step in (10, STEPS - 2):
+            dist.barrier()
+            while keys_to_delete(channel):  # another thread deletes
+                time.sleep(0.01)
+            dist.barrier()
+            counts.append(store_of(channel).num_keys())
+            dist.barrier()
+    driver.close()
+    channel.close()
+    return joined, counts
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_was_announced_in_a_step_is_deleted_after_the_next_meeting(workers: Workers, world_size: int) -> None:
+    found = workers.run(world_size, count_keys, deadline=60.0)
+    for rank, (joined, (early, late)) in enumerate(found):
+        assert joined == [False] + [rank == 0] * (STEPS - 1)
+        assert late <= early + 2
