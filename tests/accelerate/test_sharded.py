@@ -3,6 +3,7 @@
 Torch's own `clip_grad_norm_` of `FullyShardedDataParallel` raises on CPUs in float64, so there it is tested in float32.
 """
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.support.accelerated import FEATURES, plain, samples_of
@@ -57,6 +59,8 @@ OF_VERSION: dict[int, dict[str, Sharded]] = {
         "clip": Sharded(lengths=(2, 6), clip=0.05, scheduler="step", accumulate=2),
         "clip, 3 ranks": Sharded(3, samples=25, clip=0.05, optimizer="sgd"),
         "offload": Sharded(lengths=(2, 6), plugin={"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, accumulate=2),
+        "mesh": Sharded(samples=20, mesh={"dp_shard_size": 2}, accumulate=2),
+        "hybrid": Sharded(4, lengths=(2, 0, 5, 3), mesh={"dp_replicate_size": 2, "dp_shard_size": 2}, accumulate=2),
         "scaler": Sharded(lengths=(2, 6), scaler=True, optimizer="sgd", scheduler="step"),
     },
 }
@@ -86,6 +90,33 @@ def test_as_one_process(workers: Workers, script: Sharded) -> None:
         assert sorted(n for trained in found for numbers in trained.seen[epoch] for n in numbers) == everything
     for gathered in max((trained.gathered for trained in found), key=lambda epochs: sum(map(len, epochs))):
         assert sorted(gathered) == everything
+
+
+def enter(rank: int, script: Sharded, kind: str) -> None:
+    with sharding_accelerator(rank, script) as accelerator:
+        if kind == "tensor parallelism":
+            accelerator.parallelism_config.tp_size = 2  # Accelerate wants transformers for one of its own
+        elif kind == "a mesh without FSDP":
+            accelerator.state.distributed_type = DistributedType.MULTI_CPU
+        with accelerator.join_uneven_inputs():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "text"),
+    [
+        (
+            "tensor parallelism",
+            {"dp_shard_size": 2},
+            r"this parallelism_config \(tp_size > 1\) several ranks compute",
+        ),
+        ("context parallelism", {"cp_size": 2}, r"this parallelism_config \(cp_size > 1\) several ranks compute"),
+        ("a mesh without FSDP", {"dp_shard_size": 2}, "with a parallelism_config and without FSDP the ranks hold"),
+    ],
+)
+def test_what_is_not_supported_says_why(workers: Workers, kind: str, mesh: dict[str, int], text: str) -> None:
+    for outcome in workers.outcomes(2, enter, Sharded(samples=2, mesh=mesh), kind):
+        assert re.search(f"UnsupportedError: join_uneven_inputs: .*{text}", outcome.error), outcome.error
 
 
 def mixed(rank: int, script: Sharded, joins: bool) -> list[Any]:

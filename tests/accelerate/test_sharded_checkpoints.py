@@ -42,6 +42,7 @@ def restore(rank: int, script: Sharded, folder: str, steps: range) -> list[Train
     found = []
     with sharding_accelerator(rank, script) as accelerator:
         session = Session(accelerator, script, rank)
+        session.state()  # Accelerate loads moments of version 1 into those that there are only
         for step in steps:
             accelerator.load_state(f"{folder}/{step}")
             found.append(Trained(*session.state(), [], []))

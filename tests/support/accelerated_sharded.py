@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ class Sharded(Script):
     version: int = 2
     plugin: dict[str, Any] = field(default_factory=dict)  # options of Accelerate's plugin
     sync_each_batch: bool = False
+    mesh: dict[str, int] = field(default_factory=dict)  # sizes of Accelerate's `ParallelismConfig`
     evaluates: bool = False  # in a second loop of the same context
     dtype: torch.dtype = torch.float64
 
@@ -120,6 +122,8 @@ def sharding_accelerator(rank: int, script: Sharded, **kwargs: Any) -> Iterator[
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*|.*state_dict.*|.*TypedStorage.*")
         plugin = FullyShardedDataParallelPlugin(**{**options, **script.plugin})
         kwargs = {"fsdp_plugin": plugin, "gradient_accumulation_plugin": accumulation, **kwargs}
+        if script.mesh:
+            kwargs["parallelism_config"] = ParallelismConfig(**script.mesh)
         with accelerator_of(rank, step_scheduler_with_optimizer=script.step_scheduler_with_optimizer, **kwargs) as made:
             yield made
 
