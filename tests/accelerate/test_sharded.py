@@ -6,6 +6,7 @@ Torch's own `clip_grad_norm_` of `FullyShardedDataParallel` raises on CPUs in fl
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ OF_VERSION: dict[int, dict[str, Sharded]] = {
         "grads": Sharded(lengths=(2, 6), plugin={"sharding_strategy": "SHARD_GRAD_OP"}, evaluates=True),
         "no shard": Sharded(lengths=(2, 6), plugin={"sharding_strategy": "NO_SHARD"}, accumulate=2),
         "checkpointed": Sharded(lengths=(2, 6), plugin={"activation_checkpointing": True}, accumulate=2),
+        "scaler": Sharded(lengths=(2, 6), scaler=True, optimizer="sgd", scheduler="step"),
         "clip": Sharded(lengths=(2, 6), clip=0.05, accumulate=2, dtype=torch.float32, scheduler="step"),
     },
     2: {
@@ -69,6 +71,39 @@ CASES: dict[str, Sharded] = {
     for version in (1, 2)
     for name, script in {**SCRIPTS, **OF_VERSION[version]}.items()
 }
+
+
+def draw(seed: int) -> Sharded:
+    """Return any combination of what a script may do."""
+    random = Random(seed)
+    world_size = random.choice([2, 2, 3])
+    version = random.choice([1, 2])
+    own = random.random() < 0.6  # shards
+    plugins: dict[int, list[dict[str, Any]]] = {
+        1: [{}, {"use_orig_params": False}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"activation_checkpointing": True}],
+        2: [{}, {"reshard_after_forward": False}, {"activation_checkpointing": True}],
+    }
+    return Sharded(
+        world_size=world_size,
+        samples=0 if own else random.randrange(1, 45),
+        lengths=[random.randrange(9) for _ in range(world_size - 1)] + [random.randrange(1, 9)] if own else (),
+        batch_size=random.choice([1, 2, 3]),
+        optimizer=random.choice(["sgd", "adamw"]),
+        weighting=random.choice(["world", "active", "samples"]),
+        accumulate=random.choice([1, 2, 3]),
+        clip=random.choice([None, 0.05]) if version == 2 else None,
+        scheduler=random.choice([None, "step", "epoch"]),
+        step_scheduler_with_optimizer=random.random() < 0.6,
+        scaler=version == 2 and random.random() < 0.2,
+        iterable=own and random.random() < 0.3,
+        even=random.choice([0, 1]),
+        own_function=random.random() < 0.3,
+        heartbeat=random.random() < 0.2,
+        version=version,
+        plugin=random.choice(plugins[version]),
+        sync_each_batch=random.random() < 0.2,
+        evaluates=random.random() < 0.3,
+    )
 
 
 def check(script: Sharded, found: list[Trained], tolerance: float = TOLERANCE) -> None:
@@ -90,6 +125,11 @@ def test_as_one_process(workers: Workers, script: Sharded) -> None:
         assert sorted(n for trained in found for numbers in trained.seen[epoch] for n in numbers) == everything
     for gathered in max((trained.gathered for trained in found), key=lambda epochs: sum(map(len, epochs))):
         assert sorted(gathered) == everything
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
+    test_as_one_process(workers, draw(seed))
 
 
 def enter(rank: int, script: Sharded, kind: str) -> None:

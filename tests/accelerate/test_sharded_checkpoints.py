@@ -21,6 +21,7 @@ KINDS = [
     pytest.param(2, "SHARDED_STATE_DICT", id="2 sharded"),
     pytest.param(2, "FULL_STATE_DICT", id="2 full"),
     pytest.param(1, "SHARDED_STATE_DICT", id="1 sharded"),
+    pytest.param(1, "LOCAL_STATE_DICT", id="1 local"),
     pytest.param(1, "FULL_STATE_DICT", id="1 full", marks=CRASHES),
 ]
 LENGTHS = [(2, 5), (5, 2), (0, 4, 3)]
@@ -84,6 +85,22 @@ def test_a_checkpoint_of_the_tail(
         groups, scheduler, accelerator_step, *_ = states[0].same
         assert groups[0]["lr"] == pytest.approx(scheduler["_last_lr"][0], abs=0)
         assert accelerator_step == (0 if step + 1 == longest else step + 1)
+
+
+@pytest.mark.parametrize(("version", "kind"), KINDS[:2])
+def test_a_checkpoint_after_a_step_that_was_skipped(workers: Workers, version: int, kind: str, tmp_path: Path) -> None:
+    """The optimizer has no state then, and torch gives it one where there are no gradients: on all ranks or on none."""
+    script = Sharded(
+        2,
+        lengths=(0, 5),
+        iterable=True,
+        epochs=1,
+        scaler=True,
+        optimizer="sgd",
+        version=version,
+        plugin={"state_dict_type": kind},
+    )
+    check(script, workers.run(2, save_each_step, script, str(tmp_path)))
 
 
 def load_back(rank: int, script: Sharded, folder: str, at: int) -> Trained:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accelerate_join import Accelerator, join_uneven_inputs
 from tests.support import accelerated
@@ -136,7 +137,8 @@ class Session:
         self.script = script
         torch.manual_seed(5)
         if script.scaler:
-            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+            kind = torch.amp.GradScaler if script.version == 2 else ShardedGradScaler  # as Accelerate does
+            accelerator.scaler = kind("cpu", init_scale=8.0, growth_interval=3)
         net = network(script)
         if not script.plugin.get("use_orig_params", True):  # the optimizer is of flat parameters
             net = accelerator.prepare(net)

@@ -155,10 +155,10 @@ class ShardedModelPart(Part):
         return runs_of(states)
 
     def before_all_ranks(self) -> None:
+        # A state dict is another one where there are gradients: torch steps an optimizer that has not stepped yet.
         self.announce("states", self.check())
 
     def after_all_ranks(self) -> None:
-        self.remember()
         if self.members.announces:
             self.contents.remember()
 
