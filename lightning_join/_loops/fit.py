@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -51,7 +51,8 @@ class JoinFitLoop(ResumingFitLoop):
         trainer: Any = self.trainer
         if trainer.limit_train_batches == 0 or not is_overridden("training_step", trainer.lightning_module):
             return
-        loader = _loaders.make(trainer, self._data_source, RunningStage.TRAINING, "max_size_cycle")
+        source, function, stage = self._data_source, TrainerFn.FITTING, RunningStage.TRAINING
+        loader = _loaders.make(trainer, source, function, stage, "max_size_cycle")
         self._combined_loader = loader
         self._last_train_dl_reload_epoch = trainer.current_epoch
         self._data_fetcher = fetcher = ReadAheadFetcher()

@@ -75,9 +75,8 @@ def warn(loaders: Sequence[Any], everyone: Sequence[Loaders]) -> None:
             )
 
 
-def make(trainer: Any, source: Any, stage: RunningStage, mode: Any) -> CombinedLoader:
-    """Make this rank's dataloaders, combined in `mode` unless they are already."""
-    function = trainer.state.fn
+def make(trainer: Any, source: Any, function: TrainerFn, stage: RunningStage, mode: Any) -> CombinedLoader:
+    """Make this rank's dataloaders for a `function` of the trainer, combined in `mode` unless they are already."""
     requested = _compat.request_dataloader(source)
     loader = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, mode)
     if function == TrainerFn.FITTING and trainer.overfit_batches > 0:
@@ -92,7 +91,7 @@ def make(trainer: Any, source: Any, stage: RunningStage, mode: Any) -> CombinedL
 
 def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> tuple[CombinedLoader, Loaders]:
     """Make this rank's dataloaders for an evaluation or a prediction, and measure them."""
-    loader = make(trainer, source, stage, "sequential")
+    loader = make(trainer, source, trainer.state.fn, stage, "sequential")
     mine = measure(stage, loader.flattened, limit)
     if loader._mode == "max_size_cycle" and mine.error is None and min(mine.limits, default=0) == 0 < sum(mine.limits):
         what = f"Dataloader {mine.limits.index(0)} of a CombinedLoader(mode='max_size_cycle') is empty"

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,7 @@ _PROBE_TAG = 0x7001
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the store that `group` was built from."""
-    store: dist.Store = distributed_c10d._world.pg_map[group][1]
-    return store
+    return distributed_c10d._world.pg_map[group][1]
 
 
 def innermost_store(store: dist.Store) -> dist.Store:
@@ -38,12 +37,11 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], buc
 
 def another_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
     """Create a process group of the same ranks, backend and timeout; all ranks of the job call this."""
-    group = group or dist.group.WORLD
-    assert group is not None
+    group = group or cast(dist.ProcessGroup, dist.group.WORLD)
     timeout = group._get_backend(device).options._timeout
     members = dist.get_process_group_ranks(group)
-    another: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=dist.get_backend_config(group))
-    return another
+    another = dist.new_group(members, timeout=timeout, backend=dist.get_backend_config(group))
+    return cast(dist.ProcessGroup, another)
 
 
 def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,8 @@ class TensorSpec(NamedTuple):
 
 
 @closed("call")
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """A collective that an active rank issues, and all that a joined rank needs to take part.
 
     Attributes:

@@ -70,8 +70,7 @@ def argument_names(name: str) -> tuple[str, ...]:
 
 def unbox_group(boxed: Any) -> dist.ProcessGroup:
     """Return the process group that an operator was given."""
-    group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
-    return group
+    return dist.ProcessGroup.unbox(boxed)
 
 
 def unbox_reduce_op(boxed: Any) -> str:
@@ -91,10 +90,7 @@ def group_ranks(group: dist.ProcessGroup) -> list[int]:
 
 def group_named(name: str) -> dist.ProcessGroup | None:
     """Return the group of this name, if this rank is a member of it."""
-    for group, its_name in distributed_c10d._world.pg_names.items():
-        if its_name == name:
-            return group
-    return None
+    return next((group for group, its in distributed_c10d._world.pg_names.items() if its == name), None)
 
 
 def groups_of_this_rank() -> dict[str, list[int]]:

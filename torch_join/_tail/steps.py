@@ -26,8 +26,7 @@ class StepDriver:
     until the active ranks say that it is done.
 
     Args:
-        channel: The channel between the ranks.
-        group: The process group.
+        channel: The channel between all ranks of the job.
         weighting: How the gradients of the active ranks are combined.
 
     Attributes:
@@ -41,8 +40,8 @@ class StepDriver:
     clears: Sequence[Clears] = ()
     step_number = 0
 
-    def __init__(self, channel: Channel, group: Any = None, weighting: Weighting = "world") -> None:
-        self.members = Membership(group or (dist.group.WORLD if dist.is_initialized() else None), weighting)
+    def __init__(self, channel: Channel, weighting: Weighting = "world") -> None:
+        self.members = Membership(dist.group.WORLD if dist.is_initialized() else None, weighting)
         self.server = Server(self.members)
         self.server.open(channel)
 

@@ -40,7 +40,6 @@ class Tails:
 
     def reset(self) -> None:
         """Begin anew, as before the first loop."""
-        self._posted: list[str] = []  # keys, for ranks that join
         self.departure: Departure | None = None
         self.server.members.last_joiner = True
 
@@ -98,8 +97,7 @@ class Tails:
         # Between two departures nothing may be announced.
         place = f"steps/{channel.records}/{len(members.active)}"
         words = steps.words(is_late)
-        channel.post(f"{place}/{members.rank}", words)
-        self._posted.append(f"{place}/{members.rank}")
+        channel.post(f"{place}/{members.rank}", words, until_met=True)
         theirs = {rank: channel.read(f"{place}/{rank}", of=Words) for rank in members.before if rank != members.rank}
         steps.compare({members.rank: words, **theirs})
 
@@ -110,8 +108,6 @@ class Tails:
 
     def _hand_over(self, words: list[Any]) -> None:
         members = self.server.members
-        while self._posted:  # all have come to the end of the tail, and so have read it
-            self.server.channel.delete(self._posted.pop())
         # What a joined rank says does not count: it has synced what it accumulated as a shadow.
         has_synced = self._has_synced or not members.leads
         for part, theirs in zip(self.server.parts, words, strict=True):

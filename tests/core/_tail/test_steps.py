@@ -45,6 +45,7 @@ def count_keys(rank: int) -> tuple[list[bool], list[int]]:
             dist.barrier()
             counts.append(store_of(channel).num_keys())
             dist.barrier()
+    dist.barrier()  # all have read what closing deletes
     driver.close()
     channel.close()
     return joined, counts

@@ -11,8 +11,8 @@ leaves its loop instead says nothing: torch's `__exit__` begins with the count, 
 word. For that reason a word looks as torch's count does, and the count itself is made up for afterwards.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -120,10 +120,9 @@ class HookDriver:
     def before_notice(self, part: Part) -> None:
         """Nothing to do: torch's `Join` knows of it."""
 
-    @contextmanager
-    def own_collectives(self) -> Iterator[None]:
+    def own_collectives(self) -> AbstractContextManager[None]:
         """Nothing else is mirrored, so that there is nothing to pass over."""
-        yield
+        return nullcontext()
 
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Begin a step."""
