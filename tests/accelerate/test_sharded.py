@@ -113,7 +113,7 @@ def check(script: Sharded, found: list[Trained], tolerance: float = TOLERANCE) -
         assert trained.same == found[0].same
     weights, moments = reference(script, [trained.seen for trained in found])
     assert difference(found[0].weights, weights) < tolerance
-    assert difference(found[0].moments, moments) < tolerance
+    assert not moments or difference(found[0].moments, moments) < tolerance  # torch makes some up for a reader
 
 
 @pytest.mark.parametrize("script", CASES.values(), ids=CASES)

@@ -21,7 +21,6 @@ KINDS = [
     pytest.param(2, "SHARDED_STATE_DICT", id="2 sharded"),
     pytest.param(2, "FULL_STATE_DICT", id="2 full"),
     pytest.param(1, "SHARDED_STATE_DICT", id="1 sharded"),
-    pytest.param(1, "LOCAL_STATE_DICT", id="1 local"),
     pytest.param(1, "FULL_STATE_DICT", id="1 full", marks=CRASHES),
 ]
 LENGTHS = [(2, 5), (5, 2), (0, 4, 3)]
