@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from torch_join import UnsupportedError
-from torch_join.integration import Channel, LockstepJoin, StepDriver, telling_failures
+from torch_join.integration import Channel, Lockstep, StepDriver, telling_failures
 
 
-class StepCollectives(DDPStrategy):
+class StepCollectives(ParallelStrategy):
     """`reduce`, `broadcast`, `all_gather` and decisions, exact over the ranks that take part.
 
     Where some rank has no batch, the others' collectives are mirrored by it. Averages are then over
@@ -28,7 +28,7 @@ class StepCollectives(DDPStrategy):
     # Until a run of several processes begins there is nobody else.
     channel = Channel()
     driver: StepDriver | None = None
-    join: LockstepJoin | None = None
+    join: Lockstep | None = None
 
     @property
     def joined(self) -> bool:
@@ -46,18 +46,19 @@ class StepCollectives(DDPStrategy):
         Lightning truncates it: batch sizes 10 and 25 have the mean 17 there. Here it is a float64.
         """
         if not self.enable_join or not isinstance(tensor, Tensor):
-            return super().reduce(tensor, group, reduce_op)
+            return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
         averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if averages and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.double()
         ranks = self.step_ranks
         if averages and ranks is not None and (group is None or group == dist.group.WORLD):
-            return super().reduce(tensor, group, "sum") / len(ranks)
-        return super().reduce(tensor, group, reduce_op)
+            return super().reduce(tensor, group, "sum") / len(ranks)  # type: ignore[safe-super]
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         ranks = self.step_ranks
-        return super().broadcast(obj, src if ranks is None or src in ranks else ranks[0])
+        source = src if ranks is None or src in ranks else ranks[0]
+        return super().broadcast(obj, source)  # type: ignore[safe-super]
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         ranks, join = self.step_ranks, self.join
@@ -67,9 +68,8 @@ class StepCollectives(DDPStrategy):
             gathered = join.gathers.gather(tensor)
         elif with_backward and ranks is not None:
             raise UnsupportedError(
-                "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
-                f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'})."
-                " Gather detached tensors (sync_grads=False)."
+                "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization of a"
+                " DDP model, and the group of all ranks. Gather detached tensors (sync_grads=False)."
             )
         else:
             gathered = super().all_gather(tensor, group, sync_grads)

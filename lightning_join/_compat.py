@@ -21,6 +21,7 @@ from lightning.pytorch.loops.optimization import _AutomaticOptimization as Autom
 from lightning.pytorch.loops.optimization import _ManualOptimization as ManualOptimization
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _check_dataloader_iterable as check_dataloader_iterable
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches as parse_num_batches
@@ -50,6 +51,7 @@ __all__ = [
     "LRCallback",
     "ManualOptimization",
     "Metadata",
+    "MultiProcessingLauncher",
     "PredictionLoop",
     "ResultCollection",
     "ResultMetric",

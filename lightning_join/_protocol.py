@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_join._compat import ResultMetric
 from torch_join import Weighting
-from torch_join.integration import Channel, LockstepJoin, ModuleMetrics, StepDriver
+from torch_join.integration import Channel, Lockstep, ModuleMetrics, StepDriver
 
 
 class JoiningStrategy(Protocol):
@@ -31,7 +31,7 @@ class JoiningStrategy(Protocol):
         """Serves, on a rank without a batch, what the others do in a step; `None` outside of a run."""
 
     @property
-    def join(self) -> LockstepJoin | None:
+    def join(self) -> Lockstep | None:
         """Who has a batch at which step of a fit, and what a rank without one runs; `None` outside of a fit."""
 
     @property
@@ -96,7 +96,7 @@ def metrics_of(trainer: "pl.Trainer") -> ModuleMetrics:
     return metrics
 
 
-def join_of(trainer: "pl.Trainer") -> LockstepJoin:
+def join_of(trainer: "pl.Trainer") -> Lockstep:
     """Return the join of the fit that is running."""
     join = strategy_of(trainer).join
     assert join is not None

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from torch_join import JoinTypeError, UnsupportedError
 
 
-def check_timeout(timeout: object) -> None:
+def check_timeout(strategy: object, timeout: object) -> None:
     """Raise if the strategy's timeout is not a `timedelta`, but a number of seconds for example.
 
     Raises:
@@ -21,7 +21,8 @@ def check_timeout(timeout: object) -> None:
     if timeout is not None and not isinstance(timeout, timedelta):
         raise JoinTypeError(
             f"timeout is how long a rank waits for another, as a datetime.timedelta, got {timeout!r}. Write"
-            f" DDPJoinStrategy(timeout=timedelta(seconds={timeout if isinstance(timeout, (int, float)) else 1800}))."
+            f" {type(strategy).__name__}(timeout=timedelta(seconds="
+            f"{timeout if isinstance(timeout, (int, float)) else 1800}))."
         )
 
 

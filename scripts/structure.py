@@ -51,8 +51,8 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # The files beside these folders, which may import all of them.
 FACE = {
-    "torch_join": ("__init__", "integration", "join", "lockstep", "sampler"),
-    "lightning_join": ("__init__", "_callback", "_collectives", "_strategy"),
+    "torch_join": ("__init__", "integration", "join", "lockstep", "sampler", "sharded_lockstep"),
+    "lightning_join": ("__init__", "_callback", "_collectives", "_joining", "_sharded", "_strategy"),
     "accelerate_join": ("__init__", "_context"),
 }
 FLOORS, FILES, TEST_FILES, LINES, CLASSES = 14, 14, 20, 300, 2

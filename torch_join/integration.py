@@ -3,6 +3,11 @@
 It changes with the packages of this repository, which are released together.
 """
 
+from functools import partial
+from typing import Any
+
+from torch import nn
+
 from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import take_hyperparameters
 from torch_join._base.weighting import resolve_weighting
@@ -12,6 +17,7 @@ from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._shadow.model import ModelShadow
+from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.loops import LoopDriver
 from torch_join._tail.reader import Reader
 from torch_join._tail.steps import StepDriver
@@ -26,6 +32,7 @@ __all__ = [
     "Changes",
     "Channel",
     "Driver",
+    "Lockstep",
     "LockstepJoin",
     "LoopDriver",
     "ModelShadow",
@@ -36,14 +43,30 @@ __all__ = [
     "StepMirror",
     "closed",
     "driver_of",
+    "follow_sharded_model",
     "is_sharded_model",
     "listed",
     "name_ranks",
     "open_channel",
     "resolve_weighting",
+    "sharded_lockstep_join",
     "take_hyperparameters",
     "telling_failures",
 ]
+
+
+def sharded_lockstep_join(driver: StepDriver, model: nn.Module, **kwargs: Any) -> Lockstep:
+    """Return the `Lockstep` of a model that FSDP shards: see `ShardedLockstepJoin`."""
+    from torch_join.sharded_lockstep import ShardedLockstepJoin  # FSDP takes long to import
+
+    return ShardedLockstepJoin(driver, model, **kwargs)
+
+
+def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Part:
+    """Have joined ranks follow, in steps that evaluate, what FSDP gathers of `model`."""
+    from torch_join.joinables._sharded.lockstep import LockstepShardedPart
+
+    return driver.add(partial(LockstepShardedPart, model=model))
 
 
 def driver_of(join: Join) -> LoopDriver:

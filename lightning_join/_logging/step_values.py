@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_join._compat import Metadata, ResultCollection, ResultMetric, Sync, default_dtype, mark_updated
 from lightning_join._protocol import JoiningStrategy
 from torch_join import UnsupportedError
-from torch_join.integration import Driver, LockstepJoin, Part, closed
+from torch_join.integration import Driver, Lockstep, Part, closed
 
 
 def is_synced(sync: Sync) -> bool:
@@ -162,7 +162,7 @@ class HookLogging:
         self._later: list[tuple[tuple[str, str, Any], dict[str, Any]]] = []
 
     @property
-    def _join(self) -> LockstepJoin:
+    def _join(self) -> Lockstep:
         assert self._strategy.join is not None
         return self._strategy.join
 

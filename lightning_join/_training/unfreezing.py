@@ -2,7 +2,7 @@
 
 from lightning_join._protocol import JoiningStrategy
 from torch_join import UnsupportedError
-from torch_join.integration import LockstepJoin
+from torch_join.integration import Lockstep
 
 
 def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
@@ -26,7 +26,7 @@ def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
         strategy.wrap_again()
 
 
-def check_unfrozen_parameters(join: LockstepJoin) -> None:
+def check_unfrozen_parameters(join: Lockstep) -> None:
     """Raise if a parameter has been unfrozen in the middle of an epoch.
 
     Raises:

@@ -10,7 +10,7 @@ from torch_join._control.channel import Channel
 from torch_join._handover.objects import Apart
 
 _ONE = 1 << 48  # above the sum of as many checksums as there may be ranks
-_COMPARED = ("forward", "collective", "log")  # of these the payload too
+_COMPARED = ("forward", "collective", "log", "gather", "reduce", "reshard")  # of these the payload too
 _EVERY = 8  # steps; but each of the first ones, where a mistake of the program shows
 
 

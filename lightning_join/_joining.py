@@ -1,0 +1,177 @@
+"""What the strategies of this package have in common: all but how a model's step is run."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, cast
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch.distributed.algorithms.join import Joinable
+
+from lightning_join import _compat
+from lightning_join._logging.step_values import StepValues
+from lightning_join._loops.resuming import load_in_one_process
+from lightning_join._loops.takeover import take_over
+from lightning_join._packages import check_packages
+from lightning_join._protocol import JoiningStrategy
+from lightning_join._reading.samplers import mark_injected, without_padding
+from lightning_join._supported import check_module, check_optimizers, check_timeout
+from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
+from torch_join import PeerFailedError, UnsupportedError, Weighting
+from torch_join.integration import Channel, ModuleMetrics, StepDriver, open_channel, resolve_weighting
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+# What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
+_OF_A_RUN = ("channel", "driver", "join", "metrics", "_step_values", "_manual")
+
+
+class Joining(ParallelStrategy):
+    """A strategy that trains exactly on uneven dataloaders.
+
+    Args:
+        *args: The positional arguments of Lightning's own.
+        weighting: See `DDPJoinStrategy`.
+        divide_by_initial_world_size: See `DDPJoinStrategy`.
+        throw_on_early_termination: See `DDPJoinStrategy`.
+        enable_join: See `DDPJoinStrategy`.
+        joinables: See `DDPJoinStrategy`.
+        **kwargs: The keyword arguments of Lightning's own.
+    """
+
+    # Makes it the plain strategy again that a `JoinCallback` has found.
+    undo: Callable[[], None] | None = None
+    # What Lightning's messages name, and what is to be used here.
+    _remedies: ClassVar[dict[str, str]] = {}
+    metrics: ModuleMetrics | None = None
+    _step_values: StepValues | None = None
+    _timeout: timedelta | None
+    # Of `StepCollectives`, which each strategy derives from too.
+    channel: Channel
+    driver: StepDriver | None
+    join: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        weighting: Weighting | None = None,
+        divide_by_initial_world_size: bool | None = None,
+        throw_on_early_termination: bool = False,
+        enable_join: bool = True,
+        joinables: Sequence[Joinable] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        check_timeout(self, self._timeout)
+        self.weighting = resolve_weighting(weighting, divide_by_initial_world_size)
+        self.throw_on_early_termination = throw_on_early_termination
+        self.enable_join = enable_join
+        self.joinables = tuple(joinables)
+        if enable_join:
+            self.check_arguments()
+
+    def check_arguments(self) -> None:
+        """Raise if the strategy's arguments ask for something unsupported."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in _OF_A_RUN}
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.enable_join:
+            self.begin_joining()
+
+    def begin_joining(self) -> None:
+        """Take over the trainer's loops and open the channel, once the process group is there.
+
+        With one process nothing is taken over: it runs as under plain `ddp`. So it does where no run sets up the
+        environment but the user, before there is a model.
+        """
+        if self.lightning_module is None:
+            return
+        trainer = self.lightning_module.trainer
+        check_packages(trainer)
+        if self.world_size == 1:
+            return
+        check_module(self.lightning_module)
+        take_over(trainer, cast(JoiningStrategy, self))
+        self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
+        self.driver = StepDriver(self.channel, weighting=self.weighting)
+        self._step_values = self.driver.add(partial(StepValues, strategy=cast(JoiningStrategy, self)))
+
+    def setup(self, trainer: "Trainer") -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.driver is not None and fitting and self._layer_sync is not None:
+            raise UnsupportedError(
+                "sync_batchnorm=True cannot train on uneven inputs: SyncBatchNorm issues collectives in forward"
+                " and backward that a rank without a batch cannot take part in. Leave it False: the buffers of"
+                " plain BatchNorm are kept in step."
+            )
+        super().setup(trainer)
+        if self.driver is not None:
+            if fitting:
+                check_optimizers(self.optimizers)
+            assert self.lightning_module is not None
+            self.metrics = self.driver.add(partial(ModuleMetrics, module=self.lightning_module))
+
+    @property
+    def users_joinables(self) -> list[Joinable]:
+        """The joinables of the user's own; all ranks meet. Where there is one process, their post-hooks run there."""
+        assert self.lightning_module is not None
+        joinables = all_joinables(self.joinables, self.lightning_module, self.channel)
+        if self.world_size == 1:
+            run_post_hooks_in_one_process(self.lightning_module.trainer.callbacks, joinables)  # type: ignore[attr-defined]
+        return joinables
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        kwargs = super().distributed_sampler_kwargs
+        if self.enable_join and (module := self.lightning_module) is not None:
+            mark_injected(kwargs, module.trainer.predicting)
+        return kwargs
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return without_padding(super().process_dataloader(dataloader))
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        if self.enable_join and self.world_size == 1 and (module := self.lightning_module) is not None:
+            load_in_one_process(checkpoint, module.trainer.state.fn == TrainerFn.FITTING)
+        return checkpoint
+
+    def around_update(self, key: str, item: _compat.ResultMetric, value: Any) -> AbstractContextManager[None]:
+        """Put around the update of a logged value: joined ranks take part in the reduction of its step value."""
+        return nullcontext() if self._step_values is None else self._step_values.around_update(key, item, value)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        # Under a `JoinCallback` the trainer's strategy is a plain `ddp`, and stays one.
+        for plain, ours in self._remedies.items() if self.undo is None else ():
+            exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
+        if not isinstance(exception, PeerFailedError):
+            self.channel.fail(f"{type(exception).__name__}: {exception}")
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.end_joining()
+            # No callback is torn down after an exception. (Without one, the module may not be attached yet.)
+            undo, module = self.undo, self.lightning_module
+            if undo is not None and module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED:
+                undo()
+
+    def end_joining(self) -> None:
+        """Remove all that was installed for joining; doing it again does nothing."""
+        if self.driver is not None:
+            self.driver.close()
+        self.channel.leave()
+        for name in _OF_A_RUN:
+            vars(self).pop(name, None)
+
+    def __repr__(self) -> str:
+        # Part of the error with which the other package's trainer refuses this object.
+        return f"<lightning_join.{type(self).__name__}, for the Trainer of `from lightning.pytorch import Trainer`>"

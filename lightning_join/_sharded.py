@@ -1,0 +1,139 @@
+"""The strategies of sharded models: `Trainer(strategy="fsdp_join")` and `"model_parallel_join"`."""
+
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+
+from lightning_join import _compat
+from lightning_join._collectives import StepCollectives
+from lightning_join._joining import Joining
+from torch_join import UnsupportedError
+from torch_join.integration import Lockstep, StepDriver, follow_sharded_model, is_sharded_model, sharded_lockstep_join
+
+
+class Sharded(ParallelStrategy):
+    """How a sharded model's step is run."""
+
+    driver: StepDriver | None
+    join: Lockstep | None
+    users_joinables: Any
+    throw_on_early_termination: bool
+
+    def setup(self, trainer: "Trainer") -> None:
+        super().setup(trainer)
+        if self.driver is None:
+            return
+        model, module = self.model, self.lightning_module
+        assert model is not None
+        assert module is not None
+        if not is_sharded_model(model):
+            raise UnsupportedError(
+                f"{type(self).__name__} finds nothing in {type(module).__name__} that FSDP has sharded: nobody averages"
+                " its gradients. Call `fully_shard` in configure_model (over the data-parallel dimension of"
+                " self.device_mesh), or use strategy='ddp_join'."
+            )
+        if trainer.state.fn != TrainerFn.FITTING:
+            follow_sharded_model(self.driver, model)
+            return
+        if not module.automatic_optimization:
+            raise UnsupportedError(
+                f"{type(module).__name__} optimizes manually, which a rank without a batch cannot follow where the"
+                " model is sharded. Use automatic optimization, or strategy='ddp_join'."
+            )
+        self.join = sharded_lockstep_join(
+            self.driver,
+            model,
+            throw_on_early_termination=self.throw_on_early_termination,
+            joinables=self.users_joinables,
+        )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self.join is None:
+            return super().training_step(*args, **kwargs)
+        with self.join.active_step():
+            output = super().training_step(*args, **kwargs)
+        if output is None:
+            raise UnsupportedError(
+                "training_step returned None, and the other ranks' backward needs this rank's shards at each of its"
+                " steps. Return a loss of zero that depends on the model's output (`0.0 * output.sum()`), or leave such"
+                " batches out of the dataloader."
+            )
+        return output
+
+    def shadow_training_step(self) -> Tensor:
+        """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
+        assert self.join is not None
+        return self.join.shadow_forward()
+
+
+class FSDPJoinStrategy(Sharded, Joining, StepCollectives, FSDPStrategy):
+    """FSDP that trains exactly on uneven dataloaders.
+
+    A rank that runs out of batches stays in the fit loop, in step with the others: it takes part in each gather of
+    parameters and each reduction of gradients, and steps its shards, until the last rank is done.
+
+    Args:
+        *args: `FSDPStrategy`'s positional arguments.
+        start_method: How processes are started, as in `DDPStrategy`.
+        **kwargs: `DDPJoinStrategy`'s own (`weighting`, ...), and `FSDPStrategy`'s keyword arguments.
+
+    Raises:
+        JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
+
+    Limits:
+        `docs/sharded.md` lists what raises.
+    """
+
+    strategy_name = "fsdp_join"
+    # Of its own strategies of these names Lightning says that they need a GPU.
+    _registered_strategies: list[str] = []  # noqa: RUF012  Lightning's
+
+    def __init__(
+        self, *args: Any, start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen", **kwargs: Any
+    ) -> None:
+        self._start_method = start_method
+        super().__init__(*args, **kwargs)
+
+    def _configure_launcher(self) -> None:
+        if self._start_method == "popen":
+            super()._configure_launcher()
+        else:
+            self._launcher = _compat.MultiProcessingLauncher(self, start_method=self._start_method)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
+        for name, start_method in (
+            ("fsdp_join", "popen"),
+            ("fsdp_join_spawn", "spawn"),
+            ("fsdp_join_fork", "fork"),
+            ("fsdp_join_notebook", "fork"),
+        ):
+            description = f"FSDP on uneven dataloaders, with `start_method` '{start_method}'"
+            strategy_registry.register(name, cls, description=description, start_method=start_method)
+
+
+class ModelParallelJoinStrategy(Sharded, Joining, StepCollectives, ModelParallelStrategy):
+    """`fully_shard`, also over tensor parallelism, that trains exactly on uneven dataloaders.
+
+    The ranks of one tensor-parallel group must have the same batches.
+
+    Args:
+        *args: `ModelParallelStrategy`'s positional arguments.
+        **kwargs: `DDPJoinStrategy`'s own (`weighting`, ...), and `ModelParallelStrategy`'s keyword arguments.
+
+    Raises:
+        JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
+
+    Limits:
+        `docs/sharded.md` lists what raises.
+    """
+
+    strategy_name = "model_parallel_join"
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
+        strategy_registry.register("model_parallel_join", cls, description="fully_shard on uneven dataloaders")

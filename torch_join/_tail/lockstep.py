@@ -1,0 +1,203 @@
+"""A loop that a framework drives: every rank runs every step, with a batch or without."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
+
+from torch_join._base.errors import JoinTypeError
+from torch_join._base.weighting import loss_factor
+from torch_join._tail.attendance import Attendance
+from torch_join._tail.steps import StepDriver
+from torch_join.joinables._torch.joinable import WrappingJoinable
+from torch_join.joinables.custom import CustomPart
+from torch_join.joinables.gather import GatherPart
+from torch_join.joinables.part import Driver, Part
+
+
+class Lockstep:
+    """One rank's part in training on uneven inputs, for a loop in which all ranks step together.
+
+    A rank that has run out of batches stays in the loop. In each step it runs `shadow_forward()` in
+    place of a forward and goes on as if it had had a batch: it takes part in what the model's backward does
+    with others, and steps its own optimizer and schedulers. So all ranks are identical after every step.
+    What a model's step is, a subclass knows.
+
+    Args:
+        driver: The driver of its parts: what the active ranks do in a step, and joined ranks answer.
+        make_model: Makes the model's part; gets the driver and an index.
+        throw_on_early_termination: Whether to raise on all ranks when the first one runs out.
+        joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides
+            the model's; their main hooks run on a joined rank when the active ranks notify of them.
+        options: Forwarded to every `join_hook`.
+
+    Attributes:
+        keeps_buffers: Whether each rank keeps its own buffers for now.
+        no_loss: Whether this rank has a batch and no loss.
+        in_loss_step: Whether the forward is under way whose output is the step's loss.
+
+    Raises:
+        JoinTypeError: One of `joinables` does not follow torch's protocol.
+    """
+
+    def __init__(
+        self,
+        driver: StepDriver,
+        make_model: Callable[[Driver, int], Part],
+        throw_on_early_termination: bool,
+        joinables: Sequence[Joinable],
+        options: dict[str, Any],
+    ) -> None:
+        for joinable in joinables:
+            if not isinstance(joinable, Joinable) or isinstance(joinable, WrappingJoinable):
+                raise JoinTypeError(
+                    f"joinables must be torch.distributed.algorithms.Joinable objects of your own, got"
+                    f" {type(joinable).__name__}. Models, optimizers and schedulers need not be passed: in this loop"
+                    " every rank steps its own."
+                )
+        self.driver = driver
+        self.channel = driver.server.channel
+        self.weighting = driver.members.weighting
+        self._throw = throw_on_early_termination
+        self._model: Part = driver.add(make_model)
+        self.gathers = driver.add(GatherPart)
+        self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
+        self._attendance = Attendance(self.channel.world_size)
+        self._samples = self._total_samples = 0
+        self.no_loss = self.in_loss_step = self.keeps_buffers = False
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """The ranks that have a batch at the current step."""
+        return self._attendance.active_ranks
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has no batch at the current step."""
+        return self._attendance.joined(self.channel.rank)
+
+    @property
+    def in_tail(self) -> bool:
+        """Whether some rank has no batch at the current step while another has one."""
+        return 0 < len(self.active_ranks) < self.channel.world_size
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the current step is the last one in which any rank has a batch."""
+        return self._attendance.is_last_step
+
+    def begin(self, first_step: int, end: int | None, samples: int, value: Any = None) -> list[Any]:
+        """Begin an epoch; all ranks meet.
+
+        Args:
+            first_step: Where the epoch begins, 0 unless it is resumed in the middle.
+            end: This rank's number of batches, if it is known to be `first_step + 1` or less.
+            samples: Number of samples in the first batch, 0 without one.
+            value: Anything to share with the other ranks.
+
+        Returns:
+            Every rank's `value`.
+        """
+        for part in self._customs:
+            part.renew()
+        self._attendance = Attendance(self.channel.world_size, first_step)
+        mine = (end, samples, value, self._known())
+        everyone = self.channel.gather(mine, of=tuple[int | None, int, Any, list[int] | None])
+        self._compare([known for *_, known in everyone], end is None or end > first_step)
+        self._attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
+        self._samples, self._total_samples = samples, sum(samples for _, samples, *_ in everyone)
+        self._attendance.check_termination(self.channel.rank, self._throw)
+        return [value for _, _, value, _ in everyone]
+
+    def advance(self, end: int | None, samples: int, notice: dict[str, Any] | None = None) -> dict[int, dict[str, Any]]:
+        """Go on to the next step; all ranks meet.
+
+        Args:
+            end: This rank's number of batches, if it has only now become known. It must be announced
+                one step ahead: when the next step is the rank's last, at the latest.
+            samples: Number of samples in the next step's batch, 0 without one.
+            notice: Anything else to tell the other ranks, as a JSON object.
+
+        Returns:
+            The notices of the ranks that had one.
+        """
+        if end is not None:
+            notice = {"end": end, **(notice or {})}
+        beat = self.channel.beat(samples, notice)
+        self.driver.after_meeting()
+        self._attendance.step += 1
+        self._attendance.announce({r: n["end"] for r, n in beat.notices.items() if "end" in n})
+        self._samples, self._total_samples = samples, beat.total
+        self._attendance.check_termination(self.channel.rank, self._throw)
+        return beat.notices
+
+    def skip(self, skips: bool) -> list[int]:
+        """Leave the epoch at the current step, if `skips`, although there is a batch; all ranks meet.
+
+        Returns:
+            The ranks that leave.
+        """
+        samples = 0 if skips else self._samples
+        beat = self.channel.beat(samples, {} if skips else None)
+        self._attendance.announce(dict.fromkeys(beat.notices, self._attendance.step))
+        self._samples, self._total_samples = samples, beat.total
+        return list(beat.notices)
+
+    @property
+    def loss_factor(self) -> float:
+        """What to multiply this rank's mean loss with before backward."""
+        counts = len(self.active_ranks), self._samples, self._total_samples
+        return loss_factor(self.weighting, self.channel.world_size, *counts)
+
+    def finish(self) -> None:
+        """End the epoch: run the joinables' post-hooks."""
+        for part in self._customs:
+            part.after_all(self._attendance.ended_last(self.channel.rank))
+
+    # ------------------------------------------------------------ the model's
+
+    def _known(self) -> list[int] | None:
+        """Return what the other ranks' models must know when an epoch begins."""
+        return None
+
+    def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
+        """Take what the ranks know."""
+
+    def active_step(self) -> AbstractContextManager[None]:
+        """Put around an active rank's forward and whatever else its step does before backward."""
+        raise NotImplementedError
+
+    def shadow_forward(self) -> Tensor:
+        """Run a joined rank's counterpart of a forward, and serve until the active ranks are done with theirs.
+
+        Returns:
+            A scalar zero, whose backward takes part in that of the active ranks.
+        """
+        raise NotImplementedError
+
+    def backward(self, backward: Callable[[], None]) -> bool:
+        """Run the backward of a step, real or not.
+
+        Returns:
+            `False` if it is known that no rank has a loss.
+        """
+        raise NotImplementedError
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Put around forward and backward of every step, shadow or not."""
+        yield
+
+    def loss_step(self) -> AbstractContextManager[None]:
+        """Put around an active rank's forward whose output is the step's loss."""
+        return nullcontext()
+
+    def sync_buffers(self) -> None:
+        """Give all ranks the model's newest buffers, if it does not leave each rank its own; all ranks call it."""
+
+    def unfrozen(self) -> list[str]:
+        """Return the names of the parameters that train, and that the model does not average since it was wrapped."""
+        return []

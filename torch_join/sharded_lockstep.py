@@ -1,0 +1,85 @@
+"""Join for a model that FSDP shards, in a loop that a framework drives."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+
+from torch_join._tail.lockstep import Lockstep
+from torch_join._tail.steps import StepDriver
+from torch_join.joinables._sharded.lockstep import LockstepShardedPart
+
+
+class ShardedLockstepJoin(Lockstep):
+    """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded, in a loop in lockstep.
+
+    A joined rank gathers, reduces and reshards what the active ranks do, twice in a step: in place of the forward,
+    and inside of its loss's backward.
+
+    Args:
+        driver: See `Lockstep`.
+        model: The model.
+        throw_on_early_termination: See `Lockstep`.
+        joinables: See `Lockstep`.
+        **kwargs: Forwarded to every `join_hook`.
+
+    Raises:
+        JoinTypeError: See `Lockstep`.
+        UnsupportedError: The model cannot be followed.
+    """
+
+    def __init__(
+        self,
+        driver: StepDriver,
+        model: nn.Module,
+        *,
+        throw_on_early_termination: bool = False,
+        joinables: Sequence[Joinable] = (),
+        **kwargs: Any,
+    ) -> None:
+        make = partial(LockstepShardedPart, model=model)
+        super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
+        self._device = next(model.parameters()).device
+
+    @contextmanager
+    def active_step(self) -> Iterator[None]:
+        if not self.in_tail:
+            yield
+            return
+        with self.driver.step(self.active_ranks):
+            yield
+
+    def shadow_forward(self) -> Tensor:
+        self._follow()
+        seed = torch.zeros((), device=self._device, requires_grad=True)
+        loss: Tensor = _Following.apply(self._follow, seed)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _follow(self) -> None:
+        self.driver.follow(self.active_ranks)
+
+    def backward(self, backward: Callable[[], None]) -> bool:
+        if self.joined or not self.in_tail:
+            backward()
+        else:
+            with self.driver.step(self.active_ranks, listens=False), self.driver.backward():
+                backward()
+        return True
+
+
+class _Following(torch.autograd.Function):
+    """A scalar zero, in whose backward a joined rank follows that of the active ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, follow: Callable[[], None], seed: Tensor) -> Tensor:
+        ctx.follow = follow
+        return torch.zeros_like(seed)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
+        ctx.follow()
+        return None, None
