@@ -43,8 +43,10 @@ class _InContext:
             super().save(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        with self._operations.acting_for_main_process():
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
+        self._operations.save_model(*args, **kwargs)
+
+    def get_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._operations.get_state_dict(*args, **kwargs)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         raise JoinError(

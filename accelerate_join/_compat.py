@@ -38,16 +38,22 @@ def registered(accelerator: accelerate.Accelerator) -> list[Any]:
     return found
 
 
+def models(accelerator: accelerate.Accelerator) -> list[Any]:
+    """Return the models that `accelerator` has prepared: sharded ones as they are called, others mostly unwrapped."""
+    found: list[Any] = accelerator._models
+    return found
+
+
 def wrappers(accelerator: accelerate.Accelerator) -> list[tuple[Any, list[DistributedDataParallel]]]:
     """Return each model that was prepared, and what wraps it.
 
     `accelerator` itself keeps the inner modules only, but for models that were prepared for the second time.
     """
     ddps = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    models = [getattr(model, "_orig_mod", model) for model in accelerator._models]
+    unwrapped = [getattr(model, "_orig_mod", model) for model in models(accelerator)]
     return [
         (model, [model] if any(model is ddp for ddp in ddps) else [ddp for ddp in ddps if ddp.module is model])
-        for model in models
+        for model in unwrapped
     ]
 
 

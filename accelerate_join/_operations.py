@@ -6,7 +6,8 @@ ranks that have joined take part with none, so that what comes back holds the ac
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -19,12 +20,12 @@ from torch import Tensor
 from accelerate_join import _compat
 from accelerate_join._prepared import Progress
 from accelerate_join._protocol import JoinContext
-from torch_join import JoinError
-from torch_join.integration import LoopDriver, Part
+from torch_join import JoinError, UnsupportedError
+from torch_join.integration import LoopDriver, Part, is_sharded_model
 
 _MAIN = 0
-_CALL, _SAVE = "call", "save_state"
-_CALLED = ("log", "load_state", "save_state")
+_CALL, _SAVE, _OF_MODEL = "call", "save_state", "of a model"
+_CALLED = ("log", "load_state", "save_state", "save_model", "get_state_dict")
 
 
 class Operations(Part):
@@ -43,6 +44,7 @@ class Operations(Part):
         "gather_object": bool,
         _CALL: tuple[str, tuple[Any, ...], dict[str, Any]],
         _SAVE: tuple[tuple[Any, ...], dict[str, Any], bool, Any, Any],
+        _OF_MODEL: tuple[str, int, tuple[Any, ...], dict[str, Any]],
     }
 
     def __init__(
@@ -113,8 +115,7 @@ class Operations(Part):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Have each rank load a checkpoint; a rank that has joined does so too."""
-        self.announce_open(_CALL, ("load_state", args, kwargs))
-        with self.server.own_collectives():
+        with self._together(_CALL, ("load_state", args, kwargs)):
             self._call("load_state", args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
@@ -134,9 +135,47 @@ class Operations(Part):
         everywhere = self._accelerator.project_configuration.save_on_each_node or self.main_process_has_joined
         scaler = self._accelerator.scaler
         states = self._progress.state_dict(), None if scaler is None else scaler.state_dict()
-        self.announce_open(_SAVE, (args, kwargs, everywhere, *states))
-        with self.server.own_collectives():
+        with self._together(_SAVE, (args, kwargs, everywhere, *states)):
             return self._save(args, kwargs, everywhere)
+
+    def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Save a model's weights: a sharded one's on all ranks, others on the main process or its stand-in."""
+        if is_sharded_model(model):
+            self._call_with(model, "save_model", args, kwargs)
+            return
+        with self.acting_for_main_process():
+            self._call("save_model", (model, *args), kwargs)
+
+    def get_state_dict(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a model's weights: those of a sharded one all ranks put together, for the main process.
+
+        Raises:
+            UnsupportedError: That one has joined, so that no active rank would get them.
+        """
+        if is_sharded_model(model) and self.main_process_has_joined:
+            raise UnsupportedError(
+                "get_state_dict of a sharded model gives the main process what it returns, and the main process (rank"
+                " 0) has run out of batches. Call save_model or save_state, in which it takes part, or get_state_dict"
+                " after the loop."
+            )
+        return self._call_with(model, "get_state_dict", args, kwargs)
+
+    def _call_with(self, model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method on all ranks, if it needs all shards of a model."""
+        if not (is_sharded_model(model) and self.server.in_tail):
+            return self._call(name, (model, *args), kwargs)
+        place = next((place for place, mine in enumerate(_compat.models(self._accelerator)) if mine is model), None)
+        if place is None:
+            raise JoinError(
+                f"{name} of a sharded {type(model).__name__} that is none of the prepared models, while some rank has"
+                " joined and cannot know which one is meant. Give what accelerator.prepare returned."
+            )
+        with self._together(_OF_MODEL, (name, place, args, kwargs)):
+            return self._call(name, (model, *args), kwargs)
+
+    def _together(self, kind: str = "", payload: Any = None) -> AbstractContextManager[None]:
+        """Put around what all ranks do, and an active one announces as `kind`: nothing within is announced."""
+        return self._loop.server.together(partial(self.announce_open, kind, payload))
 
     @property
     def main_process_has_joined(self) -> bool:
@@ -164,9 +203,17 @@ class Operations(Part):
             self._warn_of_missed_data(payload)
             self._gather_object(None)
         elif kind == _SAVE:
-            self._save(*payload)
-        else:
+            with self._together():
+                self._save(*payload)
+        elif kind == _OF_MODEL:
+            name, place, args, kwargs = payload
+            with self._together():
+                self._call(name, (_compat.models(self._accelerator)[place], *args), kwargs)
+        elif payload[0] == "log":
             self._call(*payload)
+        else:
+            with self._together():
+                self._call(*payload)
 
     # ------------------------------------------------------------ on both
 

@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_join import _compat
 from accelerate_join._protocol import JoinContext, PreparedLoader
 from torch_join import JoinError, UnsupportedError
+from torch_join.integration import is_sharded_model
 
 _INSTEAD = (
     "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
-    " state, or give all processes equally many batches (even_batches=True) and leave the context out"
+    " state, use FSDP to shard the model too, or give all processes equally many batches (even_batches=True) and leave"
+    " the context out"
 )
 _REASONS = {
-    DistributedType.FSDP: "each forward and backward of FSDP needs the shards of the ranks that have joined",
     DistributedType.DEEPSPEED: "DeepSpeed's engine runs collectives of its own in forward, backward and step",
     DistributedType.MEGATRON_LM: "Megatron-LM's pipeline and tensor parallelism need every rank in every step",
     DistributedType.XLA: "XLA compiles each step with its collectives, and no joined rank can issue them alone",
@@ -39,13 +40,21 @@ def check_supported(accelerator: accelerate.Accelerator) -> bool:
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
         return False
-    if accelerator.parallelism_config is not None and accelerator.torch_device_mesh is not None:
-        raise UnsupportedError(
-            "join_uneven_inputs: with a parallelism_config the ranks hold shards of one model, which every step needs."
-            f" {_INSTEAD}."
-        )
-    if not (accelerator.multi_device or kind == DistributedType.MULTI_CPU):
-        reason = _REASONS.get(kind, "it does not train by DistributedDataParallel")
+    config = accelerator.parallelism_config
+    if config is not None and accelerator.torch_device_mesh is not None:
+        if config.non_data_parallel_size > 1:
+            raise UnsupportedError(
+                "join_uneven_inputs: with this parallelism_config"
+                f" ({', '.join(f'{name}_size > 1' for name in config.non_dp_dim_names)}) several ranks compute each"
+                f" batch together, in collectives of their own. {_INSTEAD}."
+            )
+        if kind != DistributedType.FSDP:
+            raise UnsupportedError(
+                "join_uneven_inputs: with a parallelism_config and without FSDP the ranks hold replicas on a mesh,"
+                f" which Accelerate does not average over all of them. {_INSTEAD}."
+            )
+    if not (accelerator.multi_device or kind in (DistributedType.MULTI_CPU, DistributedType.FSDP)):
+        reason = _REASONS.get(kind, "it trains neither by DistributedDataParallel nor by FSDP")
         raise UnsupportedError(f"join_uneven_inputs does not support {kind.value}: {reason}. {_INSTEAD}.")
     return True
 
@@ -65,8 +74,10 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
     if any(len(found) > 1 for _, found in wrappers):
         gc.collect()  # from an attempt that has failed, perhaps
         wrappers = _compat.wrappers(accelerator)
-    models = []
+    models = [model for model in _compat.models(accelerator) if is_sharded_model(model)]
     for model, found in wrappers:
+        if is_sharded_model(model):
+            continue  # it is called itself
         if any(model is one for one in known):
             continue
         if not found and any(parameter.requires_grad for parameter in model.parameters()):
@@ -94,7 +105,7 @@ def unwrap(thing: Any) -> Any:
     if isinstance(thing, AcceleratedScheduler):
         return thing.scheduler
     original = getattr(thing, "_orig_mod", None)  # torch.compile's
-    return original if isinstance(original, DistributedDataParallel) else thing
+    return original if isinstance(original, DistributedDataParallel) else thing  # a sharded one stays as it is
 
 
 class Progress:

@@ -2,8 +2,8 @@
 
     python examples/sharded_digits.py
 
-The model is sharded by `fully_shard`. The shards of the data hold 80 and 20 percent of the images. Ends with the largest
-difference of the parameters from those of one process on the same schedule.
+The model is sharded by `fully_shard`. The shards of the data hold 80 and 20 percent of the images. Ends with the
+largest difference of the parameters from those of one process on the same schedule.
 """
 
 import copy

@@ -116,17 +116,16 @@ def accelerator_of(rank: int, kind: type[accelerate.Accelerator] = Accelerator, 
     if not dist.is_initialized():
         names = {"LOCAL_RANK": "-1"}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    before = {name: os.environ.get(name) for name in names}
+    before = dict(os.environ)  # of which Accelerate sets more
     os.environ.update(names)
     try:
         yield kind(cpu=True, **kwargs)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def make_loader(script: Script, rank: int, even: bool = False) -> DataLoader[Any]:

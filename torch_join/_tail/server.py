@@ -124,6 +124,18 @@ class Server:
             self._on_all -= 1
 
     @contextmanager
+    def together(self, announce: Callable[[], None] = _nothing) -> Iterator[None]:
+        """Put around what all ranks do to what takes part; joined ones hear of it by an active one's `announce`."""
+        if self.in_tail:
+            for part in self.parts:
+                part.before_all_ranks()
+            announce()
+        with self.on_all_ranks():
+            yield
+        for part in self.parts:
+            part.after_all_ranks()
+
+    @contextmanager
     def listening(self, tap: CollectiveTap) -> Iterator[None]:
         """Listen by another tap inside."""
         self.tap.remove()

@@ -235,6 +235,12 @@ class Part:
         """Whether all ranks must have come to what was announced before this rank could finish its answer to it."""
         return False
 
+    def before_all_ranks(self) -> None:
+        """Tell joined ranks, in the tail, what they lack of this rank's state: all are about to do something alike."""
+
+    def after_all_ranks(self) -> None:
+        """All ranks, also those that have joined, have done something alike to what takes part."""
+
     def enter_tail(self) -> None:
         """Some rank has joined, and this one is active."""
 

@@ -187,16 +187,16 @@ class List:
         return iter(self.read(self.batches))
 
 
-def train(rank: int, fault: Fault) -> None:
-    report = json.dumps(watch(rank, fault))
+def train(rank: int, fault: Fault, make: type[Training] = Training) -> None:
+    report = json.dumps(watch(rank, fault, make))
     if rank == fault.rank:
         time.sleep(fault.lingers)
     gc.collect()  # what DDP leaves in cycles would keep the connections open, which the end of a process closes
     raise EndedError(report)
 
 
-def watch(rank: int, fault: Fault) -> dict[str, Any]:
-    training = Training(rank, fault)
+def watch(rank: int, fault: Fault, make: type[Training] = Training) -> dict[str, Any]:
+    training = make(rank, fault)
     before = training.installed()
     start = time.monotonic()
     chain: list[str] = []
@@ -242,8 +242,8 @@ def read(outcome: Outcome) -> Report | None:
     return Report(tuple(found["errors"]), found["seconds"], found["unchanged"], tuple(found["left"]))
 
 
-def end(workers: Workers, fault: Fault, store: str = "file") -> list[Report | None]:
-    outcomes = workers.outcomes(len(fault.lengths), train, fault, store=store, timeout=TIMEOUT, deadline=45.0)
+def end(workers: Workers, fault: Fault, store: str = "file", do: Any = train) -> list[Report | None]:
+    outcomes = workers.outcomes(len(fault.lengths), do, fault, store=store, timeout=TIMEOUT, deadline=45.0)
     return [read(outcome) for outcome in outcomes]
 
 

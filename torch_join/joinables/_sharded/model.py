@@ -29,7 +29,7 @@ from torch_join.joinables.part import Driver, Part
 class ShardedModelPart(Part):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
-    kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "gradients": tuple[bool, Runs]}
+    kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "gradients": tuple[bool, Runs], "states": Runs}
     closing: ClassVar[Any] = Runs
 
     is_model = True
@@ -169,6 +169,14 @@ class ShardedModelPart(Part):
                     " of them by zero_grad()."
                 )
 
+    def before_all_ranks(self) -> None:
+        # A state dict is another one where there are gradients: torch steps an optimizer that has not stepped yet.
+        self.announce("states", self.check())
+
+    def after_all_ranks(self) -> None:
+        if self.members.announces:
+            self.contents.remember()
+
     def _scale(self) -> None:
         self._scales = [unit.scale(lambda: self._factor) for unit in self.following.units]
 
@@ -183,6 +191,9 @@ class ShardedModelPart(Part):
     # ------------------------------------------------------------ on a joined rank
 
     def answer(self, kind: str, payload: Any) -> None:
+        if kind == "states":
+            self.take(payload)
+            return
         if kind != "gradients":
             self.following.answer(kind, payload)
             if kind == "reduce":

@@ -107,6 +107,9 @@ class ShardedStepPart(Part):
         if any(_compat.steps_in_backward(p) for group in self.optimizer.param_groups for p in group["params"]):
             self.announce("options", self._options())
 
+    def before_all_ranks(self) -> None:
+        self.announce("options", self._options())
+
     def _options(self) -> Options:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 

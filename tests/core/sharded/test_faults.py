@@ -1,0 +1,131 @@
+"""A sharded model in a plain loop when something goes wrong: whoever is left ends in time and knows why."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.core.loops.test_join_faults import (
+    GRACE,
+    TIMEOUT,
+    BrokenError,
+    Fault,
+    Report,
+    Training,
+    check_survivors,
+    end,
+    train,
+)
+from tests.support.workers import Workers, connect
+from torch_join import Join
+from torch_join._base import compat_c10d as _dispatch
+
+LENGTHS = (2, 5, 5)
+
+
+class ShardedTraining(Training):
+    """Blocks, an optimizer and a loop in which one rank does something wrong at one step; `where` says what."""
+
+    def __init__(self, rank: int, fault: Fault) -> None:
+        connect()
+        self.rank, self.fault = rank, fault
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+        self.model: Any = nn.Sequential(*blocks, nn.Linear(4, 1))
+        if fault.loop == "plain":
+            self.inner, self.model = self.model, self.wrapped(self.model)
+        else:
+            self.inner = self.model
+            for block in blocks:
+                fully_shard(block)
+            fully_shard(self.model)
+        self.optimizer: Any = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        self.raised: BaseException | None = None
+        self.join: Any = None
+        self.pids: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(self.pids, os.getpid())
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        policy = ModuleWrapPolicy({nn.Sequential})
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+
+    def run(self) -> None:
+        with Join([self.model, self.optimizer], timeout=timedelta(seconds=TIMEOUT)) as self.join:
+            for step, x in enumerate(self.join.batches(list(torch.ones(self.fault.lengths[self.rank], 2, 4)))):
+                self.optimizer.zero_grad()
+                inside = self.inner[2].register_forward_pre_hook(lambda *_, step=step: self.at(step, "forward"))
+                loss = self.model(x).pow(2).mean()
+                inside.remove()
+                if self.fault.where.endswith("backward"):
+                    loss.register_hook(lambda _, step=step: self.at(step, "backward"))
+                loss.backward()
+                if self.fault.where.endswith("optimizer"):
+                    hook = self.optimizer.register_step_pre_hook(lambda *_, step=step: self.at(step, "optimizer"))
+                self.optimizer.step()
+                if self.fault.where.endswith("optimizer"):
+                    hook.remove()
+
+    def at(self, step: int, where: str) -> None:
+        action, _, place = self.fault.where.partition(" in ")
+        if (self.rank, step, where) != (self.fault.rank, self.fault.step, place):
+            return
+        if action == "raise":
+            self.raised = BrokenError(f"in {where}")
+            raise self.raised
+        self.send(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+
+    def installed(self) -> dict[str, Any]:
+        return {
+            "forward": [len(module._forward_pre_hooks) for module in self.model.modules()],
+            "parameters": [len(p._backward_hooks or ()) for p in self.model.parameters()],
+            "optimizer": [len(self.optimizer._optimizer_step_post_hooks)],
+            "tap": _dispatch.has_kernel("allreduce_"),
+        }
+
+
+def train_sharded(rank: int, fault: Fault) -> None:
+    train(rank, fault, ShardedTraining)
+
+
+PLACES = ("forward", "backward", "optimizer")
+
+
+@pytest.mark.parametrize("loop", ["sized", "plain"], ids=["FSDP2", "FSDP1"])
+@pytest.mark.parametrize("step", [1, 3], ids=["even", "tail"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_raises_is_named(workers: Workers, place: str, step: int, loop: str) -> None:
+    fault = Fault(f"raise in {place}", 1, step, LENGTHS, loop)
+    reports = end(workers, fault, do=train_sharded)
+    culprit = reports[1]
+    assert culprit is not None
+    assert culprit.unchanged, culprit
+    check_survivors(reports, fault, f"Rank 1: BrokenError: in {place}", within=TIMEOUT + GRACE)
+
+
+@pytest.mark.parametrize("victim", [1, 0], ids=["active", "joined"])
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_is_gone_is_named(workers: Workers, place: str, action: str, victim: int) -> None:
+    # Rank 1 ends itself, or rank 0, which has joined and follows what it does.
+    fault = Fault(f"{action} in {place}", 1, 3, LENGTHS, victim=victim)
+    begin = time.monotonic()
+    reports = end(workers, fault, do=train_sharded)
+    assert time.monotonic() - begin < 45
+    left = [report for rank, report in enumerate(reports) if rank != victim]
+    for report in left:
+        check_named(report, victim)
+
+
+def check_named(report: Report | None, victim: int) -> None:
+    assert report is not None
+    assert report.errors
+    assert f"ank {victim}" in report.errors[0] or f"anks {victim}" in report.errors[0], report
+    assert report.seconds < TIMEOUT + GRACE, report
