@@ -2,7 +2,7 @@
 
 import os
 import signal
-import time
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +18,10 @@ from tests.core.loops.test_join_faults import (
     TIMEOUT,
     BrokenError,
     Fault,
-    Report,
     Training,
     check_survivors,
     end,
+    resume,
     train,
 )
 from tests.support.workers import Workers, connect
@@ -62,8 +62,10 @@ class ShardedTraining(Training):
             for step, x in enumerate(self.join.batches(list(torch.ones(self.fault.lengths[self.rank], 2, 4)))):
                 self.optimizer.zero_grad()
                 inside = self.inner[2].register_forward_pre_hook(lambda *_, step=step: self.at(step, "forward"))
-                loss = self.model(x).pow(2).mean()
-                inside.remove()
+                try:
+                    loss = self.model(x).pow(2).mean()
+                finally:
+                    inside.remove()
                 if self.fault.where.endswith("backward"):
                     loss.register_hook(lambda _, step=step: self.at(step, "backward"))
                 loss.backward()
@@ -110,22 +112,21 @@ def test_a_rank_that_raises_is_named(workers: Workers, place: str, step: int, lo
     check_survivors(reports, fault, f"Rank 1: BrokenError: in {place}", within=TIMEOUT + GRACE)
 
 
-@pytest.mark.parametrize("victim", [1, 0], ids=["active", "joined"])
-@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize("victim", [2, 1], ids=["active", "joined"])
+@pytest.mark.parametrize("action", ["kill", pytest.param("stop", marks=pytest.mark.long)])  # waits for timeouts
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_is_gone_is_named(workers: Workers, place: str, action: str, victim: int) -> None:
-    # Rank 1 ends itself, or rank 0, which has joined and follows what it does.
-    fault = Fault(f"{action} in {place}", 1, 3, LENGTHS, victim=victim)
-    begin = time.monotonic()
+    # Rank 2 ends itself, or rank 1, which has joined and follows what it does.
+    fault = Fault(f"{action} in {place}", 2, 3, (5, 2, 5), victim=victim)
+    if action == "stop":
+        resuming = threading.Thread(target=resume, args=(workers.pid(victim), TIMEOUT + GRACE))
+        resuming.start()
     reports = end(workers, fault, do=train_sharded)
-    assert time.monotonic() - begin < 45
-    left = [report for rank, report in enumerate(reports) if rank != victim]
-    for report in left:
-        check_named(report, victim)
-
-
-def check_named(report: Report | None, victim: int) -> None:
-    assert report is not None
-    assert report.errors
-    assert f"ank {victim}" in report.errors[0] or f"anks {victim}" in report.errors[0], report
-    assert report.seconds < TIMEOUT + GRACE, report
+    if action == "stop":
+        resuming.join()
+    for rank, report in enumerate(reports):
+        if rank != victim:
+            assert report is not None
+            assert report.errors, rank
+            assert f"rank {victim}" in report.errors[0].lower(), (rank, report)
+            assert report.seconds < TIMEOUT + GRACE, (rank, report)
