@@ -70,13 +70,11 @@ def store_of(channel: StoreChannel | Beats) -> Any:
 
 def presence_store(channel: StoreChannel) -> Any:
     """The store that roll calls are held over: a connection of its own."""
-    assert channel._presence is not None
     return channel._presence._store
 
 
 def who_answers(channel: StoreChannel) -> list[int]:
     """Call the roll; wait for all."""
-    assert channel._presence is not None
     return list(channel._presence.call(lambda _: False))
 
 

@@ -39,9 +39,8 @@ def another_group(group: dist.ProcessGroup | None, device: torch.device) -> dist
     """Create a process group of the same ranks, backend and timeout; all ranks of the job call this."""
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)
     timeout = group._get_backend(device).options._timeout
-    members = dist.get_process_group_ranks(group)
-    another = dist.new_group(members, timeout=timeout, backend=dist.get_backend_config(group))
-    return cast(dist.ProcessGroup, another)
+    members, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
+    return cast(dist.ProcessGroup, dist.new_group(members, timeout=timeout, backend=backend))
 
 
 def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:
@@ -190,11 +189,6 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
     except RuntimeError as error:
         return "Connection closed" in str(error) or "Connection reset" in str(error)
     return False
-
-
-def store_error() -> type[Exception]:
-    """Return the error of a store whose wait timed out."""
-    return torch.distributed.DistStoreError
 
 
 def backward_in_progress() -> int:

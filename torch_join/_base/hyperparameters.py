@@ -8,7 +8,7 @@ them joins: there all end with the error, and none waits for another that has en
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -168,17 +168,14 @@ def _described(
     named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Mapping[str, Any]]], is_now: bool = True
 ) -> Hyperparameters:
     """Return the hyperparameters in `groups` by name; what may have changed in place since only if they are of now."""
-
-    def values() -> Iterator[tuple[str, Any]]:
-        for (label, _), groups_of_it in zip(named, groups, strict=True):
-            for index, group in enumerate(groups_of_it):
-                where = f" (group {index})" if len(groups_of_it) > 1 else ""
-                for name, value in group.items():
-                    found = _comparable(_read(value, anywhere=True) if is_now else value)
-                    if found is not None:
-                        yield f"{name}{where} of {label}", found
-
-    return list(values())
+    described: Hyperparameters = []
+    for (label, _), groups_of_it in zip(named, groups, strict=True):
+        for index, group in enumerate(groups_of_it):
+            where = f" (group {index})" if len(groups_of_it) > 1 else ""
+            for name, value in group.items():
+                if (found := _comparable(_read(value, anywhere=True) if is_now else value)) is not None:
+                    described.append((f"{name}{where} of {label}", found))
+    return described
 
 
 def _comparable(value: Any) -> Any:

@@ -117,9 +117,10 @@ def _blank(specs: Sequence[TensorSpec], call: Call) -> list[Tensor]:
     return [_filled(spec, 0, call.device) for spec in specs]
 
 
-def _neutral(specs: Sequence[TensorSpec], call: Call) -> list[Tensor]:
+def _neutral(call: Call) -> list[Tensor]:
+    """Make what is sent to be reduced."""
     value = _VALUES[str(call.reduce_op)]
-    return [_filled(spec, value(spec.dtype), call.device) for spec in specs]
+    return [_filled(spec, value(spec.dtype), call.device) for spec in call.inputs]
 
 
 def _filled(spec: TensorSpec, value: float, device: str) -> Tensor:
@@ -142,27 +143,26 @@ def _options(kind: Any, call: Call, group: dist.ProcessGroup) -> Any:
 
 
 def _all_reduce(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    return group.allreduce(_neutral(call.inputs, call), _options(dist.AllreduceOptions, call, group))
+    return group.allreduce(_neutral(call), _options(dist.AllreduceOptions, call, group))
 
 
 def _all_reduce_coalesced(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    options = _options(dist.AllreduceCoalescedOptions, call, group)
-    return group.allreduce_coalesced(_neutral(call.inputs, call), options)
+    return group.allreduce_coalesced(_neutral(call), _options(dist.AllreduceCoalescedOptions, call, group))
 
 
 def _reduce(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    return group.reduce(_neutral(call.inputs, call), _options(dist.ReduceOptions, call, group))
+    return group.reduce(_neutral(call), _options(dist.ReduceOptions, call, group))
 
 
 def _reduce_scatter(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
     ours = [call.inputs[group.rank()]]
     options = _options(dist.ReduceScatterOptions, call, group)
-    return group.reduce_scatter(_blank(ours, call), [_neutral(call.inputs, call)], options)
+    return group.reduce_scatter(_blank(ours, call), [_neutral(call)], options)
 
 
 def _reduce_scatter_single(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
     options = _options(dist.ReduceScatterOptions, call, group)
-    outputs, inputs = _blank(call.outputs, call), _neutral(call.inputs, call)
+    outputs, inputs = _blank(call.outputs, call), _neutral(call)
     if call.operation == "reduce_scatter_single":
         return group.reduce_scatter_single(outputs[0], inputs[0], options)
     return group.reduce_scatter_single_coalesced(outputs, inputs, options)

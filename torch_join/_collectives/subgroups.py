@@ -108,9 +108,8 @@ class Subgroups:
 
     def forget(self) -> None:
         """Delete what has been read; all joined ranks must have read it."""
-        keys, self._forgotten = self._forgotten, []
-        for key in keys:
-            self._channel.delete(key)
+        while self._forgotten:
+            self._channel.delete(self._forgotten.pop())
 
     def _take_part(self, number: int) -> None:
         """Take part in what comes before a record of the common log, as far as it has been announced."""
@@ -120,8 +119,7 @@ class Subgroups:
                     self._next[name] = self._channel.read(self._key(name), of=_RECORD, is_polled=True)
                 if self._next[name][0] > number:
                     break
-                work = begin(self._take(name))
-                if work is not None:
+                if (work := begin(self._take(name))) is not None:
                     self._works.append(work)
 
     def _take(self, name: str) -> Call:

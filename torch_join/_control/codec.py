@@ -14,7 +14,6 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -52,17 +51,16 @@ def closed(tag: str) -> Callable[[C], C]:
     """
 
     def register(kind: C) -> C:
-        names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(kind._fields)  # type: ignore[attr-defined]
+        checks = {name: _checker(of) for name, of in typing.get_type_hints(kind).items()}
         if tag in _REVIVERS:
             raise JoinError(f"Two kinds of values are called {tag!r} in the store.")
-        _CLASSES[kind] = tag, names
+        _CLASSES[kind] = tag, list(checks)
 
         def revive(content: Any) -> Any:
-            checks = _checks_of(kind)
-            if type(content) is not list or len(content) != len(names):
-                raise Malformed(f"a {tag} has {len(names)} values")
-            for name, value in zip(names, content, strict=True):
-                if not checks[name](value):
+            if type(content) is not list or len(content) != len(checks):
+                raise Malformed(f"a {tag} has {len(checks)} values")
+            for (name, fits), value in zip(checks.items(), content, strict=True):
+                if not fits(value):
                     raise Malformed(f"the {name} of a {tag} is {brief(value)}")
             found = kind(*content)
             if hasattr(found, "validate"):
@@ -210,12 +208,7 @@ def check(value: Any, of: Any) -> Any:
     Raises:
         Malformed: It is not.
     """
-    checker = _checker(of)
-    try:
-        fits = checker(value)
-    except Exception:
-        fits = False
-    if not fits:
+    if not _checker(of)(value):
         raise Malformed(f"{brief(value)} in place of {of if typing.get_origin(of) else getattr(of, '__name__', of)}")
     return value
 
@@ -233,11 +226,6 @@ _decoder = json.JSONDecoder(object_pairs_hook=_revive)
 
 
 # ------------------------------------------------------------ types
-
-
-@cache
-def _checks_of(kind: type) -> dict[str, Callable[[Any], bool]]:
-    return {name: _checker(of) for name, of in typing.get_type_hints(kind).items()}
 
 
 @cache

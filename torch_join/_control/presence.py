@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError, name_ranks
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Status
 
@@ -112,31 +111,6 @@ def call(store: Any) -> int:
     """
     _last_call(store)  # a server hangs up on whoever adds to what is no number
     return int(store.add("roll", 1))
-
-
-def timed_out(
-    waited: str, world_size: int, answers: dict[int, Any], explain: Callable[[dict[int, Any]], JoinError | None]
-) -> JoinError:
-    """Return the error of a rank that has waited too long.
-
-    Args:
-        waited: Who waited how long, as the beginning of a sentence.
-        world_size: The number of ranks.
-        answers: By rank: whether it waits too, and what it says of itself.
-        explain: What the latter tells of the cause, by rank.
-    """
-    if silent := [rank for rank in range(world_size) if rank not in answers]:
-        return PeerFailedError(f"{waited}, and {name_ranks(silent)} did not answer: killed, or stopped.")
-    if (explained := explain({rank: status for rank, (_, status) in answers.items()})) is not None:
-        return explained
-    busy = [rank for rank, (waits, _) in answers.items() if not waits]
-    who = f"{name_ranks(busy)} at work elsewhere" if busy else "all wait"
-    return JoinTimeoutError(
-        f"{waited} to say whether they have a next batch, or what comes next: {who}. Usual causes: a dataloader that"
-        " takes longer than the timeout (raise `timeout`); a `break` at different steps (a counter of a rank's own"
-        " steps is lower where a rank has run out of batches: use heartbeat=True, or count what all count); a step"
-        " that only some ranks run. py-spy dump tells what these ranks are doing."
-    )
 
 
 def delete_all(store: Any, keys: deque[str]) -> None:

@@ -58,9 +58,9 @@ class StoreChannel(WaitingChannel, Channel):
         rank: int,
         world_size: int,
         timeout: timedelta,
-        group: dist.ProcessGroup | None = None,
-        second: dist.Store | None = None,
-        hosts: bool = False,
+        group: dist.ProcessGroup | None,
+        second: dist.Store,
+        hosts: bool,
     ) -> None:
         if world_size > MAX_RANKS:
             raise JoinValueError(f"A channel serves at most {MAX_RANKS} ranks, not {world_size}.")
@@ -91,7 +91,7 @@ class StoreChannel(WaitingChannel, Channel):
         if index >= 2:
             self.delete(f"gather/{index - 2}/{self.rank}")
         meanwhile = (lambda: self._refuse_beat(keys)) if unless_beat else None
-        found = self._wait(keys, lambda: self._store.multi_get(keys), meanwhile)
+        found = self._wait(keys, meanwhile)
         self._all_have_met()
         return [self._decode(key, data, of) for key, data in zip(keys, found, strict=True)]
 
@@ -122,7 +122,7 @@ class StoreChannel(WaitingChannel, Channel):
     def read(
         self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any, is_polled: bool = False
     ) -> Any:
-        return self._decode(key, self._wait([key], lambda: [self._store.get(key)], meanwhile, not is_polled)[0], of)
+        return self._decode(key, self._wait([key], meanwhile, not is_polled)[0], of)
 
     @_naming_failures
     def add(self, key: str, number: int) -> int:

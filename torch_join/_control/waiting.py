@@ -9,7 +9,7 @@ looks again and again: whether they are there, whether a rank has failed, whethe
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_join._base import compat as _compat
-from torch_join._base.errors import JoinError, PeerFailedError, name_ranks
+from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError, name_ranks
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Status
-from torch_join._control.presence import Presence, call, timed_out
+from torch_join._control.presence import Presence, call
 
 FAILED, _LOOK = b"failed", b"look"  # in place of a value: no JSON
 # A wait this long is no longer latency: from then on the failure notices are looked at too.
@@ -51,12 +51,7 @@ class WaitingChannel:
     explain: Callable[[dict[int, Any]], JoinError | None]
 
     def __init__(
-        self,
-        store: dist.Store,
-        timeout: timedelta,
-        group: dist.ProcessGroup | None,
-        second: dist.Store | None,
-        hosts: bool,
+        self, store: dist.Store, timeout: timedelta, group: dist.ProcessGroup | None, second: dist.Store, hosts: bool
     ) -> None:
         self._store: Any = store  # torch's stubs lack half of its methods
         self._store.set_timeout(min(timeout, _LIMIT))
@@ -69,7 +64,7 @@ class WaitingChannel:
         self._hosts, self._failed = hosts, False
         self._silent: set[int] = set()  # who did not answer the last roll call
         # Weakly, so that a channel that is dropped ends its thread at once.
-        self._presence = Presence(second, self.rank, self.world_size, weakref.ref(self), self._read) if second else None
+        self._presence = Presence(second, self.rank, self.world_size, weakref.ref(self), self._read)
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         """See `Channel.fail`."""
@@ -86,8 +81,6 @@ class WaitingChannel:
         return self._heard
 
     def roll_call(self) -> dict[int, Any]:
-        if self._presence is None:
-            return {rank: [False, None] for rank in range(self.world_size)}
         try:
             answers = self._presence.call(enough=lambda _: self.failure() is not None)
             self._silent = set(range(self.world_size)).difference(answers)
@@ -96,7 +89,7 @@ class WaitingChannel:
             raise self._published(_codec.foreign("an answer to a roll call", problem)) from None
 
     def leave(self) -> None:
-        if self._presence is None or not self._presence.leave.alive:
+        if not self._presence.leave.alive:
             return
         if self._failed or self._heard is not None:
             with suppress(_codec.Malformed, RuntimeError):
@@ -113,8 +106,7 @@ class WaitingChannel:
         def have_read(answers: dict[int, Any]) -> bool:
             return all(rank in answers or self._store.check([f"left/{rank}"]) for rank in readers)
 
-        if self._presence is not None:
-            self._presence.call(have_read, within=_READING_SECONDS)
+        self._presence.call(have_read, within=_READING_SECONDS)
 
     # ------------------------------------------------------------ what the thread calls
 
@@ -168,8 +160,7 @@ class WaitingChannel:
 
     def _lost(self) -> JoinError | None:
         """Say why the store has hung up on this rank."""
-        other = None if self._presence is None else self._presence.connection
-        if other is None:
+        if (other := self._presence.connection) is None:
             return self.failure()
         self._use(other)
         # It does so if it is to add to what is no number.
@@ -181,30 +172,23 @@ class WaitingChannel:
     # ------------------------------------------------------------ waiting
 
     def _wait_for(self, key: str) -> bytes:
-        return self._wait([key], lambda: [self._store.get(key)])[0]
+        return self._wait([key])[0]
 
-    def _wait(
-        self,
-        keys: list[str],
-        read: Callable[[], Sequence[bytes]],
-        meanwhile: Callable[[], None] | None = None,
-        wakes: bool = True,
-    ) -> Sequence[bytes]:
+    def _wait(self, keys: list[str], meanwhile: Callable[[], None] | None = None, wakes: bool = True) -> list[bytes]:
         """Wait for keys and return their values.
 
         Args:
             keys: The keys.
-            read: Waits for their values.
             meanwhile: Called again and again while they are not there; the wait is then not as quick.
             wakes: Whether the thread may write to the keys that there is something to look at.
         """
         start = time.monotonic()
         self._waits = keys if wakes and meanwhile is None else [], start + _PATIENCE + _STAGGER * (self.rank % 50)
         try:
-            found: Sequence[bytes] | None = None
+            found: list[bytes] | None = None
             if meanwhile is None:
-                with suppress(_compat.store_error()):
-                    found = read()
+                with suppress(dist.DistStoreError):
+                    found = self._store.multi_get(keys) if len(keys) > 1 else [self._store.get(keys[0])]  # quicker
             if found is None or _LOOK in found:
                 found = self._wait_long(keys, start, meanwhile)
         finally:
@@ -213,14 +197,14 @@ class WaitingChannel:
             raise self.failure() or PeerFailedError("Another rank failed.")
         return found
 
-    def _there(self, keys: list[str]) -> Sequence[bytes] | None:
+    def _there(self, keys: list[str]) -> list[bytes] | None:
         """Return the values of keys if they are there; waits for nobody."""
         if not self._store.check(keys):
             return None
-        found: Sequence[bytes] = self._store.multi_get(keys)
+        found: list[bytes] = self._store.multi_get(keys)
         return None if _LOOK in found else found
 
-    def _wait_long(self, keys: list[str], start: float, meanwhile: Callable[[], None] | None) -> Sequence[bytes]:
+    def _wait_long(self, keys: list[str], start: float, meanwhile: Callable[[], None] | None) -> list[bytes]:
         deadline, next_look = start + self._timeout.total_seconds(), start
         next_probe = start + _PATIENCE
         while (found := self._there(keys)) is None:
@@ -259,4 +243,15 @@ class WaitingChannel:
         if (failure := self.failure()) is not None:
             return failure
         waited = f"Rank {self.rank} waited {self._timeout.total_seconds():.0f} s for the other ranks"
-        return timed_out(waited, self.world_size, answers, self.explain)
+        if self._silent:
+            return PeerFailedError(f"{waited}, and {name_ranks(self._silent)} did not answer: killed, or stopped.")
+        if (explained := self.explain({rank: status for rank, (_, status) in answers.items()})) is not None:
+            return explained
+        busy = [rank for rank, (waits, _) in answers.items() if not waits]
+        who = f"{name_ranks(busy)} at work elsewhere" if busy else "all wait"
+        return JoinTimeoutError(
+            f"{waited} to say whether they have a next batch, or what comes next: {who}. Usual causes: a dataloader"
+            " that takes longer than the timeout (raise `timeout`); a `break` at different steps (a counter of a rank's"
+            " own steps is lower where a rank has run out of batches: use heartbeat=True, or count what all count); a"
+            " step that only some ranks run. py-spy dump tells what these ranks are doing."
+        )

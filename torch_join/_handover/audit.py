@@ -12,7 +12,7 @@ after the handover    the same again, with every bit, and buffers; where `.grad`
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -44,9 +44,7 @@ class Audit:
         hands_over_ignored: Whether parameters that DDP ignores are handed over: `None` where all ranks hold the same.
     """
 
-    def __init__(
-        self, objects: Sequence[Any] = (), often: Often = False, hands_over_ignored: bool | None = False
-    ) -> None:
+    def __init__(self, objects: Sequence[Any], often: Often, hands_over_ignored: bool | None) -> None:
         self._objects = objects
         self._often = often
         self._hands_over_ignored = hands_over_ignored
@@ -100,13 +98,8 @@ class Audit:
         after["gradients"] = self._gradients() if has_gradients else {}
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after)
-        said = [_DIFFERED.format(when=when, what=_list(found[0]))] if found[0] else []
-        said += [
-            text.format(what=_list(items))
-            for text, items in zip((_LOSSY, _STALE, _EMPTY), found[1:], strict=True)
-            if items
-        ]
-        self._warn(channel, said)
+        texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY), found, strict=True)
+        self._warn(channel, [text.format(when=when, what=_list(items)) for text, items in texts if items])
 
     def even(self, channel: Channel, has_gradients: bool, left: bool = False) -> None:
         """Compare, on every rank, at the end of a loop in which no rank has joined before another.
@@ -137,7 +130,7 @@ class Audit:
     def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Items, Items]:
         """Return the parameters, and all else if `takes`; buffers only where every bit counts."""
         capture = Capture(canonical=True, local=local)
-        leaves: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+        parameters, rest = dict[str, Any](), dict[str, Any]()
         names: dict[int, str] = {}
         for name, thing in named(self._objects):
             kind = kind_of(thing)
@@ -153,12 +146,11 @@ class Audit:
                     if part == "parameters":
                         for key, slot in content.items():
                             names.setdefault(slot.index, f"{name}: {key}")
-                            leaves[True].setdefault(names[slot.index], slot)
+                            parameters.setdefault(names[slot.index], slot)
                     elif takes and (exact or part not in ("buffers", "extra")):
                         prefix = f"{name}: {part}" if not one else f"{name}: {part} of optimizer {one} in it"
-                        leaves[False] |= dict(_flat(content, prefix, names, capture))
-        found = [_described(leaves[which], capture.tensors, exact) for which in (True, False)]
-        return found[0], found[1]
+                        rest |= dict(_flat(content, prefix, names, capture))
+        return _described(parameters, capture.tensors, exact), _described(rest, capture.tensors, exact)
 
     def _found(self, exact: bool) -> Items:
         tensors: list[Tensor] = []
@@ -245,20 +237,17 @@ def _short(value: Any) -> str:
 
 def _differences(channel: Channel, before: dict[str, Items], after: dict[str, Items]) -> list[dict[str, list[Any]]]:
     """Return what differs by rank: before, of what was handed over, of what was found, of the gradients."""
-    digests = {**{f"before, {k}": _hash(v) for k, v in before.items()}, **{k: _hash(v) for k, v in after.items()}}
+    looked = {f"before, {key}": items for key, items in before.items()} | after
+    digests = {key: _hash(items) for key, items in looked.items()}
     everyone = channel.gather(digests, of=dict[str, str])
     # Where one rank cannot tell, nobody asks.
     known = [key for key in digests if all(said.get(key) for said in everyone)]
     differing = [key for key in known if len({said[key] for said in everyone}) > 1]
     wanted = [key for key in differing if key != "before, found" and (key != "found" or "before, found" in known)]
-    result: dict[str, dict[str, list[Any]]] = {}
-    for key in wanted:
-        items = before[key.removeprefix("before, ")] if key.startswith("before, ") else after[key]
-        was = before["found"] if key == "found" else {}
-        result[key] = _unlike(channel.gather(items, of=Items))
-        if key == "found":
-            odd = _unlike(channel.gather(was, of=Items))
-            result[key] = {name: said for name, said in result[key].items() if name in was and name not in odd}
+    result = {key: _unlike(channel.gather(looked[key], of=Items)) for key in wanted}
+    if "found" in result:
+        usual = before["found"].keys() - _unlike(channel.gather(before["found"], of=Items))
+        result["found"] = {name: said for name, said in result["found"].items() if name in usual}
     at_join = {name: said for key in result if key.startswith("before, ") for name, said in result[key].items()}
     return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients"))]
 
@@ -288,5 +277,5 @@ def _list(found: dict[str, list[Any]]) -> str:
 def _value(name: str, values: list[Any]) -> str:
     if any(value is not None and value.startswith("#") for value in values):
         return name
-    shown: Callable[[Any], str] = lambda value: "missing" if value is None else value  # noqa: E731
-    return f"{name} ({', '.join(f'{shown(value)} on rank {rank}' for rank, value in enumerate(values))})"
+    said = ", ".join(f"{value or 'missing'} on rank {rank}" for rank, value in enumerate(values))
+    return f"{name} ({said})"

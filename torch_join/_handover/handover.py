@@ -110,7 +110,6 @@ def hand_over(
 
 def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Capture) -> tuple[_Word, bytes | None]:
     """Return what this rank tells, and on the source the schema, packed: what comes after it cannot fail there."""
-    given = [type(value).__name__ for value in objects]
     try:
         ordered = named(objects)
         given = [type(value).__name__ for _, value in ordered]
@@ -119,7 +118,7 @@ def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Captur
         captured = [kind_of(value).capture(value, capture, name) for name, value in ordered]
         return _Word(source, given), _objects.pack(_Schema(captured, capture.specs), "The state")
     except Exception as error:
-        return _Word(source, given, problem=_Problem.of(error)), None
+        return _Word(source, [], _Problem.of(error)), None
 
 
 def _prepare(objects: Sequence[Any], schema: _Schema, restore: Restore) -> _Problem | None:

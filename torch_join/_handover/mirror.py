@@ -116,13 +116,8 @@ class StepMirror:
 
     def take(self, changes: Changes, src: int) -> None:
         """Give this rank the changes of rank `src` of the process group; all ranks call this."""
-        for places, leave in ((changes.cleared, False), (changes.zeroed, True), (changes.gradients, True)):
-            for place in places:
-                parameter = self._parameters[place]
-                if not leave:
-                    parameter.grad = None
-                elif parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        for place in changes.cleared:
+            self._parameters[place].grad = None
         for place in changes.zeroed:
             self._gradient(place).detach().zero_()
         tensors = [self._gradient(place) for place in changes.gradients]
@@ -135,9 +130,11 @@ class StepMirror:
         self._gradients = [known(p.grad) for p in self._parameters]
 
     def _gradient(self, place: int) -> Tensor:
-        gradient: Tensor | None = self._parameters[place].grad
-        assert gradient is not None
-        return gradient
+        """Return the gradient at this place, of zeros if there was none."""
+        parameter: Tensor = self._parameters[place]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
 
     def _checksums(self) -> list[int]:
         # By value: `parameter.data.clamp_()` leaves no other trace.

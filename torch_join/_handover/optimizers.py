@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_join._base.errors import JoinValueError
-from torch_join._base.specs import TensorSpec
 from torch_join._base.tree import Captured, Place
 from torch_join._handover import compat as _compat_state
 from torch_join._handover.state import Capture, Restore, has_state
@@ -116,12 +115,7 @@ def _restore(
             actions.append(lambda g=group, v=values: _replace(g, {"params": g["params"], **v}))  # type: ignore[misc]
     parameters = dict(_places(optimizer))
     for place, slot in captured["parameters"].items():
-        parameter = parameters[place]
-        if restore.tensor(slot, parameter) is not parameter:
-            here, there = TensorSpec.of(parameter), restore.specs[slot.index]
-            raise JoinValueError(f"{name}: {place} is {here} here and {there} on the source.")
-        if parameter.requires_grad != (flag := captured["requires_grad"][place]):
-            actions.append(lambda p=parameter, flag=flag: p.requires_grad_(flag))  # type: ignore[misc]
+        restore.parameter(slot, parameters[place], captured["requires_grad"][place], f"{name}: {place}")
     states = captured["state"]
     own = {shared: (key, device) for shared, key, device in _states(optimizer, restore.local)}
     for shared, (key, _) in own.items():

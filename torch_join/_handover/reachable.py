@@ -43,17 +43,12 @@ def reachable(thing: Any, name: str, local: frozenset[int]) -> Iterator[tuple[st
             if not is_sharded(one):
                 own = f"{name}: optimizer {index} in it ({type(one).__name__})" if index else name
                 yield from _of_object(one, own, {"param_groups", "state"})
-                state = {place: entry for place, entry in enumerate(_entries(one, local)) if entry}
+                parameters = [p for group in one.param_groups for p in group["params"]]
+                entries = [None if id(p) in local else getattr(one, "state", {}).get(p) for p in parameters]
+                state = {place: entry for place, entry in enumerate(entries) if entry}
                 yield from _values(state, f"{own}: .state", _DEPTH)
     elif hasattr(thing, "__dict__"):
         yield from _of_object(thing, name, set())
-
-
-def _entries(optimizer: Any, local: frozenset[int]) -> Iterator[Any]:
-    state = getattr(optimizer, "state", {})
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield state.get(parameter) if id(parameter) not in local else None
 
 
 def _of_module(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from torch_join._base.errors import JoinTypeError, JoinValueError
-from torch_join._base.specs import TensorSpec
 from torch_join._base.tree import Captured
 from torch_join._handover import compat as _compat_state
 from torch_join._handover.optimizers import capture_optimizer, is_optimizer, restore_optimizer
@@ -122,11 +121,7 @@ def _restore_model(captured: Captured, model: nn.Module, restore: Restore, name:
         names = sorted(state["parameters"].keys() ^ parameters.keys())
         raise JoinValueError(f"{name} has other parameters than on the source: {names} are not on both.")
     for key, slot in state["parameters"].items():
-        if restore.tensor(slot, parameters[key]) is not parameters[key]:
-            here, there = TensorSpec.of(parameters[key]), restore.specs[slot.index]
-            raise JoinValueError(f"{name}: {key} is {here} here and {there} on the source.")
-        if parameters[key].requires_grad != (flag := state["requires_grad"][key]):
-            restore.later(lambda p=parameters[key], flag=flag: p.requires_grad_(flag))  # type: ignore[misc]
+        restore.parameter(slot, parameters[key], state["requires_grad"][key], f"{name}: {key}")
     restore.later(lambda: _set_training(model, state["training"]))
     device = next(iter(parameters.values())).device if parameters else None
     for key in buffers.keys() - state["buffers"].keys():

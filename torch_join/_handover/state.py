@@ -9,7 +9,7 @@ import io
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -167,6 +167,17 @@ class Restore:
             targets.append(spec.create(like))
         return targets[0]
 
+    def parameter(self, slot: Slot, own: Tensor, is_trained: bool, path: str) -> None:
+        """Have a parameter of this rank's filled, and frozen or not as on the source.
+
+        Raises:
+            JoinValueError: It is of another shape or type than there.
+        """
+        if self.tensor(slot, own) is not own:
+            raise JoinValueError(f"{path} is {TensorSpec.of(own)} here and {self.specs[slot.index]} on the source.")
+        if own.requires_grad != is_trained:
+            self.later(lambda: own.requires_grad_(is_trained))
+
     def value(self, tree: Any, own: Any, path: str, device: torch.device | None = None, reuse: bool = True) -> Any:
         """Return the value of `tree`.
 
@@ -193,11 +204,10 @@ class Restore:
                 for key, item in tree.items()
             }
         if isinstance(tree, (list, tuple)):
-            parts: Iterable[Any] = (
+            return type(tree)(
                 self.value(item, _item(own, index), f"{path}[{index}]", device, reuse)
                 for index, item in enumerate(tree)
             )
-            return type(tree)(parts)
         if isinstance(tree, Keep):
             return self._kept(own, tree.kind, path)
         if isinstance(tree, Nested):

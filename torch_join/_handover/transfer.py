@@ -81,9 +81,9 @@ def _broadcast_bucket(
         for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
             view = storage_view(tensors[0], spec)
             piece.view(spec.dtype).view(view.shape).copy_(view)
-        dist.broadcast(packed, group_src=source, group=group)
-        return
     dist.broadcast(packed, group_src=source, group=group)
+    if dist.get_rank(group) == source:
+        return
     for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
         # Where only the source repeats elements in memory, copying repeats them.
         storage_view(tensors[0], spec).copy_(piece.view(spec.dtype).view(spec.storage_shape))

@@ -27,6 +27,9 @@ class Agreement:
 
     Args:
         channel: The channel between the ranks.
+
+    Attributes:
+        word: What all active ranks must have in common: a checksum, the number of announcements, the last.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -35,8 +38,7 @@ class Agreement:
 
     def begin(self) -> None:
         """Begin a tail."""
-        self._sum = self._count = 0
-        self._last = ""
+        self.word = 0, 0, ""
         self._active: tuple[int, ...] = ()
         self._due: deque[tuple[str, int]] = deque()  # what is to be compared, as the lowest active rank
         self._tail = f"said/{self._channel.records}"
@@ -45,9 +47,9 @@ class Agreement:
         """Add an announcement."""
         # Other payloads hold what only the first rank needs to know, or may know.
         compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
-        self._sum = crc32(_codec.encode((index, kind, compared)), self._sum)
-        self._last = kind if compared is None else f"{kind} {compared}"
-        self._count += 1
+        checksum, count, _ = self.word
+        checksum = crc32(_codec.encode((index, kind, compared)), checksum)
+        self.word = checksum, count + 1, kind if compared is None else f"{kind} {compared}"
 
     def compare(self, rank: int, active: tuple[int, ...]) -> None:
         """Compare what was announced before the last step, at the begin of a new one; waits for nobody.
@@ -65,7 +67,7 @@ class Agreement:
         if step > _EVERY and step % _EVERY:
             return
         if rank != active[0]:
-            self._channel.add(f"{self._name}/{step}", _ONE + self._sum)
+            self._channel.add(f"{self._name}/{step}", _ONE + self.word[0])
             return
         # The others may be behind, where a step has no sync: what they have not said yet is due later.
         others = len(active) - 1
@@ -78,7 +80,7 @@ class Agreement:
             self._channel.delete(key)
             if count > others or sums != others * own:
                 raise self._disagreement()
-        self._due.append((f"{self._name}/{step}", self._sum))
+        self._due.append((f"{self._name}/{step}", self.word[0]))
 
     def part(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
         """Compare what has been announced up to the last step of those who leave; every active rank calls this.
@@ -105,11 +107,6 @@ class Agreement:
             "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"
             f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step."
         )
-
-    @property
-    def word(self) -> tuple[int, int, str]:
-        """What all active ranks must have in common: a checksum, the number of announcements, the last."""
-        return self._sum, self._count, self._last
 
 
 def explain(statuses: dict[int, Any]) -> JoinError | None:

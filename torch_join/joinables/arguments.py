@@ -16,16 +16,8 @@ from torch_join._base.errors import JoinTypeError, JoinValueError
 from torch_join._handover.compat import is_sharded
 
 _TORCHS = "divide_by_initial_world_size"
-_OWN = (
-    "enable",
-    "throw_on_early_termination",
-    "weighting",
-    "heartbeat",
-    "timeout",
-    "audit",
-    "hand_over_ignored",
-    _TORCHS,
-)
+_OWN = ("enable", "throw_on_early_termination", "weighting", "heartbeat", "timeout", "audit", "hand_over_ignored")
+_ALL = (*_OWN, _TORCHS)
 
 
 def listed(joinables: Any) -> list[Any]:
@@ -93,11 +85,11 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
     for name in options.keys() - named - {_TORCHS}:
         refuse_misspelt(name)
         if not takes_any:
-            for meant in get_close_matches(name, _OWN, 1, cutoff=0.8):
+            for meant in get_close_matches(name, _ALL, 1, cutoff=0.8):
                 raise _misspelt(name, meant)
             raise JoinTypeError(
                 f"There is no argument {name!r}, and no joinable is given whose hook could take it. Leave it out; the"
-                f" arguments are {', '.join(_OWN)}."
+                f" arguments are {', '.join(_ALL)}."
             )
 
 
@@ -107,7 +99,7 @@ def refuse_misspelt(name: str) -> None:
     Raises:
         JoinTypeError: It is.
     """
-    for own in () if name in _OWN else _OWN:
+    for own in () if name in _ALL else _ALL:
         if _is_slip(name, own):
             raise _misspelt(name, own)
 

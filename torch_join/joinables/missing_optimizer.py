@@ -11,7 +11,6 @@ from typing import Any, cast
 from weakref import WeakSet
 
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_join.joinables.part import Driver, LoopModel, Part
@@ -118,8 +117,6 @@ def _rates(optimizer: Any) -> list[float]:
 
 def _is_scheduler(thing: Any) -> bool:
     """Whether `thing` is an LR scheduler, of torch or something like it (timm's, Accelerate's)."""
-    if isinstance(thing, LRScheduler):
-        return True
     has_optimizer = hasattr(thing, "optimizer") or hasattr(thing, "optimizers")
     return has_optimizer and callable(getattr(thing, "step", None)) and not hasattr(thing, "zero_grad")
 

@@ -275,11 +275,12 @@ def test_a_slow_rank_is_waited_for(workers: Workers) -> None:
 
 
 def test_counts_out_of_range_are_refused() -> None:
-    channel = StoreChannel(dist.HashStore(), 0, 2, timedelta(seconds=1))
+    store = dist.HashStore()
+    channel = StoreChannel(store, 0, 2, timedelta(seconds=1), group=None, second=store, hosts=False)
     with pytest.raises(JoinValueError, match="adds from 0 to 536870912 on each, not -1"):
         channel.beat(-1)
     with pytest.raises(JoinValueError, match="at most 32767 ranks"):
-        StoreChannel(dist.HashStore(), 0, 70_000, timedelta(seconds=1))
+        StoreChannel(store, 0, 70_000, timedelta(seconds=1), group=None, second=store, hosts=False)
 
 
 def drop(rank: int) -> tuple[int, bool]:

@@ -6,7 +6,6 @@ from functools import update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from torch_join.joinables.hook import Hook
 
@@ -30,8 +29,7 @@ class Clears:
         self._remove_hook: Callable[[], None] = lambda: None
         # What derives from torch's optimizers need not have called their constructor.
         with suppress(AttributeError, TypeError):
-            handle: RemovableHandle = optimizer.register_step_post_hook(self._stepped)
-            self._remove_hook = handle.remove
+            self._remove_hook = optimizer.register_step_post_hook(self._stepped).remove
             self._counts = True
 
     def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:

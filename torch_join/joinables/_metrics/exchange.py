@@ -61,13 +61,10 @@ class Exchange:
         if len(self._schemas) == 1:
             return ()
         size = max(sum(spec.nbytes for spec in _specs(schema, device)) for schema in self._schemas)
-        packed = torch.zeros(size, dtype=torch.uint8, device=self._place(device))
-        start = 0
-        for tensor in (tensor for state in self._states.values() for tensor in state.tensors):
-            if tensor.device.type == device:
-                raw = raw_bytes(tensor)
-                packed[start : start + raw.numel()] = raw
-                start += raw.numel()
+        place = self._place(device)
+        raw = [raw_bytes(t) for state in self._states.values() for t in state.tensors if t.device.type == device]
+        padding = torch.zeros(size - sum(map(len, raw)), dtype=torch.uint8, device=place)
+        packed = torch.cat([*(part.to(place) for part in raw), padding])
         rows = [torch.empty_like(packed) for _ in self._schemas]
         with torch.no_grad(), self._driver.server.own_collectives():
             dist.all_gather(rows, packed, group=_transfer._group_for(device, self._driver.members.group))
