@@ -7,12 +7,11 @@ imported only where somebody has a sharded model.
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _runtime_utils
 from torch.distributed.fsdp._common_utils import TrainingState as Fsdp1State
 from torch.distributed.fsdp._flat_param import RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES, HandleTrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
@@ -28,7 +27,6 @@ __all__ = [
     "param_groups",
     "reshards_after_forward",
     "runtime",
-    "shards",
 ]
 
 runtime: Any = _runtime_utils
@@ -40,11 +38,6 @@ runtime: Any = _runtime_utils
 def param_groups(module: FSDPModule) -> list[Any]:
     """Return what `module` gathers at once: as a rule one group, or one for each mesh."""
     return list(module._get_fsdp_state()._fsdp_param_groups)
-
-
-def shards(group: Any) -> bool:
-    """Whether a group's parameters are sharded, and not replicated only."""
-    return isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_process_group.size() > 1
 
 
 # ------------------------------------------------------------ both
@@ -105,17 +98,6 @@ def _announcing(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return own(state, handle) if around is None else around(lambda: own(state, handle))
 
     return reduce
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def full_precision(handle: Any) -> torch.dtype:
-    """Return the dtype of a flat parameter's shard."""
-    dtype: torch.dtype = handle.flat_param._local_shard.dtype
-    return dtype
 
 
 def meshes(model: nn.Module) -> list[Any]:

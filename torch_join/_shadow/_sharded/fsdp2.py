@@ -58,16 +58,6 @@ class ParamGroupUnit:
         return bool(self._group.reduce_grads)
 
     @property
-    def group_size(self) -> int:
-        """See `Unit`."""
-        mesh = self._group.mesh_info
-        size = 1
-        for name in ("shard_process_group", "replicate_process_group"):
-            if (group := getattr(mesh, name, None)) is not None:
-                size *= group.size()
-        return size
-
-    @property
     def is_replicated(self) -> bool:
         """See `Unit`."""
         return False
