@@ -95,8 +95,10 @@ class Net(nn.Module):
     def forward(self, x: Tensor, use_extra: bool = False) -> Tensor:
         if self.kind == "sparse":
             x = x + self.rows(x[:, 0].long())
-        out = self.last(torch.tanh(self.norm(self.first(x))))
-        return out + self.extra(x) if use_extra else out
+        hidden = torch.tanh(self.norm(self.first(x)))
+        more = self.extra(x) if use_extra else 0.0  # in the middle of the way
+        out: Tensor = self.last(hidden)
+        return out + more if use_extra else out
 
 
 def uses_extra(case: Case, rank: int, step: int) -> bool:
@@ -106,7 +108,7 @@ def uses_extra(case: Case, rank: int, step: int) -> bool:
     `turns`: every other step does.
     """
     if case.model == "turns":
-        return step % 2 == 1
+        return step % 2 == 0
     return case.model == "sometimes" and case.lengths_in(0)[rank] == min(n for n in case.lengths_in(0) if n)
 
 
