@@ -108,14 +108,14 @@ class FSDPJoinStrategy(Sharded, Joining, StepCollectives, FSDPStrategy):
     def __init__(
         self, *args: Any, start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen", **kwargs: Any
     ) -> None:
-        self._start_method = start_method
+        self.start_method = start_method
         super().__init__(*args, **kwargs)
 
     def _configure_launcher(self) -> None:
-        if self._start_method == "popen":
+        if self.start_method == "popen":
             super()._configure_launcher()
         else:
-            self._launcher = _WholeResultLauncher(self, start_method=self._start_method)
+            self._launcher = _WholeResultLauncher(self, start_method=self.start_method)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
