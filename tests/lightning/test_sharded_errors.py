@@ -73,11 +73,11 @@ class Gathers(ShardedModule):
 CASE = Case((2, 5), epochs=1)
 REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     # the module, the trainer's options, under which strategies, and what is said
-    "manual": (Manual, {}, KINDS, ("UnsupportedError: Manual optimizes manually",)),
-    "no loss": (NoLoss, {}, KINDS, ("UnsupportedError: training_step returned None", "0.0 * output.sum()")),
+    "manual": (Manual, {}, KINDS[:1], ("UnsupportedError: Manual optimizes manually",)),
+    "no loss": (NoLoss, {}, KINDS[:1], ("UnsupportedError: training_step returned None", "0.0 * output.sum()")),
     "not sharded": (NotSharded, {}, KINDS[1:], ("UnsupportedError: ModelParallelJoinStrategy finds nothing in",)),
     "sync_batchnorm": (ShardedModule, {"sync_batchnorm": True}, KINDS, ("UnsupportedError: sync_batchnorm=True",)),
-    "SyncBatchNorm": (SyncedNorm, {}, KINDS, ("UnsupportedError", "SyncBatchNorm")),
+    "SyncBatchNorm": (SyncedNorm, {}, KINDS[1:], ("UnsupportedError", "SyncBatchNorm")),
     "in backward": (Backward, {}, KINDS, ("UnsupportedError", "backward")),
     # Of FullyShardedDataParallel's parameters torch itself says that they cannot be whole in a forward.
     "whole": (Whole, {}, KINDS[1:], ("UnsupportedError", "needs the shards of ranks that have joined")),
@@ -143,11 +143,15 @@ def fit_raising(rank: int, kind: str, where: str, who: int, exits: bool) -> None
             raise
 
 
-FAULTS = [("step", 1, True), ("backward", 1, True), ("optimizer", 1, True), ("optimizer", 0, False)]
+FAULTS = [
+    ("fsdp", "backward", 1, True),
+    ("fsdp", "optimizer", 0, False),
+    ("model_parallel", "step", 1, True),
+    ("model_parallel", "optimizer", 1, True),
+]
 
 
-@pytest.mark.parametrize(("where", "who", "exits"), FAULTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "where", "who", "exits"), FAULTS)
 def test_a_rank_that_raises_is_named_on_the_others(
     workers: Workers, kind: str, where: str, who: int, exits: bool
 ) -> None:
