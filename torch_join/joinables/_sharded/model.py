@@ -100,6 +100,7 @@ class ShardedModelPart(Part):
             self._scale()
 
     def leave_tail(self) -> None:
+        self.following.settle()
         self._others.forget()
         self.contents.forget()
         if not self.members.may_break:
@@ -224,5 +225,6 @@ class ShardedModelPart(Part):
         if self.members.rank != source and not self.members.last_joiner:
             raise_if_lost(self.gradients, states)
             self.gradients.follow(states, accumulates=True, ask=None)
+        self.following.settle()
         self.forwards = self.synced = 0
         self.remember()
