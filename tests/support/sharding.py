@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from tests.support.sharded import EPOCHS, Batch, Block, Net, Recipe, Step, Trained
+from tests.support.sharded import EPOCHS, Batch, Block, Net, Recipe, Step, Trained, weights
 from torch_join import Join
 
 LIMIT = timedelta(seconds=60)
@@ -197,7 +197,7 @@ class Training:
         if begins and recipe.where == "before":
             clear(recipe.clears, self.model, self.optimizer)
         with self.micro_batch(ends):
-            for number, loss in enumerate(recipe.losses(self.model, batch, self.rank)):
+            for number, loss in enumerate(self.losses_of(batch)):
                 if begins and number == 0 and recipe.where == "between":
                     clear(recipe.clears, self.model, self.optimizer)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -205,6 +205,9 @@ class Training:
             self.update(epoch, step)
             if recipe.where == "after":
                 clear(recipe.clears, self.model, self.optimizer)
+
+    def losses_of(self, batch: Batch) -> Iterable[Tensor]:
+        return self.recipe.losses(self.model, batch, self.rank)
 
     def micro_batch(self, ends: bool) -> AbstractContextManager[Any]:
         recipe, model = self.recipe, self.model
@@ -261,14 +264,25 @@ class Padded(Training):
 
     def run(self) -> Trained:
         recipe = self.recipe
-        stand_in = Recipe((1,), dtype=recipe.dtype).batches(0, 0)[0]
+        longest = max(recipe.lengths)
         for epoch in range(EPOCHS):
-            data = recipe.batches(epoch, self.rank)
-            for step in range(max(recipe.lengths)):
-                is_here = step < len(data)
-                self.recipe = recipe if is_here else recipe.but(masked=self.rank)
-                self.step(epoch, step, data[step] if is_here else stand_in)
+            data = [recipe.batches(epoch, rank) for rank in range(recipe.world_size)]
+            # Its path through the model is that of the others.
+            stand_ins = Recipe((longest, longest), dtype=recipe.dtype).batches(epoch, 0)
+            for step in range(recipe.stops or longest):
+                rows = {rank: len(mine[step][0]) for rank, mine in enumerate(data) if step < len(mine)}
+                counts = weights(recipe.weighting, recipe.world_size, rows)
+                is_here = self.rank in counts
+                self.counts = recipe.world_size * counts.get(self.rank, 0.0)
+                self.step(epoch, step, data[self.rank][step] if is_here else stand_ins[step])
+            if recipe.evaluates:
+                mine = data[self.rank]
+                found = self.evaluate([*mine, *stand_ins[len(mine) :]])
+                self.losses[epoch] = found[: len(mine)]
         return self.trained()
+
+    def losses_of(self, batch: Batch) -> Iterable[Tensor]:
+        return (self.counts * loss for loss in super().losses_of(batch))
 
 
 def train_padded(rank: int, recipes: list[Recipe]) -> list[Trained]:

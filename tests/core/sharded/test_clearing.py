@@ -47,6 +47,11 @@ def test_a_selection(workers: Workers, api: str) -> None:
     check(workers, dict(list(recipes(api, "unsynced").items())[1::4]))
 
 
+def test_zeros_where_a_module_does_not_run(workers: Workers) -> None:
+    # FSDP1 takes such zeros over when it gathers the module.
+    check(workers, {"zeros": Recipe((2, 5), api="fsdp1", kind="either", clears="zeros")})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])

@@ -43,6 +43,9 @@ SECOND = {
     "stays whole": Recipe((5, 2), options={"reshard": False}),
     "offload": Recipe((5, 2), options={"offload": True}),
     "prefetch": Recipe((2, 5), options={"prefetch": True}),
+    "prefetch of what does not run": Recipe(
+        (3, 6), kind="skipping", evaluates="another with", options={"prefetch": True, "reshard": False}
+    ),
     "partly used": Recipe((2, 5), kind="partly used", optimizer="sgd"),
     "partly used accumulating": Recipe((2, 5), kind="partly used", window=3, no_sync=True),
     "zeros for partly used": Recipe((5, 2), kind="partly used", optimizer="sgd", options={"unused": True}),
@@ -56,12 +59,16 @@ FIRST = {
     "flat accumulating": Recipe((2, 5), window=2, no_sync=True, options={"original": False}),
     "tied": Recipe((2, 5), kind="tied"),
     "gradients sharded": Recipe((5, 2), options={"strategy": "SHARD_GRAD_OP"}),
+    "gradients sharded, evaluates": Recipe((0, 4), evaluates="same with", options={"strategy": "SHARD_GRAD_OP"}),
     "gradients sharded, flat": Recipe((2, 5), options={"strategy": "SHARD_GRAD_OP", "original": False}),
     "replicated": Recipe((5, 2), options={"strategy": "NO_SHARD"}),
     "replicated, flat": Recipe((2, 5), options={"strategy": "NO_SHARD", "original": False}),
     "replicated accumulating": Recipe((2, 5), window=2, no_sync=True, options={"strategy": "NO_SHARD"}),
     "prefetch": Recipe((2, 5), options={"prefetch": "BACKWARD_POST"}),
     "prefetch early": Recipe((5, 2), options={"prefetch": "BACKWARD_PRE"}),
+    "prefetch of what does not run": Recipe(
+        (2, 5), kind="skipping", evaluates="same with", options={"prefetch": "BACKWARD_PRE"}
+    ),
     "no prefetch": Recipe((5, 2), options={"prefetch": None}),
     "masked": Recipe((5, 2), masked=0, window=2, no_sync=True, options={"strategy": "SHARD_GRAD_OP"}),
 }
@@ -73,6 +80,7 @@ OF_THREE = {
     "no sync masked": Recipe((4, 7, 0), window=3, no_sync=True, masked=1),
     "evaluates": Recipe((5, 2, 4), evaluates="same with", weighting="samples"),
     "heartbeat": Recipe((5, 0, 4), heartbeat=True, loop="iterable"),
+    "evaluates, then another path": Recipe((0, 1, 1), kind="unused", evaluates="another with"),
     "no sync in plain": Recipe((5, 0, 4), loop="plain", window=2, no_sync=True),
 }
 # torch's own FSDP1 raises an assertion, where a module that has accumulated is not used in the step that syncs.

@@ -262,3 +262,13 @@ def test_other_steps(workers: Workers, function: Callable[..., None], match: str
     for outcome in workers.outcomes(2, function, api, **PATIENCE):
         with pytest.raises(RuntimeError, match=match):
             raise RuntimeError(outcome.error)
+
+
+def checkpoint_reentrantly(rank: int) -> None:
+    Training(rank, Recipe((2, 5), api="fsdp1", kind="checkpointed reentrant")).run()
+
+
+def test_reentrant_checkpoints_of_the_first_generation(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, checkpoint_reentrantly, deadline=180.0, timeout=10.0):
+        with pytest.raises(RuntimeError, match=r"changed by hand .*use_reentrant=True looks the same"):
+            raise RuntimeError(outcome.error)

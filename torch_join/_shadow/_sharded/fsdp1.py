@@ -45,9 +45,10 @@ class FlatParamUnit:
 
     @property
     def registered(self) -> Sequence[Tensor]:
-        """See `Unit`."""
+        """See `Unit`: also where a forward without a backward has left views of the whole in their place."""
         flat = self._handle.flat_param
-        return [flat, *(flat._params or ()), *(flat._shared_params or ())]
+        views = [view for view in flat._tensors or () if view is not None]
+        return [flat, *(flat._params or ()), *(flat._shared_params or ()), *views]
 
     @property
     def synchronizes(self) -> bool:
@@ -65,6 +66,13 @@ class FlatParamUnit:
     @property
     def _is_whole(self) -> bool:
         return not self._handle.needs_unshard()
+
+    def settle(self) -> None:
+        """See `Unit`: what was prefetched for a module that did not run is whole, where joined ranks hold shards."""
+        if not self._others_differ:
+            self.reshard()
+        self._handle._post_forward_index = None
+        self._fsdp._exec_order_data.handles_post_forward_order.clear()
 
     # ------------------------------------------------------------ on an active rank
 
@@ -133,6 +141,7 @@ class FlatParamUnit:
     def gather(self, gather: Gather) -> None:
         """See `Unit`."""
         self._init()
+        self.settle()
         handle, fsdp = self._handle, self._fsdp
         if self._is_whole:
             raise out_of_step(self.name, WHOLE, gather.before)
@@ -140,9 +149,10 @@ class FlatParamUnit:
             phase = HandleTrainingState[gather.phase]
             handle._training_state = phase
             stream = fsdp._device_handle.current_stream()
-            _compat.runtime._unshard(fsdp, handle, stream, stream)
-            if phase in (HandleTrainingState.FORWARD, HandleTrainingState.BACKWARD_PRE):
-                _compat.runtime._reshard(fsdp, handle, False)
+            with torch.no_grad():  # else views of the whole stay in the parameters' place, for a backward here
+                _compat.runtime._unshard(fsdp, handle, stream, stream)
+                if phase in (HandleTrainingState.FORWARD, HandleTrainingState.BACKWARD_PRE):
+                    _compat.runtime._reshard(fsdp, handle, False)
             handle._training_state = HandleTrainingState.IDLE
             return
         if handle._use_orig_params and not handle._skip_writeback_check:
@@ -210,11 +220,13 @@ class FlatParamUnit:
     def grad(self) -> Tensor | None:
         """The gradient that the next backward accumulates into: of the shard, or the whole one without a sync."""
         handle, flat = self._handle, self._handle.flat_param
-        handle._reset_flat_param_grad_info_if_needed()
-        is_sharded = handle.uses_sharded_strategy and (flat.grad is None or flat.grad.size() == flat.size())
-        if handle._use_orig_params and is_sharded and not hasattr(flat, "_saved_grad_shard"):
-            # FSDP takes over what somebody has put in the place of its views before the next gather: too late to tell.
-            handle._writeback_orig_params()
+        if handle._training_state != HandleTrainingState.BACKWARD_POST:  # a reduction's own is not in any view yet
+            handle._reset_flat_param_grad_info_if_needed()
+            is_sharded = handle.uses_sharded_strategy and (flat.grad is None or flat.grad.size() == flat.size())
+            if handle._use_orig_params and is_sharded and not hasattr(flat, "_saved_grad_shard"):
+                # FSDP takes over what somebody has put in the place of its views before the next gather: too late to
+                # tell.
+                handle._writeback_orig_params()
         gradient: Tensor | None = flat.grad
         return gradient
 
@@ -242,11 +254,16 @@ class FlatParamUnit:
             return False
         here = gradient.untyped_storage().data_ptr()
         views = zip(flat._params, flat._shard_param_infos, flat._is_grad_none_mask, strict=True)
-        return any(
-            p.grad is None or p.grad.untyped_storage().data_ptr() != here
-            for p, info, has_none in views
-            if p.requires_grad and info.in_shard and not has_none
-        )
+        for p, info, has_none in views:
+            if not p.requires_grad or not info.in_shard or has_none:
+                continue
+            if p.grad is None:
+                return True
+            if p.grad.untyped_storage().data_ptr() != here:  # FSDP may have taken it over, and keeps it until a gather
+                known = gradient.flatten()[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+                if not torch.equal(p.grad.flatten(), known):
+                    return True
+        return False
 
     def zeros(self) -> Tensor:
         """Return a gradient of the shard."""

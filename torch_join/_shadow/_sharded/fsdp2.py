@@ -35,6 +35,7 @@ class ParamGroupUnit:
         self._group = group
         self._init = init
         self._others_differ = not group.is_sharded  # joined ranks hold more than their shards of it
+        self._target = SHARD  # the state that the last gather leads to
         self._reducing = False
 
     @property
@@ -77,17 +78,36 @@ class ParamGroupUnit:
     def _state(self) -> str:
         return WHOLE if self._group.is_unsharded else SHARD if self._group.is_sharded else PART
 
+    @property
+    def _is_pending(self) -> bool:
+        """Whether it has been gathered for a module that has not run yet."""
+        return self._group._all_gather_result is not None
+
+    def settle(self) -> None:
+        """See `Unit`."""
+        if self._is_pending and self._others_differ:
+            self._group.wait_for_unshard()
+            self._become(self._target)
+        self._drop_pending()
+        self._group._post_forward_indices.clear()
+        self._group.comm_ctx.post_forward_order.clear()
+
+    def _drop_pending(self) -> None:
+        if self._is_pending:
+            type(self._group).finalize_backward(self._group)
+
     # ------------------------------------------------------------ on an active rank
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
         """See `Unit`."""
         group = self._group
         comm, post_backward, to_sharded = group._all_gather_comm, group.post_backward, group._to_sharded
-        pre_backward, record = group.pre_backward, group._record_post_forward
+        pre_backward, finalize, record = group.pre_backward, group.finalize_backward, group._record_post_forward
 
         def gathering() -> Any:
             # A prefetch pretends to be in the phase that it is for.
             gather = Gather(self._state, self._after(), group._training_state.name)
+            self._target = gather.after
             self._others_differ = gather.after != SHARD
             return observer.around(index, "gather", gather)
 
@@ -115,7 +135,16 @@ class ParamGroupUnit:
                     to_sharded()
             else:
                 to_sharded()
-            self._others_differ = False
+            self._others_differ = self._others_differ and self._is_pending
+
+        def finalizing() -> None:
+            # FSDP throws away what was prefetched for a module that did not run; joined ranks hold it.
+            if self._others_differ and self._is_pending:
+                with observer.around(index, "reshard", None):
+                    finalize()
+                self._others_differ = False
+            else:
+                finalize()
 
         def recording() -> None:
             # The next backward gathers ahead in the order recorded since the last one. Of evaluation, in which ranks
@@ -125,11 +154,12 @@ class ParamGroupUnit:
 
         group._all_gather_comm = _AnnouncedGather(comm, gathering)
         group.pre_backward, group.post_backward, group._to_sharded = beginning, reducing, resharding
-        group._record_post_forward = recording
+        group.finalize_backward, group._record_post_forward = finalizing, recording
 
         def undo() -> None:
             group._all_gather_comm = comm
-            del group.pre_backward, group.post_backward, group._to_sharded, group._record_post_forward
+            del group.pre_backward, group.post_backward, group._to_sharded
+            del group.finalize_backward, group._record_post_forward
 
         return undo
 
@@ -180,6 +210,7 @@ class ParamGroupUnit:
     def gather(self, gather: Gather) -> None:
         """See `Unit`."""
         self._init()
+        self._drop_pending()
         group = self._group
         if self._state != gather.before:
             raise out_of_step(self.name, self._state, gather.before)
@@ -204,6 +235,7 @@ class ParamGroupUnit:
 
     def reshard(self) -> None:
         """See `Unit`."""
+        self._drop_pending()
         self._group._to_sharded()
 
     def reduce(self, reduction: Reduction) -> None:

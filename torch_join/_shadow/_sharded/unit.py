@@ -99,6 +99,13 @@ class Unit(Protocol):
     def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
         """Multiply this rank's gradients in each backward, and return what ends that."""
 
+    def settle(self) -> None:
+        """Come, where no module is running, to the state that joined ranks are in.
+
+        Forget in which order modules have run in an evaluation, too: in the next backward FSDP prefetches by it, and
+        ranks with other numbers of batches would do so in another order.
+        """
+
     def gather(self, gather: Gather) -> None:
         """Take part, on a joined rank, in a gather."""
 

@@ -54,6 +54,11 @@ class Following:
         """Announce from now on; return what ends that."""
         return undo_all([unit.watch(index, self) for index, unit in enumerate(self.units)])
 
+    def settle(self) -> None:
+        """Bring each unit, on a rank that is no longer active and at the end, to the state that the others are in."""
+        for unit in self.units:
+            unit.settle()
+
     @property
     def parameters(self) -> list[Tensor]:
         """This rank's shards of what is trained."""

@@ -24,5 +24,11 @@ class LockstepShardedPart(Part):
     def enter(self) -> None:
         self._undo.append(self.following.watch())
 
+    def leave_tail(self) -> None:
+        self.following.settle()
+
+    def close(self, message: Any, source: int) -> None:
+        self.following.settle()
+
     def answer(self, kind: str, payload: Any) -> None:
         self.following.answer(kind, payload)

@@ -108,6 +108,7 @@ class ShardedModelPart(Part):
         return self.driver.in_loop and not self.members.may_break
 
     def leave_tail(self) -> None:
+        self.following.settle()
         self._others.forget()
         self.contents.forget()
         if not self.members.may_break:
@@ -232,5 +233,6 @@ class ShardedModelPart(Part):
         if self.members.rank != source and not self.members.last_joiner:
             raise_if_lost(self.gradients, states)
             self.gradients.follow(states, accumulates=True, ask=None)
+        self.following.settle()
         self.forwards = self.synced = 0
         self.remember()

@@ -1,0 +1,133 @@
+"""Random trainings of sharded models, and which of them torch itself cannot do on CPUs."""
+
+import random
+from typing import Any
+
+import torch
+
+from tests.support.sharded import Recipe
+
+KINDS = [
+    *["mlp"] * 4,
+    *["either", "skipping", "repeating", "unused", "checkpointed", "partly used"] * 2,
+    *["frozen", "partly frozen", "tied", "checkpointed reentrant"],
+]
+IDIOMS = ["zero_grad to zero", "model.zero_grad", "None", "data.zero_", "zero_", "zeros"]
+LOW, FULL = torch.bfloat16, torch.float32
+
+
+def draw(seed: int) -> Recipe:
+    """Return the training of this seed: the first one that torch can do."""
+    rng = random.Random(seed)
+    while impossible(recipe := _any(rng)):
+        pass
+    return recipe
+
+
+def impossible(recipe: Recipe) -> str:
+    """Say why torch's own FSDP cannot do this on CPUs, with as many batches on all ranks too; nothing if it can."""
+    strays = recipe.kind in ("either", "skipping", "unused")
+    if recipe.api == "fsdp1":
+        if recipe.clip and recipe.dtype == torch.float64:
+            return "its clip_grad_norm_ computes in float32"
+        if recipe.options.get("offload"):
+            return "its result is wrong on CPUs"
+        if recipe.no_sync and recipe.window > 1 and strays:
+            return "it asserts where a module that has accumulated is not used in the step that syncs"
+        if recipe.kind == "checkpointed reentrant" and recipe.forwards > 1:
+            return "its second forward through reentrant checkpoints finds the parameters freed"
+        if recipe.kind == "partly frozen" and not recipe.options.get("original", True):
+            return "one flat parameter is trained or frozen as a whole"
+    return ""
+
+
+def fits_one_process(recipe: Recipe) -> bool:
+    """Whether one plain process tells what is right; else FSDP itself does, on padded ranks."""
+    if recipe.clears != "zero_grad" or recipe.where == "between" or "precision" in recipe.options:
+        return False  # what is cleared, and rounded, is FSDP's to say
+    if recipe.stops and (recipe.cut or recipe.stops % recipe.window):
+        return False  # what has not been averaged yet is not cleared by the optimizer
+    return recipe.api == "fsdp2" or recipe.kind != "partly used"  # a flat parameter's gradient is one
+
+
+def _any(rng: random.Random) -> Recipe:
+    world_size = rng.choices([2, 3, 4], [5, 4, 2])[0]
+    api = rng.choice(["fsdp1", "fsdp2"])
+    options = _options(rng, api, world_size)
+    scaled = rng.random() < 0.1
+    clip = 0.3 if rng.random() < 0.2 else 0.0
+    low = scaled or "precision" in options or (clip and api == "fsdp1") or rng.random() < 0.05
+    weighting = "world" if "precision" in options else rng.choice(["world", "active", "samples"])
+    loop = rng.choices(["batches", "iterable", "plain"], [4, 2, 3])[0]
+    accumulates = rng.random() < 0.5
+    idiom = rng.random() < 0.25
+    lengths = _lengths(rng, world_size)
+    return Recipe(
+        lengths,
+        api=api,
+        kind=rng.choice(KINDS),
+        weighting=weighting,
+        optimizer="sgd" if low and "precision" not in options else rng.choice(["sgd", "adamw"]),
+        scheduled=rng.random() < 0.3,
+        clip=clip,
+        window=rng.randint(2, 4) if accumulates else 1,
+        no_sync=accumulates and rng.random() < 0.6,
+        cut=accumulates and rng.random() < 0.3,
+        no_all_reduce=accumulates and api == "fsdp2" and "mesh" in options and rng.random() < 0.4,
+        clears=rng.choice(IDIOMS) if idiom and not options.get("unused") else "zero_grad",
+        where=rng.choices(["before", "between", "after"], [6, 1, 2])[0] if not options.get("unused") else "before",
+        masked=rng.randrange(world_size) if rng.random() < 0.15 else -1,
+        forwards=rng.choices([1, 2, 3], [8, 2, 1])[0],
+        doubled=rng.random() < 0.15,
+        evaluates=""
+        if rng.random() < 0.6
+        else "another with"
+        if loop == "plain" or rng.random() < 0.5
+        else "same with",
+        loop=loop,
+        heartbeat=loop != "plain" and rng.random() < 0.25,
+        scaled=4096.0 if scaled else 0.0,
+        stops=rng.randint(1, max(lengths)) if rng.random() < 0.1 else 0,
+        dtype=FULL if low else torch.float64,
+        options=options,
+    )
+
+
+def _lengths(rng: random.Random, world_size: int) -> tuple[int, ...]:
+    lengths = [rng.randint(0, 6) for _ in range(world_size)]
+    if rng.random() < 0.3:
+        lengths[rng.randrange(world_size)] = 0
+    if rng.random() < 0.3:
+        lengths[0] = rng.randint(0, min(lengths))  # it has joined first
+    if not any(lengths):
+        lengths[-1] = rng.randint(1, 6)
+    return tuple(lengths)
+
+
+def _options(rng: random.Random, api: str, world_size: int) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    first = api == "fsdp1"
+    if rng.random() < 0.1:
+        options["precision"] = rng.choice(
+            [{"param_dtype": LOW}, {"param_dtype": LOW, "reduce_dtype": FULL}, {"reduce_dtype": LOW}]
+        )
+    if rng.random() < 0.3:
+        options["prefetch"] = rng.choice(["BACKWARD_PRE", "BACKWARD_POST", None]) if first else True
+    if world_size == 4 and rng.random() < 0.5:
+        options["mesh"] = (2, 2)
+    if first:
+        if rng.random() < 0.3:
+            options["original"] = False
+        if "mesh" in options:
+            options["strategy"] = rng.choice(["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+        elif rng.random() < 0.4:
+            options["strategy"] = rng.choice(["SHARD_GRAD_OP", "NO_SHARD"])
+        return options
+    if rng.random() < 0.4:
+        options["reshard"] = rng.choice(
+            [True, False, 2] if world_size == 4 and "mesh" not in options else [True, False]
+        )
+    for name, value in {"reshard backward": False, "offload": True, "unused": True}.items():
+        if rng.random() < 0.1:
+            options[name] = value
+    return options
