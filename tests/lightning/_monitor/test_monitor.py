@@ -22,6 +22,12 @@ SECONDS, VALIDATION = 0.03, 0.25
 
 
 class Slow(Module):
+    def on_train_epoch_start(self) -> None:
+        self.begin = time.perf_counter()
+
+    def on_train_epoch_end(self) -> None:
+        self.walls = [*getattr(self, "walls", []), time.perf_counter() - self.begin]
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         time.sleep(SECONDS)
         return super().training_step(batch, batch_idx)
@@ -33,7 +39,7 @@ class Slow(Module):
         time.sleep(VALIDATION)  # none of it counts
 
 
-def fit_monitored(rank: int, case: Case, folder: str, with_callback: bool) -> tuple[Any, str]:
+def fit_monitored(rank: int, case: Case, folder: str, with_callback: bool) -> tuple[Any, str, list[float]]:
     monitor = JoinMonitor(Path(folder) / "plots" / "timeline.png")
     callbacks = [monitor, *([JoinCallback()] if with_callback else [])]
     trainer = build_trainer(
@@ -45,8 +51,9 @@ def fit_monitored(rank: int, case: Case, folder: str, with_callback: bool) -> tu
         num_sanity_val_steps=1,
         log_every_n_steps=1,
     )
-    _, warnings = fit_recording(trainer, Slow(case))
-    return monitor.epochs, warnings
+    slow = Slow(case)
+    _, warnings = fit_recording(trainer, slow)
+    return monitor.epochs, warnings, slow.walls
 
 
 @pytest.mark.parametrize(
@@ -57,18 +64,19 @@ def fit_monitored(rank: int, case: Case, folder: str, with_callback: bool) -> tu
 def test_the_numbers_of_each_epoch(workers: Workers, case: Case, with_callback: bool, tmp_path: Path) -> None:
     results = workers.run(case.world_size, fit_monitored, case, str(tmp_path), with_callback)
     longest = max(case.lengths)
-    epochs, warnings = results[0]
-    assert all(its == epochs for its, _ in results)
+    epochs, warnings, _ = results[0]
+    assert all(its == epochs for its, *_ in results)
     idle = 1 - sum(case.lengths) / (longest * case.world_size)
     for number, epoch in enumerate(epochs):
         assert epoch.epoch == number
         assert abs(epoch.idle_share - idle) < 0.2
-        for rank, length in zip(epoch.ranks, case.lengths, strict=True):
+        for rank, length, (*_, walls) in zip(epoch.ranks, case.lengths, results, strict=True):
             assert (rank.batches, rank.shadow_steps) == (length, longest - length)
             assert rank.joined_at == (length if length < longest else None)
             assert (rank.active_seconds < rank.seconds) == (length < longest)
             assert (rank.active_seconds > 0) == (length > 0)
-            assert longest * SECONDS <= rank.seconds < longest * SECONDS + 3 * VALIDATION
+            # On busy cores all takes longer, but for what it sleeps.
+            assert longest * SECONDS <= rank.seconds < walls[number] - 2 * VALIDATION
     assert warnings.count("Even shards would save 33% of the steps of epoch 0") == 1
     assert warnings.count("Even shards") == 1
     assert (tmp_path / "plots" / "timeline.png").read_bytes().startswith(b"\x89PNG")
