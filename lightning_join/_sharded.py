@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Pa
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._collectives import StepCollectives
@@ -63,6 +64,20 @@ class Sharded(ParallelStrategy):
                 " batches out of the dataloader."
             )
         return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.join is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        # Lightning's own, but for what is around autograd's part: what hooks do with others, joined ranks do too.
+        self.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        with self.join.in_engine():
+            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def shadow_training_step(self) -> Tensor:
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""

@@ -69,12 +69,16 @@ class ShardedLockstepJoin(Lockstep):
         self.driver.follow(self.active_ranks)
 
     def backward(self, backward: Callable[[], None]) -> bool:
-        if self.joined or not self.in_tail:
-            backward()
-        else:
-            with self.driver.step(self.active_ranks, listens=False), self.driver.backward():
-                backward()
+        backward()
         return True
+
+    @contextmanager
+    def in_engine(self) -> Iterator[None]:
+        if self.joined or not self.in_tail:
+            yield
+            return
+        with self.driver.step(self.active_ranks, listens=False), self.driver.backward():
+            yield
 
 
 class _Following(torch.autograd.Function):

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_join import JoinCallback, JoinMonitor
@@ -145,3 +146,42 @@ def test_a_run(workers: Workers, kind: str, name: str, with_callback: bool, tmp_
     logged = (tmp_path / "metrics.csv").read_text().splitlines()
     column = logged[0].split(",").index("loss_step")
     assert len([line for line in logged[1:] if line.split(",")[column]]) == seen[0].steps[0]
+
+
+class HooksOfBackward(ShardedModule):
+    """What all ranks do together right before and after each backward."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.seen: list[float] = []
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.together("before")
+
+    def on_after_backward(self) -> None:
+        self.together("after")
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.seen.append(sum(float(g.full_tensor().sum()) for g in gradients if isinstance(g, DTensor)))
+
+    def together(self, key: str) -> None:
+        value = torch.tensor(float(self.trainer.global_rank))
+        self.log(key, value, sync_dist=True, on_step=True)
+        self.seen += [float(self.trainer.strategy.reduce(value)), float(self.all_gather(value).sum())]
+
+
+def hooks_of_backward(rank: int, kind: str, case: Case) -> tuple[Result, list[float]]:
+    with on_cpus():
+        module = HooksOfBackward(case)
+        trainer = build_sharded(kind, case)
+        trainer.fit(module)
+        return sharded.result_of(trainer, module), module.seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_a_backward_may_talk(workers: Workers, kind: str) -> None:
+    case = Case((2, 5), epochs=2)
+    (first, seen), (second, others) = workers.run(2, hooks_of_backward, kind, case, deadline=180)
+    assert_exact(case, [first, second])
+    assert seen == others
+    assert len(seen) == 10 * 5
+    assert seen[0::5] == seen[2::5] == [0.5] * 10

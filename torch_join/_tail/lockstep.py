@@ -186,6 +186,10 @@ class Lockstep:
         """
         raise NotImplementedError
 
+    def in_engine(self) -> AbstractContextManager[None]:
+        """Put around autograd's part of a backward, without the hooks before and after it, which all ranks run."""
+        return nullcontext()
+
     @contextmanager
     def around_step(self) -> Iterator[None]:
         """Put around forward and backward of every step, shadow or not."""

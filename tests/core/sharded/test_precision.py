@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.sharded import Recipe, differences, reference
-from tests.support.sharding import PATIENCE, train, train_padded
+from tests.support.sharded import Batch, Recipe, Trained, differences, reference
+from tests.support.sharding import PATIENCE, Padded, Training, train, train_padded
 from tests.support.workers import Workers
 
 LOW, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -61,3 +61,36 @@ def test_scaler_and_clipping_in_float32(workers: Workers, api: str) -> None:
         for rank in range(2):
             found = differences(outcomes[rank][index], rank, wanted, recipe)
             assert max(found.values()) < recipe.tolerance, (recipe, found)
+
+
+class Fused(Training):
+    """An optimizer that scales, and skips steps, by itself; a loss of one rank is infinite in the tail."""
+
+    def __init__(self, rank: int, recipe: Recipe) -> None:
+        super().__init__(rank, recipe)
+        kind: Any = torch.optim.AdamW if recipe.api == "fsdp2" else torch.optim.SGD
+        self.optimizer = kind(self.model.parameters(), lr=0.01, fused=True)
+
+    def step(self, epoch: int, step: int, batch: Batch) -> None:
+        x, y = batch
+        # Of FSDP1's scaler torch sums what each rank has found, and a fused optimizer skips at 1 only.
+        infinite = step == 5 and self.rank == epoch % 2 and self.recipe.api == "fsdp2"
+        super().step(epoch, step, (x * float("inf"), y) if infinite else batch)
+
+
+class PaddedFused(Fused, Padded):
+    pass
+
+
+def train_fused(rank: int, recipe: Recipe) -> tuple[Trained, Trained]:
+    return Fused(rank, recipe).run(), PaddedFused(rank, recipe).run()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.3], ids=["not unscaled", "unscaled"])
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_fused_optimizers_under_a_scaler(workers: Workers, api: str, clip: float) -> None:
+    recipe = Recipe((7, 4), api=api, dtype=FULL, scaled=4096.0, clip=clip)
+    for mine, wanted in workers.run(2, train_fused, recipe, **PATIENCE):
+        for name, value in wanted.state.items():
+            assert bool(value.isfinite().all())
+            assert torch.equal(mine.state[name], value), name

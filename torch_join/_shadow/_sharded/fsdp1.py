@@ -44,6 +44,11 @@ class FlatParamUnit:
         return [p for p in (flat._params if self._handle._use_orig_params else [flat]) if p.requires_grad]
 
     @property
+    def holders(self) -> Sequence[Any]:
+        """See `Unit`: its gradient is one tensor, of which the parameters' are views."""
+        return [self]
+
+    @property
     def registered(self) -> Sequence[Tensor]:
         """See `Unit`: also where a forward without a backward has left views of the whole in their place."""
         flat = self._handle.flat_param

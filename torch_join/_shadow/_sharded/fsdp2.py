@@ -44,6 +44,11 @@ class ParamGroupUnit:
         return [p.sharded_param for p in self._group.fsdp_params if p.sharded_param.requires_grad]
 
     @property
+    def holders(self) -> Sequence[Tensor]:
+        """See `Unit`."""
+        return [p.sharded_param for p in self._group.fsdp_params]
+
+    @property
     def registered(self) -> Sequence[Tensor]:
         """See `Unit`: also where a forward without a backward has left the root whole."""
         return [
@@ -130,7 +135,8 @@ class ParamGroupUnit:
                 self._reducing = False
 
         def resharding() -> None:
-            if self._others_differ and not group.is_sharded and not self._reducing:
+            # Also where it is sharded here: what was gathered ahead, and never used, joined ranks hold whole.
+            if self._others_differ and not self._reducing:
                 with observer.around(index, "reshard", None):
                     to_sharded()
             else:
@@ -218,6 +224,7 @@ class ParamGroupUnit:
             self._wait_for_optimizer()
             group.unshard()
             group.wait_for_unshard()
+            self._free_gathered()
             self._become(gather.after)
 
     def _become(self, state: str) -> None:
@@ -225,6 +232,13 @@ class ParamGroupUnit:
             self._group._to_sharded_post_forward()
         elif state == SHARD:
             self._group._to_sharded()
+
+    def _free_gathered(self) -> None:
+        """Free what has been gathered, and copied out, as a root's forward does at its end: no copy follows here."""
+        context = self._group.comm_ctx
+        if (state := context.all_gather_state) is not None:
+            self._group._wait_all_gather_streams_on_event(state.event)
+            context.all_gather_state = None
 
     def _wait_for_optimizer(self) -> None:
         """Have FSDP's streams wait, as a root's forward does, for what may have changed the shards."""

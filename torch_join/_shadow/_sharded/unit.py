@@ -74,6 +74,10 @@ class Unit(Protocol):
         """What an optimizer steps: this rank's shards of the trainable parameters."""
 
     @property
+    def holders(self) -> Sequence[Any]:
+        """What holds a gradient each, also what is frozen: it may be trained later in the loop."""
+
+    @property
     def registered(self) -> Sequence[Tensor]:
         """All tensors by which the module may know the unit's parameters."""
 

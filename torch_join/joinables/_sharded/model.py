@@ -15,7 +15,6 @@ from torch_join._base.errors import JoinError
 from torch_join._base.samples import count_samples
 from torch_join._shadow._sharded import compat as _compat_sharded
 from torch_join._shadow._sharded.unit import Unit
-from torch_join._shadow._sharded.units import is_first_generation
 from torch_join.joinables._gradients.evidence import Gradients, holds_something
 from torch_join.joinables._gradients.leftovers import raise_if_lost
 from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
@@ -43,9 +42,6 @@ class ShardedModelPart(Part):
         self.deferred = 0  # a sharded forward always issues collectives
         self.accumulates = False
         self.contents = Contents(lambda: self.following.parameters)
-        # Of the first generation a unit's gradient is one tensor, of which the parameters' are views.
-        first = is_first_generation(model)
-        self._holders: Callable[[], Any] = lambda: self.following.units if first else self.following.parameters
         self._gradients: Gradients | None = None
         self._others = OtherVerdicts(driver, index)
         self._task = self._remembers = -1
@@ -58,6 +54,9 @@ class ShardedModelPart(Part):
         if self._gradients is None:
             self._gradients = Gradients(self._holders(), self.driver.clears)
         return self._gradients
+
+    def _holders(self) -> list[Any]:
+        return [holder for unit in self.following.units for holder in unit.holders]
 
     def enter(self) -> None:
         self._undo.append(self.following.watch())

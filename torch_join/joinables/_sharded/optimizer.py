@@ -1,7 +1,7 @@
 """An optimizer of sharded parameters: a joined rank owns a part of its state too, and steps it like the others."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from torch_join.joinables._sharded.model import ShardedModelPart
 from torch_join.joinables.part import Driver, Part
 
 Options = list[dict[str, Any]]  # of each group, without its parameters
+_SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives an optimizer that scales, and skips, by itself
 
 
 class ShardedStepPart(Part):
@@ -30,7 +31,7 @@ class ShardedStepPart(Part):
         UnsupportedError: Other parameters are among its own; or it is LBFGS.
     """
 
-    kinds: ClassVar[dict[str, Any]] = {"step": tuple[Options, list[Runs]], "options": Options}
+    kinds: ClassVar[dict[str, Any]] = {"step": tuple[Options, list[Runs], dict[str, float]], "options": Options}
     closing: ClassVar[Any] = Options
 
     def __init__(self, driver: Driver, index: int, optimizer: Any, models: Sequence[ShardedModelPart]) -> None:
@@ -52,6 +53,7 @@ class ShardedStepPart(Part):
             )
         self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
         self._stepping = ExitStack()
+        self._scales = False  # whether the step that is under way scales the gradients itself
 
     def enter(self) -> None:
         for model in self._sharded:
@@ -67,11 +69,15 @@ class ShardedStepPart(Part):
             return None  # a joined rank's own reduction steps it too
         optimizer, *positional = args  # torch passes the optimizer among them
         closure = positional[0] if positional else kwargs.get("closure")
+        if positional[1:] or {*kwargs} - {"closure"}:
+            raise UnsupportedError(
+                f"step() of {type(self.optimizer).__name__} got more than a closure, while some rank has joined, which"
+                " steps its shards without. Set what it needs in the optimizer's param_groups."
+            )
         if closure is None:
             self._send()
             return None
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, self._once(closure), *positional[1:]), rest
+        return (optimizer, self._once(closure)), {}
 
     def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         has_run = False
@@ -93,7 +99,11 @@ class ShardedStepPart(Part):
         return closure_and_send
 
     def _send(self) -> None:
-        self.announce_open("step", (self._options(), [model.check() for model in self._sharded]))
+        states = [model.check() for model in self._sharded]
+        found = {name: getattr(self.optimizer, name, None) for name in _SCALING}
+        scaling = {name: float(value) for name, value in found.items() if value is not None}
+        self._scales = bool(scaling)
+        self.announce_open("step", (self._options(), states, scaling))
         self._stepping.enter_context(self.server.own_collectives())  # until the step is over
 
     def _after_step(self, *_: Any) -> None:
@@ -101,6 +111,8 @@ class ShardedStepPart(Part):
         for model in self._sharded:
             if self.members.announces or not model.at_top:
                 model.contents.remember()
+                if self._scales:  # in place
+                    model.remember()
 
     def _say_options(self) -> None:
         """Tell joined ranks the hyperparameters, for a step inside of the next reduction."""
@@ -119,11 +131,25 @@ class ShardedStepPart(Part):
         if kind == "options":
             self._take(payload)
             return
-        options, states = payload
+        options, states, scaling = payload
         self._take(options)
         for model, runs in zip(self._sharded, states, strict=True):
             model.take(runs)
-        self.optimizer.step()
+        with self._scaled(scaling):
+            self.optimizer.step()
+        for model in self._sharded if scaling else ():
+            model.remember()
+
+    @contextmanager
+    def _scaled(self, scaling: dict[str, float]) -> Iterator[None]:
+        device = next(p for group in self.optimizer.param_groups for p in group["params"]).device
+        given = {name: torch.tensor(scaling[name], device=device) for name in _SCALING if name in scaling}
+        vars(self.optimizer).update(given)
+        try:
+            yield
+        finally:
+            for name in given:
+                delattr(self.optimizer, name)
 
     def _take(self, options: Options) -> None:
         for group, values in zip(self.optimizer.param_groups, options, strict=True):

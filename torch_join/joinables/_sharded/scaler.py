@@ -9,9 +9,12 @@ from torch_join.joinables._sharded.model import ShardedModelPart
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
 
+# What looks for infinities. The second, where an optimizer itself scales, as fused ones do.
+_CALLS = {"unscale": "unscale_", "look": "_check_inf_per_device"}
+
 
 class ShardedScalerPart(Part):
-    """A scaler whose `unscale_` and `update` joined ranks do too.
+    """A scaler whose `unscale_`, or what it does in its place, and `update` joined ranks do too.
 
     Args:
         driver: What it belongs to.
@@ -21,7 +24,7 @@ class ShardedScalerPart(Part):
         models: The parts of the sharded models.
     """
 
-    kinds: ClassVar[dict[str, Any]] = {"unscale": tuple[int, float, list[Runs]], "update": float | None}
+    kinds: ClassVar[dict[str, Any]] = {**dict.fromkeys(_CALLS, tuple[int, float, list[Runs]]), "update": float | None}
 
     def __init__(
         self, driver: Driver, index: int, scaler: Any, optimizers: Sequence[Any], models: Sequence[ShardedModelPart]
@@ -33,20 +36,22 @@ class ShardedScalerPart(Part):
 
     def enter(self) -> None:
         scaler = self._scaler
-        self._unscale, self._update = scaler.unscale_, scaler.update
-        for name, call in (("unscale_", self._unscale_announced), ("update", self._update_announced)):
+        self._update = scaler.update
+        self._own = {kind: getattr(scaler, name) for kind, name in _CALLS.items()}
+        calls = {name: partial(self._unscale_announced, kind) for kind, name in _CALLS.items()}
+        for name, call in (*calls.items(), ("update", self._update_announced)):
             vars(scaler)[name] = Hook(call, copied=getattr(scaler, name))
             self._undo.append(partial(vars(scaler).pop, name, None))
 
-    def _unscale_announced(self, optimizer: Any) -> None:
+    def _unscale_announced(self, kind: str, optimizer: Any) -> Any:
         place = next((index for index, mine in enumerate(self._steppers) if mine is optimizer), None)
         if self.members.serves or place is None or not self._scaler.is_enabled() or not self.server.in_tail:
-            self._unscale(optimizer)
-            return
-        self.announce("unscale", (place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]))
+            return self._own[kind](optimizer)
+        self.announce(kind, (place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]))
         with self.server.own_collectives():
-            self._unscale(optimizer)
+            found = self._own[kind](optimizer)
         self._remember()
+        return found
 
     def _update_announced(self, new_scale: Any = None) -> None:
         if not self.members.serves and self._scaler.is_enabled() and self.server.in_tail:
@@ -67,7 +72,7 @@ class ShardedScalerPart(Part):
             model.take(runs)
         self._scaler.scale(self._a_scalar())  # makes its tensors, if it has none yet
         self._scaler._scale.fill_(scale)
-        self._unscale(self._steppers[place])
+        self._own[kind](self._steppers[place])
         self._remember()
 
     def _a_scalar(self) -> Any:
