@@ -135,8 +135,7 @@ class ParamGroupUnit:
                 self._reducing = False
 
         def resharding() -> None:
-            # Also where it is sharded here: what was gathered ahead, and never used, joined ranks hold whole.
-            if self._others_differ and not self._reducing:
+            if self._others_differ and not group.is_sharded and not self._reducing:
                 with observer.around(index, "reshard", None):
                     to_sharded()
             else:

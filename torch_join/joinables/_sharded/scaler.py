@@ -38,7 +38,7 @@ class ShardedScalerPart(Part):
         scaler = self._scaler
         self._update = scaler.update
         self._own = {kind: getattr(scaler, name) for kind, name in _CALLS.items()}
-        calls = {name: partial(self._unscale_announced, kind) for kind, name in _CALLS.items()}
+        calls: dict[str, Any] = {name: partial(self._unscale_announced, kind) for kind, name in _CALLS.items()}
         for name, call in (*calls.items(), ("update", self._update_announced)):
             vars(scaler)[name] = Hook(call, copied=getattr(scaler, name))
             self._undo.append(partial(vars(scaler).pop, name, None))
