@@ -26,11 +26,17 @@ STATE = ["_fsdp_param_groups", "_lazy_init"]
 GROUP = [
     *("mesh_info", "is_sharded", "is_unsharded", "fsdp_params", "reduce_grads", "all_reduce_grads", "comm_ctx"),
     *("reshard_after_backward", "reduce_scatter_unused_params", "_all_gather_comm", "_to_sharded", "pre_backward"),
-    "_record_post_forward",
+    *("_record_post_forward", "_wait_all_gather_streams_on_event"),
     *("_to_sharded_post_forward", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh", "unshard"),
     *("post_backward", "wait_for_unshard", "use_training_state", "finalize_backward", "device_handle"),
 ]
-CONTEXT = ["device_handle", "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_states"]
+CONTEXT = [
+    "device_handle",
+    "all_gather_copy_in_stream",
+    "all_gather_stream",
+    "all_gather_state",
+    "reduce_scatter_states",
+]
 PARAM = ["sharded_param", "_unsharded_param", "all_gather_outputs", "unsharded_accumulated_grad"]
 WRAPPER = [
     *("_handle", "_sync_gradients", "_is_root", "_device_handle", "_post_backward_stream", "_all_reduce_stream"),

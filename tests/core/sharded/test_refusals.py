@@ -57,6 +57,11 @@ def lbfgs(rank: int, api: str) -> None:
     Join([model, torch.optim.LBFGS(model.parameters())])
 
 
+def over_some_ranks(rank: int, _: str) -> None:
+    own = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    Join([FullyShardedDataParallel(Recipe().model(), process_group=own, device_id=torch.device("cpu"))])
+
+
 def detailed(rank: int, _: str) -> None:
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -76,6 +81,7 @@ def detailed(rank: int, _: str) -> None:
         (averaged_beside, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (lbfgs, "LBFGS of sharded parameters", ("fsdp2", "fsdp1")),
         (detailed, "TORCH_DISTRIBUTED_DEBUG=DETAIL", ("fsdp1",)),
+        (over_some_ranks, "sharded and averaged over 1 ranks", ("fsdp1",)),
     ],
 )
 def test_what_is_given(workers: Workers, function: Callable[..., None], match: str, apis: tuple[str, ...]) -> None:

@@ -4,7 +4,8 @@
 imported only where somebody has a sharded model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,6 +116,26 @@ def _recording(own: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
             own(order, handle)
 
     return record
+
+
+@contextmanager
+def requiring_grad(flat: Any) -> Iterator[None]:
+    """Have a flat parameter require a gradient inside, whether it is frozen or not."""
+    before = flat.requires_grad
+    flat.requires_grad_(True)
+    try:
+        yield
+    finally:
+        flat.requires_grad_(before)
+
+
+def group_sizes(model: nn.Module) -> list[int]:
+    """Return over how many ranks each `FullyShardedDataParallel` in `model` averages gradients."""
+    return [
+        group.size() * (1 if (between := getattr(module, "_inter_node_pg", None)) is None else between.size())
+        for module in model.modules()
+        if isinstance(module, FullyShardedDataParallel) and (group := module.process_group) is not None
+    ]
 
 
 def meshes(model: nn.Module) -> list[Any]:

@@ -136,9 +136,10 @@ class FlatParamUnit:
 
     def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
         """See `Unit`."""
-        if not self._handle.flat_param.requires_grad:
-            return lambda: None
-        handle = self._handle.flat_param.register_hook(partial(scaled, factor))
+        flat = self._handle.flat_param
+        # Of a frozen one, which may be trained later, torch takes no hook.
+        with _compat.requiring_grad(flat):
+            handle = flat.register_hook(partial(scaled, factor))
         return lambda: handle.remove()
 
     # ------------------------------------------------------------ on a joined rank

@@ -1,6 +1,6 @@
 """A `GradScaler` in a loop with a sharded model: whether a gradient is infinite shows on the ranks that own it only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,8 +38,9 @@ class ShardedScalerPart(Part):
         scaler = self._scaler
         self._update = scaler.update
         self._own = {kind: getattr(scaler, name) for kind, name in _CALLS.items()}
-        calls: dict[str, Any] = {name: partial(self._unscale_announced, kind) for kind, name in _CALLS.items()}
-        for name, call in (*calls.items(), ("update", self._update_announced)):
+        calls: dict[str, Callable[..., Any]] = {"update": self._update_announced}
+        calls |= {name: partial(self._unscale_announced, kind) for kind, name in _CALLS.items()}
+        for name, call in calls.items():
             vars(scaler)[name] = Hook(call, copied=getattr(scaler, name))
             self._undo.append(partial(vars(scaler).pop, name, None))
 

@@ -15,6 +15,12 @@ def teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
     Raises:
         UnsupportedError: FSDP shards a part of the model over fewer ranks than take part.
     """
+    for size in _compat.group_sizes(model):
+        if size != len(ranks):
+            raise UnsupportedError(
+                f"A part of {type(model).__name__} is sharded and averaged over {size} ranks, and ranks {list(ranks)}"
+                " take part. All of them must hold a shard of each part: make its process_group of all ranks."
+            )
     teams: dict[tuple[int, ...], list[int]] = {}
     for mesh in _compat.meshes(model):
         whole = mesh._get_root_mesh()
