@@ -23,6 +23,8 @@ def promised(recipe: Recipe) -> str:
     found = ["(?!)"]
     if recipe.kind == "checkpointed reentrant":
         found.append("was changed by hand since the last backward")
+    if recipe.masked >= 0 and recipe.no_sync:
+        found.append("holds a gradient that no sync has averaged yet")
     return "|".join(found)
 
 

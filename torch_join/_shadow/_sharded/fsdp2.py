@@ -78,6 +78,8 @@ class ParamGroupUnit:
         """See `Unit`."""
         return False
 
+    place = (-1, 0)
+
     @property
     def bytes_unsharded(self) -> int:
         """See `Unit`."""
