@@ -27,6 +27,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -140,7 +141,13 @@ class KeepBusy(Callback):
             self._workload.forward_backward()
 
 
-def fit(strategy: str, workload: Workload, data: Dataset[Any], callbacks: Sequence[Callback] = ()) -> list[float]:
+def fit(
+    strategy: str | Strategy,
+    workload: Workload,
+    data: Dataset[Any],
+    callbacks: Sequence[Callback] = (),
+    make: Callable[[nn.Module], pl.LightningModule] = Model,
+) -> list[float]:
     """Train for one epoch and return this rank's step durations in milliseconds."""
     stopwatch = Stopwatch()
     trainer = pl.Trainer(
@@ -155,7 +162,7 @@ def fit(strategy: str, workload: Workload, data: Dataset[Any], callbacks: Sequen
         use_distributed_sampler=False,
         callbacks=[*callbacks, stopwatch],
     )
-    trainer.fit(Model(workload.network), DataLoader(data, batch_size=None))
+    trainer.fit(make(workload.network), DataLoader(data, batch_size=None))
     return stopwatch.milliseconds
 
 

@@ -1,4 +1,4 @@
-"""`JoinCallback`: a trainer's plain `ddp` joins."""
+"""`JoinCallback`: a trainer's plain `ddp`, `fsdp` or model-parallel strategy joins."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,24 +6,39 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch.distributed.algorithms.join import Joinable
 
 from lightning_join import _compat
+from lightning_join._joining import Joining
 from lightning_join._loops.takeover import give_back
 from lightning_join._packages import check_trainer
+from lightning_join._sharded import FSDPJoinStrategy, ModelParallelJoinStrategy
 from lightning_join._strategy import DDPJoinStrategy
-from lightning_join._supported import check_strategy
 from torch_join import JoinTypeError, JoinValueError, Weighting
+
+# What a plain strategy becomes.
+JOINING: dict[type[Strategy], type[Joining]] = {
+    DDPStrategy: DDPJoinStrategy,
+    FSDPStrategy: FSDPJoinStrategy,
+    ModelParallelStrategy: ModelParallelJoinStrategy,
+}
 
 
 class JoinCallback(Callback):
-    """Makes a trainer's plain `ddp` strategy train exactly on uneven dataloaders.
+    """Makes a trainer's plain strategy train exactly on uneven dataloaders.
 
     `Trainer(strategy="ddp", callbacks=[JoinCallback()])` does what `Trainer(strategy="ddp_join")` does,
     for `ddp`, `ddp_spawn`, `ddp_fork` and `ddp_notebook`, for each of these with
-    `_find_unused_parameters_true` or `_false`, and for a `DDPStrategy(...)`. When a run ends, also with an
-    exception, strategy and loops are again what they were.
+    `_find_unused_parameters_true` or `_false`, and for a `DDPStrategy(...)`; so it does for `fsdp`,
+    `fsdp_cpu_offload` and a `FSDPStrategy(...)`, and for a `ModelParallelStrategy(...)`. When a run ends, also
+    with an exception, strategy and loops are again what they were.
 
     Args:
         weighting: As in `DDPJoinStrategy`.
@@ -51,14 +66,13 @@ class JoinCallback(Callback):
         throw_on_early_termination: bool = False,
         joinables: Sequence[Joinable] = (),
     ) -> None:
-        self._make = partial(
-            DDPJoinStrategy,
-            weighting=weighting,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
-            joinables=joinables,
-        )
-        self._make()  # so that what is wrong with the arguments is said here
+        self._arguments: dict[str, Any] = {
+            "weighting": weighting,
+            "divide_by_initial_world_size": divide_by_initial_world_size,
+            "throw_on_early_termination": throw_on_early_termination,
+            "joinables": joinables,
+        }
+        DDPJoinStrategy(**self._arguments)  # so that what is wrong with the arguments is said here
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         check_trainer(trainer, self)
@@ -67,26 +81,28 @@ class JoinCallback(Callback):
             cast(Any, strategy).joined = False
             return
         _check_upgradable(trainer)
-        _upgrade(trainer, cast(DDPStrategy, strategy), self._make())
+        _upgrade(trainer, strategy, JOINING[type(strategy)](**self._arguments))
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        if isinstance(trainer.strategy, DDPJoinStrategy) and trainer.strategy.undo is not None:
+        if isinstance(trainer.strategy, Joining) and trainer.strategy.undo is not None:
             trainer.strategy.undo()
 
 
 def _check_upgradable(trainer: "pl.Trainer") -> None:
     strategy = trainer.strategy
-    if isinstance(strategy, DDPJoinStrategy) and strategy.undo is not None:
+    name = type(strategy).__name__
+    if isinstance(strategy, Joining) and strategy.undo is not None:
         raise JoinValueError("The trainer has two JoinCallbacks, which might want different things. Leave one out.")
-    if isinstance(strategy, DDPJoinStrategy):
+    if isinstance(strategy, Joining):
         raise JoinTypeError(
-            "JoinCallback is there to make a plain strategy='ddp' join, and the trainer's strategy is a"
-            f" {type(strategy).__name__} already. Leave the callback out and give its arguments to DDPJoinStrategy."
+            f"JoinCallback is there to make a plain strategy join, and the trainer's strategy is a {name} already."
+            f" Leave the callback out and give its arguments to {name}."
         )
-    if type(strategy) is not DDPStrategy:
+    if type(strategy) not in JOINING:
+        plain = ", ".join(each.__name__ for each in JOINING)
         raise JoinTypeError(
-            f"JoinCallback makes a plain DDPStrategy join, and the trainer's strategy is a {type(strategy).__name__},"
-            " which synchronizes in ways of its own. Use Trainer(strategy='ddp') with the callback, or"
+            f"JoinCallback makes a plain strategy join ({plain}), and the trainer's strategy is a {name}, which"
+            " synchronizes in ways of its own. Use Trainer(strategy='ddp') with the callback, or"
             " Trainer(strategy='ddp_join') without it; a subclass of DDPStrategy can derive from"
             " lightning_join.DDPJoinStrategy instead."
         )
@@ -99,15 +115,16 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
         )
 
 
-def _upgrade(trainer: Any, strategy: Any, model: DDPJoinStrategy) -> None:
+def _upgrade(trainer: Any, strategy: Any, model: Joining) -> None:
     """Make `strategy` what `model` is, until its `undo` is called."""
     callbacks = list(trainer.callbacks)
     on_exception = [(each, each.save_on_exception) for each in callbacks if isinstance(each, ModelCheckpoint)]
     added = {name: value for name, value in vars(model).items() if name not in vars(strategy)}
 
-    vars(strategy).update(added, undo=partial(_undo, trainer, strategy, list(added), on_exception, callbacks))
-    strategy.__class__ = DDPJoinStrategy
-    check_strategy(strategy)
+    undo = partial(_undo, trainer, strategy, type(strategy), list(added), on_exception, callbacks)
+    vars(strategy).update(added, undo=undo)
+    strategy.__class__ = type(model)
+    strategy.check_arguments()
     strategy.begin_joining()
 
 
@@ -115,13 +132,14 @@ def _upgrade(trainer: Any, strategy: Any, model: DDPJoinStrategy) -> None:
 def _undo(
     trainer: Any,
     strategy: Any,
+    plain: type[Strategy],
     added: list[str],
     on_exception: list[tuple[ModelCheckpoint, bool]],
     callbacks: list[Callback],
 ) -> None:
     strategy.end_joining()
     give_back(trainer)
-    strategy.__class__ = DDPStrategy
+    strategy.__class__ = plain
     for name in (*added, "undo"):
         vars(strategy).pop(name, None)
     for callback, flag in on_exception:

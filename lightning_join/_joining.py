@@ -148,7 +148,7 @@ class Joining(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        # Under a `JoinCallback` the trainer's strategy is a plain `ddp`, and stays one.
+        # Under a `JoinCallback` the trainer's strategy is a plain one, and stays so.
         for plain, ours in self._remedies.items() if self.undo is None else ():
             exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
         if not isinstance(exception, PeerFailedError):

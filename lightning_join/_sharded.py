@@ -70,6 +70,19 @@ class Sharded(ParallelStrategy):
         return self.join.shadow_forward()
 
 
+class _WholeResultLauncher(_compat.MultiProcessingLauncher):
+    """Brings back the whole weights, where Lightning's takes for them what rank 0 holds."""
+
+    def _collect_rank_zero_results(self, trainer: "Trainer", results: Any) -> Any:
+        strategy: Any = self._strategy
+        saves, strategy._state_dict_type = strategy._state_dict_type, "full"
+        state = strategy.lightning_module_state_dict()
+        strategy._state_dict_type = saves
+        module: Any = trainer.lightning_module
+        module.state_dict = lambda: state  # of this object, in a process that ends with this
+        return super()._collect_rank_zero_results(trainer, results)
+
+
 class FSDPJoinStrategy(Sharded, Joining, StepCollectives, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
@@ -95,14 +108,14 @@ class FSDPJoinStrategy(Sharded, Joining, StepCollectives, FSDPStrategy):
     def __init__(
         self, *args: Any, start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen", **kwargs: Any
     ) -> None:
-        self._start_method = start_method
+        self.start_method = start_method
         super().__init__(*args, **kwargs)
 
     def _configure_launcher(self) -> None:
-        if self._start_method == "popen":
+        if self.start_method == "popen":
             super()._configure_launcher()
         else:
-            self._launcher = _compat.MultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = _WholeResultLauncher(self, start_method=self.start_method)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:

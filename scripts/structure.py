@@ -37,7 +37,7 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "_logging": ("_compat", "_protocol"),
         "_training": ("_compat", "_protocol"),
         "_loops": ("_compat", "_protocol", "_reading", "_logging", "_training"),
-        "_monitor": ("_compat", "_packages", "_strategy", "_callback"),
+        "_monitor": ("_compat", "_packages", "_joining", "_callback"),
     },
     "accelerate_join": {  # `_context` knows the others, and none knows it
         "_compat": (),

@@ -6,15 +6,15 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_join import _compat
-from lightning_join._callback import JoinCallback
+from lightning_join._callback import JOINING, JoinCallback
+from lightning_join._joining import Joining
 from lightning_join._monitor.epoch_record import EpochRecord, RankRecord
 from lightning_join._monitor.timeline import check_plot, draw_timeline
 from lightning_join._packages import check_trainer
-from lightning_join._strategy import DDPJoinStrategy
 from torch_join import JoinTypeError, JoinValueError
 from torch_join.integration import Channel
 
@@ -70,13 +70,13 @@ class JoinMonitor(Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         check_trainer(trainer, self)
         strategy: Any = trainer.strategy
-        joins = isinstance(strategy, DDPJoinStrategy) and strategy.enable_join
-        upgraded = type(strategy) is DDPStrategy and any(
+        joins = isinstance(strategy, Joining) and strategy.enable_join
+        upgraded = type(strategy) in JOINING and any(
             isinstance(each, JoinCallback)
             for each in trainer.callbacks  # type: ignore[attr-defined]
         )
         if not (joins or upgraded or isinstance(strategy, SingleDeviceStrategy)):
-            disabled = " with enable_join=False" if isinstance(strategy, DDPJoinStrategy) else ""
+            disabled = " with enable_join=False" if isinstance(strategy, Joining) else ""
             raise JoinTypeError(
                 f"JoinMonitor shows how ranks join, and under a {type(strategy).__name__}{disabled} none does. Use"
                 " Trainer(strategy='ddp_join'), add a lightning_join.JoinCallback to strategy='ddp', or leave"

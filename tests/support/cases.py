@@ -37,6 +37,7 @@ class Case:
     weighting: str = "world"
     accumulate: int = 1
     clip: float | None = None
+    clip_by: str = "norm"  # or "value"
     scheduler: str | None = None
     iterable: bool = False
     ragged: bool = False  # batches of different sizes
@@ -86,7 +87,7 @@ class Net(nn.Module):
         self.first = nn.Linear(FEATURES, 5, bias=kind != "norm")
         self.norm = nn.BatchNorm1d(5) if kind == "norm" else nn.Identity()
         self.last = nn.Linear(5, CLASSES)
-        if kind in ("unused", "sometimes"):
+        if kind in ("unused", "sometimes", "turns"):
             self.extra = nn.Linear(FEATURES, CLASSES)
         if kind == "sparse":
             self.rows = nn.Embedding(ROWS, FEATURES, sparse=True)
@@ -94,12 +95,20 @@ class Net(nn.Module):
     def forward(self, x: Tensor, use_extra: bool = False) -> Tensor:
         if self.kind == "sparse":
             x = x + self.rows(x[:, 0].long())
-        out = self.last(torch.tanh(self.norm(self.first(x))))
-        return out + self.extra(x) if use_extra else out
+        hidden = torch.tanh(self.norm(self.first(x)))
+        more = self.extra(x) if use_extra else 0.0  # in the middle of the way
+        out: Tensor = self.last(hidden)
+        return out + more if use_extra else out
 
 
 def uses_extra(case: Case, rank: int, step: int) -> bool:
-    """`sometimes`: only a rank that joins early uses the parameters, so that all active ones leave them out."""
+    """Whether a step uses the extra parameters.
+
+    `sometimes`: only a rank that joins early does, so that all active ones leave them out.
+    `turns`: every other step does.
+    """
+    if case.model == "turns":
+        return step % 2 == 0
     return case.model == "sometimes" and case.lengths_in(0)[rank] == min(n for n in case.lengths_in(0) if n)
 
 
@@ -193,7 +202,8 @@ def reference(case: Case) -> Reference:
                 (loss * weight[rank] / case.accumulate).backward()
             if (step + 1) % case.accumulate == 0 or step + 1 == longest(case, epoch):
                 if case.clip:
-                    torch.nn.utils.clip_grad_norm_(net.parameters(), case.clip)
+                    by = torch.nn.utils.clip_grad_norm_ if case.clip_by == "norm" else torch.nn.utils.clip_grad_value_
+                    by(net.parameters(), case.clip)
                 optimizer.step()
                 steps += 1
                 if scheduler is not None and case.scheduler != "epoch":
@@ -309,6 +319,7 @@ def build_trainer(case: Case, **overrides: Any) -> pl.Trainer:
         "max_steps": case.max_steps,
         "accumulate_grad_batches": case.accumulate,
         "gradient_clip_val": case.clip,
+        "gradient_clip_algorithm": case.clip_by,
         "reload_dataloaders_every_n_epochs": case.reload,
         "limit_train_batches": case.limit,
         "use_distributed_sampler": False,

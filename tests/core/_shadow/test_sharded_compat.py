@@ -26,6 +26,7 @@ STATE = ["_fsdp_param_groups", "_lazy_init"]
 GROUP = [
     *("mesh_info", "is_sharded", "is_unsharded", "fsdp_params", "reduce_grads", "all_reduce_grads", "comm_ctx"),
     *("reshard_after_backward", "reduce_scatter_unused_params", "_all_gather_comm", "_to_sharded", "pre_backward"),
+    "_record_post_forward",
     *("_to_sharded_post_forward", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh", "unshard"),
     *("post_backward", "wait_for_unshard", "use_training_state", "finalize_backward", "device_handle"),
 ]

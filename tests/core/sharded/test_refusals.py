@@ -172,6 +172,27 @@ def test_what_is_done_in_the_tail(workers: Workers, what: str, lengths: tuple[in
                 raise RuntimeError(f"{api}: {outcome.error}")
 
 
+class ClipsFirst(Training):
+    """Clips its weights at the top of the one step that the other rank does not have, before its forward."""
+
+    def step(self, epoch: int, step: int, batch: tuple[Tensor, Tensor]) -> None:
+        if step == 3:
+            for p in self.model.parameters():
+                local(p.data).clamp_(-0.1, 0.1)
+        super().step(epoch, step, batch)
+
+
+def clip_first(rank: int, options: dict[str, Any]) -> None:
+    ClipsFirst(rank, Recipe((4, 3), **options)).run()
+
+
+@pytest.mark.parametrize("options", [{"loop": "plain"}, {"heartbeat": True}, {"weighting": "samples"}, {}])
+def test_what_is_done_before_the_tail_is_noticed(workers: Workers, options: dict[str, Any]) -> None:
+    for outcome in workers.outcomes(2, clip_first, options, **PATIENCE):
+        with pytest.raises(RuntimeError, match=f"(?s){PARAMETER}"):
+            raise RuntimeError(outcome.error)
+
+
 # ------------------------------------------------------------ other steps
 
 

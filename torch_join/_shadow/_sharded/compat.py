@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _runtime_utils
 from torch.distributed.fsdp._common_utils import TrainingState as Fsdp1State
+from torch.distributed.fsdp._exec_order_utils import _ExecOrderData
 from torch.distributed.fsdp._flat_param import RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES, HandleTrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
@@ -28,7 +29,6 @@ __all__ = [
     "param_groups",
     "reshards_after_forward",
     "runtime",
-    "shards",
 ]
 
 runtime: Any = _runtime_utils
@@ -40,11 +40,6 @@ runtime: Any = _runtime_utils
 def param_groups(module: FSDPModule) -> list[Any]:
     """Return what `module` gathers at once: as a rule one group, or one for each mesh."""
     return list(module._get_fsdp_state()._fsdp_param_groups)
-
-
-def shards(group: Any) -> bool:
-    """Whether a group's parameters are sharded, and not replicated only."""
-    return isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_process_group.size() > 1
 
 
 # ------------------------------------------------------------ both
@@ -75,6 +70,7 @@ def reshards_after_forward(handle: Any) -> bool:
 
 
 _REDUCTIONS = ("_reduce_grad", "_reduce_grad_no_shard")
+_RECORD = "record_post_forward"
 _announced: dict[int, Callable[[Callable[[], Any]], Any]] = {}
 _own: dict[str, Any] = {}
 
@@ -82,9 +78,14 @@ _own: dict[str, Any] = {}
 def announce_reductions(handle: Any, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
     """Have `around` called with each reduction of a flat parameter's gradient, which it runs; return what ends that.
 
-    FSDP looks for these functions in its module. While any flat parameter is watched they are replaced there.
+    FSDP looks for these functions in its module. While any flat parameter is watched they are replaced there; and so
+    is what records the order in which the next backward gathers ahead: of evaluation, in which ranks differ, nothing
+    must be left in it.
     """
+    order: Any = _ExecOrderData
     if not _announced:
+        _own[_RECORD] = order.record_post_forward
+        order.record_post_forward = _recording(_own[_RECORD])
         for name in _REDUCTIONS:
             _own[name] = getattr(runtime, name)
             setattr(runtime, name, _announcing(_own[name]))
@@ -93,6 +94,7 @@ def announce_reductions(handle: Any, around: Callable[[Callable[[], Any]], Any])
     def undo() -> None:
         del _announced[id(handle)]
         if not _announced:
+            order.record_post_forward = _own.pop(_RECORD)
             for name in _REDUCTIONS:
                 setattr(runtime, name, _own.pop(name))
 
@@ -107,15 +109,12 @@ def _announcing(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return reduce
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def _recording(own: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def record(order: Any, handle: Any) -> None:
+        if torch.is_grad_enabled() or id(handle) not in _announced:
+            own(order, handle)
 
-
-def full_precision(handle: Any) -> torch.dtype:
-    """Return the dtype of a flat parameter's shard."""
-    dtype: torch.dtype = handle.flat_param._local_shard.dtype
-    return dtype
+    return record
 
 
 def meshes(model: nn.Module) -> list[Any]:

@@ -56,12 +56,6 @@ class FlatParamUnit:
         return bool(self._fsdp._sync_gradients)
 
     @property
-    def group_size(self) -> int:
-        """See `Unit`."""
-        between = getattr(self._fsdp, "_inter_node_pg", None)
-        return int(self._handle.world_size * (between.size() if between is not None else 1))
-
-    @property
     def bytes_unsharded(self) -> int:
         """See `Unit`."""
         flat = self._handle.flat_param

@@ -59,16 +59,6 @@ class ParamGroupUnit:
         return bool(self._group.reduce_grads)
 
     @property
-    def group_size(self) -> int:
-        """See `Unit`."""
-        mesh = self._group.mesh_info
-        size = 1
-        for name in ("shard_process_group", "replicate_process_group"):
-            if (group := getattr(mesh, name, None)) is not None:
-                size *= group.size()
-        return size
-
-    @property
     def is_replicated(self) -> bool:
         """See `Unit`."""
         return False
@@ -114,7 +104,7 @@ class ParamGroupUnit:
         """See `Unit`."""
         group = self._group
         comm, post_backward, to_sharded = group._all_gather_comm, group.post_backward, group._to_sharded
-        pre_backward, finalize = group.pre_backward, group.finalize_backward
+        pre_backward, finalize, record = group.pre_backward, group.finalize_backward, group._record_post_forward
 
         def gathering() -> Any:
             # A prefetch pretends to be in the phase that it is for.
@@ -158,13 +148,20 @@ class ParamGroupUnit:
             else:
                 finalize()
 
+        def recording() -> None:
+            # The next backward gathers ahead in the order recorded since the last one. Of evaluation, in which ranks
+            # differ, nothing must be left in it.
+            if torch.is_grad_enabled():
+                record()
+
         group._all_gather_comm = _AnnouncedGather(comm, gathering)
         group.pre_backward, group.post_backward, group._to_sharded = beginning, reducing, resharding
-        group.finalize_backward = finalizing
+        group.finalize_backward, group._record_post_forward = finalizing, recording
 
         def undo() -> None:
             group._all_gather_comm = comm
-            del group.pre_backward, group.post_backward, group._to_sharded, group.finalize_backward
+            del group.pre_backward, group.post_backward, group._to_sharded
+            del group.finalize_backward, group._record_post_forward
 
         return undo
 

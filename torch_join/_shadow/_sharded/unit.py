@@ -82,10 +82,6 @@ class Unit(Protocol):
         """Whether the next backward reduces gradients."""
 
     @property
-    def group_size(self) -> int:
-        """Over how many ranks gradients are averaged."""
-
-    @property
     def is_replicated(self) -> bool:
         """Whether each rank holds all of it, so that FSDP does not look what is in the place of its gradients."""
 

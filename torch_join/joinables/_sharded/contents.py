@@ -20,6 +20,11 @@ class Contents:
         self._parameters = parameters
         self._sums: list[int] | None = None
 
+    @property
+    def known(self) -> bool:
+        """Whether there is something to compare with."""
+        return self._sums is not None
+
     def remember(self) -> None:
         """Note what they are now."""
         self._sums = self._read()

@@ -93,11 +93,19 @@ class ShardedModelPart(Part):
         """See `LoopModel`."""
 
     def enter_tail(self) -> None:
-        if self.driver.in_loop and not self.members.may_break:
+        if self.at_top:
             self.remember()
-        self.contents.remember()
+        if self.at_top or not self.contents.known:
+            self.contents.remember()
+        else:
+            self.contents.check(self.members.joined_ranks)
         if not self._scales:
             self._scale()
+
+    @property
+    def at_top(self) -> bool:
+        """Whether the ranks meet before any code of a step: else some of it has run, which joined ranks have not."""
+        return self.driver.in_loop and not self.members.may_break
 
     def leave_tail(self) -> None:
         self.following.settle()

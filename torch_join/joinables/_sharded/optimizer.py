@@ -98,8 +98,8 @@ class ShardedStepPart(Part):
 
     def _after_step(self, *_: Any) -> None:
         self._stepping.close()
-        if self.members.announces:
-            for model in self._sharded:
+        for model in self._sharded:
+            if self.members.announces or not model.at_top:
                 model.contents.remember()
 
     def _say_options(self) -> None:

@@ -1,0 +1,173 @@
+"""Sharded models: what cannot be followed raises by name on all ranks, and a rank that fails is named on the others."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.cases import Batch, Case, Module
+from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, build_strategy, on_cpus
+from tests.support.workers import Workers, connect
+
+
+class Manual(ShardedModule):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+
+class NoLoss(ShardedModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 3 else loss
+
+
+class NotSharded(Module):
+    def configure_model(self) -> None:
+        pass
+
+
+class SyncedNorm(ShardedModule):
+    """Shards layers that are not norms."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.net.norm = nn.SyncBatchNorm(5).double()
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Backward(ShardedModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = InBackward.apply(super().training_step(batch, batch_idx))  # type: ignore[no-untyped-call]
+        return loss
+
+
+class Whole(ShardedModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            _ = next(self.net.parameters()).full_tensor()  # type: ignore[attr-defined]
+        return super().training_step(batch, batch_idx)
+
+
+class Gathers(ShardedModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        everyone: Any = self.all_gather(loss, sync_grads=True)
+        return everyone.mean()  # type: ignore[no-any-return]
+
+
+CASE = Case((2, 5), epochs=1)
+REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    # the module, the trainer's options, under which strategies, and what is said
+    "manual": (Manual, {}, KINDS[:1], ("UnsupportedError: Manual optimizes manually",)),
+    "no loss": (NoLoss, {}, KINDS[:1], ("UnsupportedError: training_step returned None", "0.0 * output.sum()")),
+    "not sharded": (NotSharded, {}, KINDS[1:], ("UnsupportedError: ModelParallelJoinStrategy finds nothing in",)),
+    "sync_batchnorm": (ShardedModule, {"sync_batchnorm": True}, KINDS, ("UnsupportedError: sync_batchnorm=True",)),
+    "SyncBatchNorm": (SyncedNorm, {}, KINDS[1:], ("UnsupportedError", "SyncBatchNorm")),
+    "in backward": (Backward, {}, KINDS, ("UnsupportedError", "backward")),
+    # Of FullyShardedDataParallel's parameters torch itself says that they cannot be whole in a forward.
+    "whole": (Whole, {}, KINDS[1:], ("UnsupportedError", "needs the shards of ranks that have joined")),
+    "sync_grads": (Gathers, {}, KINDS, ("UnsupportedError: all_gather(sync_grads=True)",)),
+}
+
+
+def fit(rank: int, kind: str, make: Any, options: dict[str, Any]) -> None:
+    connect()
+    with on_cpus():
+        build_sharded(kind, CASE, **options).fit(make(CASE))
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in REFUSED for kind in REFUSED[name][2]])
+def test_what_raises_on_all_ranks(workers: Workers, name: str, kind: str) -> None:
+    make, options, _, texts = REFUSED[name]
+    for outcome in workers.outcomes(2, fit, kind, make, options, timeout=15.0):
+        for text in texts:
+            assert text in outcome.error, outcome.trace or outcome.error or "no error"
+        assert outcome.seconds < 12
+
+
+# ---------------------------------------------------------------- faults
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("the shelf fell down")
+
+
+class Raises(ShardedModule):
+    where = ""
+    who = 1
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        fails = self.trainer.global_rank == self.who and batch_idx == 3
+        if fails and self.where == "step":
+            raise ValueError("the shelf fell down")
+        loss = super().training_step(batch, batch_idx)
+        return Breaks.apply(loss) if fails and self.where == "backward" else loss  # type: ignore[no-any-return, no-untyped-call]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        if self.trainer.global_rank == self.who and batch_idx == 3 and self.where == "optimizer":
+            raise ValueError("the shelf fell down")
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+
+def fit_raising(rank: int, kind: str, where: str, who: int, exits: bool) -> None:
+    connect()
+    with on_cpus():
+        module = Raises(Case((2, 5, 6)))
+        module.where, module.who = where, who
+        try:
+            build_sharded(kind, module.case).fit(module)
+        except ValueError:
+            if exits:
+                os._exit(1)
+            raise
+
+
+FAULTS = [
+    ("fsdp", "backward", 1, True),
+    ("fsdp", "optimizer", 0, False),
+    ("model_parallel", "step", 1, True),
+    ("model_parallel", "optimizer", 1, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "where", "who", "exits"), FAULTS)
+def test_a_rank_that_raises_is_named_on_the_others(
+    workers: Workers, kind: str, where: str, who: int, exits: bool
+) -> None:
+    """One that exits hangs up; one that lingers keeps those that wait in a collective until its timeout."""
+    limit = 30.0 if exits else 5.0
+    outcomes = workers.outcomes(3, fit_raising, kind, where, who, exits, timeout=limit)
+    for rank, outcome in enumerate(outcomes):
+        if rank == who:
+            assert outcome.error == "the process ended" if exits else "ValueError: the shelf fell down", outcome.trace
+        else:
+            assert f"PeerFailedError: Rank {who} failed, so rank {rank} cannot go on" in outcome.error, outcome.trace
+            assert "the shelf fell down" in outcome.error
+        assert outcome.seconds < 15
+
+
+def test_arguments() -> None:
+    for kind in KINDS:
+        with pytest.raises(ValueError, match="weighting"):
+            build_strategy(kind, Case((1,), weighting="mean"))

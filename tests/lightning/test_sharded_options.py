@@ -1,0 +1,132 @@
+"""Sharded models: precision plugins, activation checkpointing, two dimensions, `enable_join=False`, one process."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from tests.lightning.test_launch import ROOT
+from tests.support import sharded_fits as sharded
+from tests.support.cases import Case, Net, Result, assert_exact, difference, reference
+from tests.support.sharded_fits import KINDS, ShardedModule, build_strategy
+from tests.support.workers import Workers
+
+
+class Recomputes(Net):
+    def forward(self, x: torch.Tensor, use_extra: bool = False) -> Any:
+        return checkpoint(super().forward, x, use_extra, use_reentrant=False)
+
+
+class Recomputing(ShardedModule):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.net.__class__ = Recomputes
+
+
+class Float(ShardedModule):
+    """In float32, with batches in it."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.net.float()
+
+    def transfer_batch_to_device(self, batch: Any, *_: Any) -> Any:
+        return [each.float() for each in batch]
+
+
+def fit_variants(rank: int, kind: str, case: Case) -> dict[str, Result]:
+    options: dict[str, Any] = {"activation_checkpointing_policy": {nn.Linear}} if kind == "fsdp" else {}
+    found = {
+        "recomputing": sharded.fit(rank, kind, case, Recomputing),
+        "policy": sharded.fit(rank, kind, case, strategy=build_strategy(kind, case, **options)),
+    }
+    if kind == "fsdp":
+        for precision in ("32-true", "bf16-mixed"):
+            strategy = build_strategy(kind, case, precision_plugin=FSDPPrecision(precision))  # type: ignore[arg-type]
+            found[precision] = sharded.fit(rank, kind, case, Float, strategy=strategy)
+    else:
+        for precision in ("32-true", "bf16-mixed"):
+            found[precision] = sharded.fit(rank, kind, case, Float, precision=precision)
+    return found
+
+
+BARS = {"recomputing": 1e-10, "policy": 1e-10, "32-true": 1e-5, "bf16-mixed": 0.05}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_precision_and_recomputation(workers: Workers, kind: str) -> None:
+    case = Case((2, 5), optimizer="sgd", scheduler="step")
+    expected = list(reference(case).net.parameters())
+    for found in workers.run(2, fit_variants, kind, case, deadline=180):
+        assert found.keys() == BARS.keys()
+        for name, result in found.items():
+            assert difference([p.double() for p in result.parameters], expected) < BARS[name], name
+
+
+class TwoDimensions(ShardedModule):
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        assert mesh is not None
+        plan = {"first": ColwiseParallel(use_local_output=False), "last": RowwiseParallel()}
+        parallelize_module(self.net, mesh["tensor_parallel"], plan)  # type: ignore[arg-type]
+        fully_shard(self.net.first, mesh=mesh["data_parallel"])
+        fully_shard(self.net, mesh=mesh["data_parallel"])
+
+    def train_dataloader(self) -> Any:
+        place = self.device_mesh["data_parallel"].get_local_rank()  # type: ignore[index]
+        return DataLoader(self.case.batches(place, self.current_epoch), batch_size=None)  # type: ignore[arg-type]
+
+
+def fit_two_dimensions(rank: int, case: Case) -> Result:
+    strategy = build_strategy("model_parallel", case, tensor_parallel_size=2)
+    reloads = {"reload_dataloaders_every_n_epochs": 1}
+    return sharded.fit(rank, "model_parallel", case, TwoDimensions, strategy=strategy, devices=4, **reloads)
+
+
+def test_two_dimensions(workers: Workers) -> None:
+    case = Case((2, 5), scheduler="step")
+    results = workers.run(4, fit_two_dimensions, case, deadline=180)
+    assert_exact(case, [results[0], results[2]])
+    for result in results:
+        assert difference(result.parameters, results[0].parameters) == 0
+
+
+def fit_plain(rank: int, kind: str, case: Case) -> tuple[Result, Any]:
+    strategy = build_strategy(kind, case, enable_join=False)
+    result = sharded.fit(rank, kind, case, strategy=strategy)
+    return result, strategy.driver
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (3,)], ids=["two ranks", "one"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_joining_it_is_lightnings_own(workers: Workers, kind: str, lengths: tuple[int, ...]) -> None:
+    case = Case(lengths, scheduler="step")
+    plain = workers.run(len(lengths), fit_plain, kind, case)
+    assert [driver for _, driver in plain] == [None] * len(lengths)
+    assert_exact(case, [result for result, _ in plain])
+    assert_exact(case, workers.run(len(lengths), sharded.fit, kind, case))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_join_spawn", "fsdp_join_fork"])
+def test_processes_that_lightning_starts_train_exactly(strategy: str) -> None:
+    """And the weights come back whole."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.launched_sharded", strategy],
+        cwd=ROOT,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout.split("off by ")[1]) < 1e-10
