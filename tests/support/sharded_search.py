@@ -12,6 +12,7 @@ KINDS = [
     *["either", "skipping", "repeating", "unused", "checkpointed", "partly used"] * 2,
     *["frozen", "partly frozen", "tied", "checkpointed reentrant"],
 ]
+STRAYS = ("either", "skipping", "unused")  # of which a module is not used in each step
 IDIOMS = ["zero_grad to zero", "model.zero_grad", "None", "data.zero_", "zero_", "zeros"]
 LOW, FULL = torch.bfloat16, torch.float32
 
@@ -26,13 +27,12 @@ def draw(seed: int) -> Recipe:
 
 def impossible(recipe: Recipe) -> str:
     """Say why torch's own FSDP cannot do this on CPUs, with as many batches on all ranks too; nothing if it can."""
-    strays = recipe.kind in ("either", "skipping", "unused")
     if recipe.api == "fsdp1":
         if recipe.clip and recipe.dtype == torch.float64:
             return "its clip_grad_norm_ computes in float32"
         if recipe.options.get("offload"):
             return "its result is wrong on CPUs"
-        if recipe.no_sync and recipe.window > 1 and strays:
+        if recipe.no_sync and recipe.window > 1 and recipe.kind in STRAYS:
             return "it asserts where a module that has accumulated is not used in the step that syncs"
         if recipe.kind == "checkpointed reentrant" and recipe.forwards > 1:
             return "its second forward through reentrant checkpoints finds the parameters freed"
@@ -45,6 +45,8 @@ def fits_one_process(recipe: Recipe) -> bool:
     """Whether one plain process tells what is right; else FSDP itself does, on padded ranks."""
     if recipe.clears != "zero_grad" or recipe.where == "between" or "precision" in recipe.options:
         return False  # what is cleared, and rounded, is FSDP's to say
+    if recipe.no_all_reduce and recipe.kind in STRAYS:
+        return False  # what is not used in the step that averages keeps its replicas' own gradients
     if recipe.stops and (recipe.cut or recipe.stops % recipe.window):
         return False  # what has not been averaged yet is not cleared by the optimizer
     return recipe.api == "fsdp2" or recipe.kind != "partly used"  # a flat parameter's gradient is one

@@ -26,33 +26,31 @@ STATE = ["_fsdp_param_groups", "_lazy_init"]
 GROUP = [
     *("mesh_info", "is_sharded", "is_unsharded", "fsdp_params", "reduce_grads", "all_reduce_grads", "comm_ctx"),
     *("reshard_after_backward", "reduce_scatter_unused_params", "_all_gather_comm", "_to_sharded", "pre_backward"),
-    *("_record_post_forward", "_wait_all_gather_streams_on_event"),
+    *("_record_post_forward", "_wait_all_gather_streams_on_event", "_post_forward_indices", "_all_gather_result"),
     *("_to_sharded_post_forward", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh", "unshard"),
     *("post_backward", "wait_for_unshard", "use_training_state", "finalize_backward", "device_handle"),
 ]
 CONTEXT = [
-    "device_handle",
-    "all_gather_copy_in_stream",
-    "all_gather_stream",
+    *("device_handle", "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_states", "post_forward_order"),
     "all_gather_state",
-    "reduce_scatter_states",
 ]
 PARAM = ["sharded_param", "_unsharded_param", "all_gather_outputs", "unsharded_accumulated_grad"]
 WRAPPER = [
     *("_handle", "_sync_gradients", "_is_root", "_device_handle", "_post_backward_stream", "_all_reduce_stream"),
-    *("cpu_offload", "training_state"),
+    *("cpu_offload", "training_state", "_exec_order_data"),
 ]
 HANDLE = [
     *("_all_gather_flat_param", "reshard", "prepare_gradient_for_backward", "prepare_gradient_for_optim"),
     *("needs_unshard", "uses_sharded_strategy", "_training_state", "_use_orig_params", "_skip_writeback_check"),
     *("_writeback_orig_params", "_offload_params", "_has_optim_in_backward", "_reset_flat_param_grad_info_if_needed"),
-    "_use_sharded_grad_views",
+    *("_use_sharded_grad_views", "_post_forward_index", "_pre_forward_order_index"),
     *("_sharding_strategy", "process_group", "world_size", "device", "flat_param"),
 ]
 FLAT = [
     *("_params", "_shared_params", "_full_param_padded", "_local_shard", "_unpadded_unsharded_size"),
-    *("_shard_param_infos", "_is_grad_none_mask"),
+    *("_shard_param_infos", "_is_grad_none_mask", "_tensors"),
 ]
+ORDER = ["_iter", "handles_pre_forward_order", "handles_post_forward_order"]
 RUNTIME = ["_lazy_init", "_reduce_grad", "_reduce_grad_no_shard", "_unshard", "_reshard", "_should_free_in_backward"]
 CLIPPING = ["_get_total_norm", "_clip_grads_with_norm_"]
 # What is there at times only, of a mesh or a tensor, or set.
@@ -81,6 +79,7 @@ def lacking(rank: int) -> list[str]:
         *((wrapper, name) for name in WRAPPER),
         *((wrapper._handle, name) for name in HANDLE),
         *((wrapper._handle.flat_param, name) for name in FLAT),
+        *((wrapper._exec_order_data, name) for name in ORDER),
     ]
     return [f"{type(thing).__name__}.{name}" for thing, name in table if not hasattr(thing, name)]
 
@@ -104,7 +103,7 @@ def private_names(source: str) -> set[str]:
 
 
 def test_all_private_names_are_in_the_table() -> None:
-    known = {*STATE, *GROUP, *CONTEXT, *PARAM, *WRAPPER, *HANDLE, *FLAT, *RUNTIME, *CLIPPING, *OTHERS}
+    known = {*STATE, *GROUP, *CONTEXT, *PARAM, *WRAPPER, *HANDLE, *FLAT, *ORDER, *RUNTIME, *CLIPPING, *OTHERS}
     for path in SHADOWS.glob("*.py"):
         assert private_names(path.read_text()) - known == set(), path
     assert private_names("handle._new, self._own") == {"_new"}

@@ -83,6 +83,9 @@ OF_THREE = {
     "evaluates, then another path": Recipe((0, 1, 1), kind="unused", evaluates="another with"),
     "no sync in plain": Recipe((5, 0, 4), loop="plain", window=2, no_sync=True),
 }
+OF_THREE_FIRST = {
+    "prefetch by another first path": Recipe((0, 2, 2), kind="either", options={"prefetch": "BACKWARD_PRE"}),
+}
 # torch's own FSDP1 raises an assertion, where a module that has accumulated is not used in the step that syncs.
 OF_THREE_SECOND = {
     "skipping": Recipe((5, 2, 4), kind="skipping", window=2, no_sync=True),
@@ -145,7 +148,7 @@ def test_features_of_the_first(workers: Workers) -> None:
 
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_three_ranks(workers: Workers, api: str) -> None:
-    recipes = {**OF_THREE, **OF_THREE_SECOND} if api == "fsdp2" else OF_THREE
+    recipes = {**OF_THREE, **(OF_THREE_SECOND if api == "fsdp2" else OF_THREE_FIRST)}
     check(workers, {name: recipe.but(api=api) for name, recipe in recipes.items()})
 
 

@@ -13,8 +13,8 @@ from tests.support.sharded_search import draw, fits_one_process
 from tests.support.sharding import train, train_padded
 from tests.support.workers import DeadlineError, Outcome, Workers
 
-FEW = 12
-CASES, FIRST = int(os.environ.get("TORCH_JOIN_CASES", 300)), int(os.environ.get("TORCH_JOIN_SEED", FEW))
+FEW = range(8, 20)  # none of them is refused, which takes until a collective times out
+CASES, FIRST = int(os.environ.get("TORCH_JOIN_CASES", 300)), int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 DEADLINE = 120.0  # of a case; the first one imports FSDP
 
 
@@ -23,6 +23,8 @@ def promised(recipe: Recipe) -> str:
     found = ["(?!)"]
     if recipe.kind == "checkpointed reentrant":
         found.append("was changed by hand since the last backward")
+    if recipe.masked >= 0 and recipe.no_sync:
+        found.append("holds a gradient that no sync has averaged yet")
     return "|".join(found)
 
 
@@ -72,7 +74,7 @@ def check(workers: Workers, seed: int) -> None:
     assert found.startswith(("right", "refused")), f"seed {seed}: {recipe}\n{found}"
 
 
-@pytest.mark.parametrize("seed", range(FEW))
+@pytest.mark.parametrize("seed", FEW)
 def test_a_few(workers: Workers, seed: int) -> None:
     check(workers, seed)
 

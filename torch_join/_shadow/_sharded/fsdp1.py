@@ -72,6 +72,23 @@ class FlatParamUnit:
     def _is_whole(self) -> bool:
         return not self._handle.needs_unshard()
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """See `Unit`."""
+        index = self._handle._pre_forward_order_index
+        return -1 if index is None else index, self._fsdp._exec_order_data._iter
+
+    @place.setter
+    def place(self, place: tuple[int, int]) -> None:
+        self._init()
+        handle, known = self._handle, self._fsdp._exec_order_data
+        index, known._iter = place
+        if handle._pre_forward_order_index is not None:
+            known.handles_pre_forward_order.remove(handle)
+        handle._pre_forward_order_index = None if index < 0 else index
+        if index >= 0:
+            known.handles_pre_forward_order.insert(index, handle)
+
     def settle(self) -> None:
         """See `Unit`: what was prefetched for a module that did not run is whole, where joined ranks hold shards."""
         if not self._others_differ:

@@ -63,15 +63,9 @@ class ParamGroupUnit:
         """See `Unit`."""
         return bool(self._group.reduce_grads)
 
-    @property
-    def is_replicated(self) -> bool:
-        """See `Unit`."""
-        return False
-
-    @property
-    def is_bypassed(self) -> bool:
-        """See `Unit`."""
-        return False
+    # See `Unit`.
+    is_replicated = is_bypassed = False
+    place = (-1, 0)
 
     @property
     def bytes_unsharded(self) -> int:

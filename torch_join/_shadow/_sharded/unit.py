@@ -103,6 +103,13 @@ class Unit(Protocol):
     def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
         """Multiply this rank's gradients in each backward, and return what ends that."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place in the order of a first iteration by which FSDP1 prefetches (-1: none), and how many there were."""
+
+    @place.setter
+    def place(self, place: tuple[int, int]) -> None: ...
+
     def settle(self) -> None:
         """Come, where no module is running, to the state that joined ranks are in.
 

@@ -60,6 +60,18 @@ class Following:
             unit.settle()
 
     @property
+    def places(self) -> list[tuple[int, int]]:
+        """What each unit's `place` is."""
+        return [unit.place for unit in self.units]
+
+    @places.setter
+    def places(self, places: list[tuple[int, int]]) -> None:
+        if len(places) != len(self.units):
+            raise foreign("the order of a sharded model", f"{len(places)} units of {len(self.units)}")
+        for place, unit in sorted(zip(places, self.units, strict=True), key=lambda each: each[0]):
+            unit.place = place
+
+    @property
     def parameters(self) -> list[Tensor]:
         """This rank's shards of what is trained."""
         return [parameter for unit in self.units for parameter in unit.parameters]

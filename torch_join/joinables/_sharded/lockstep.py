@@ -16,6 +16,7 @@ class LockstepShardedPart(Part):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
     kinds: ClassVar[dict[str, Any]] = Following.kinds
+    closing: ClassVar[Any] = list[tuple[int, int]]
 
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
         super().__init__(driver, index)
@@ -27,7 +28,12 @@ class LockstepShardedPart(Part):
     def leave_tail(self) -> None:
         self.following.settle()
 
-    def close(self, message: Any, source: int) -> None:
+    def closing_message(self) -> list[tuple[int, int]]:
+        return self.following.places
+
+    def close(self, message: list[tuple[int, int]], source: int) -> None:
+        if self.members.rank != source:
+            self.following.places = message
         self.following.settle()
 
     def answer(self, kind: str, payload: Any) -> None:

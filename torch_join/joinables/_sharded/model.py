@@ -29,7 +29,7 @@ class ShardedModelPart(Part):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
     kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "gradients": tuple[bool, Runs], "states": Runs}
-    closing: ClassVar[Any] = Runs
+    closing: ClassVar[Any] = tuple[Runs, list[tuple[int, int]]]
 
     is_model = True
 
@@ -222,16 +222,19 @@ class ShardedModelPart(Part):
 
     # ------------------------------------------------------------ at the end
 
-    def closing_message(self) -> Runs:
+    def closing_message(self) -> tuple[Runs, list[tuple[int, int]]]:
         self.contents.check(self.members.joined_ranks)
         self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
-        return runs_of(self.gradients.states())
+        return runs_of(self.gradients.states()), self.following.places
 
-    def close(self, message: Runs, source: int) -> None:
-        states = states_of(message, len(self.gradients.parameters))
+    def close(self, message: tuple[Runs, list[tuple[int, int]]], source: int) -> None:
+        runs, places = message
+        states = states_of(runs, len(self.gradients.parameters))
         if self.members.rank != source and not self.members.last_joiner:
             raise_if_lost(self.gradients, states)
             self.gradients.follow(states, accumulates=True, ask=None)
+        if self.members.rank != source:
+            self.following.places = places
         self.following.settle()
         self.forwards = self.synced = 0
         self.remember()
