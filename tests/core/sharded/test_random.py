@@ -23,6 +23,8 @@ def promised(recipe: Recipe) -> str:
     found = ["(?!)"]
     if recipe.kind == "checkpointed reentrant":
         found.append("was changed by hand since the last backward")
+    if recipe.kind == "partly frozen" and recipe.options.get("strategy") == "NO_SHARD" and recipe.clears != "zero_grad":
+        found.append("was changed by hand since the last backward")  # its frozen part is not cleared
     if recipe.masked >= 0 and recipe.no_sync:
         found.append("holds a gradient that no sync has averaged yet")
     return "|".join(found)
