@@ -270,6 +270,17 @@ def test_other_steps(workers: Workers, function: Callable[..., None], match: str
             raise RuntimeError(outcome.error)
 
 
+def leave_a_share_out(rank: int) -> None:
+    # In the first epoch rank 0 accumulates in a module that rank 1 does not use in the second, in which it syncs.
+    Training(rank, Recipe((1, 0), kind="either", window=2, no_sync=True, cut=True)).run()
+
+
+def test_a_share_that_no_active_rank_syncs(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, leave_a_share_out, deadline=180.0, timeout=20.0):
+        with pytest.raises(RuntimeError, match="share would be lost"):
+            raise RuntimeError(outcome.error)
+
+
 def checkpoint_reentrantly(rank: int) -> None:
     Training(rank, Recipe((2, 5), api="fsdp1", kind="checkpointed reentrant")).run()
 

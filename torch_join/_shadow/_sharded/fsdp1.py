@@ -10,15 +10,7 @@ from torch import Tensor
 
 from torch_join._shadow._sharded import compat as _compat
 from torch_join._shadow._sharded.compat import Fsdp1State, HandleTrainingState
-from torch_join._shadow._sharded.unit import (
-    SHARD,
-    WHOLE,
-    Gather,
-    Observer,
-    Reduction,
-    out_of_step,
-    scaled,
-)
+from torch_join._shadow._sharded.unit import SHARD, WHOLE, Gather, Observer, Reduction, out_of_step, scaled
 
 
 class FlatParamUnit:
@@ -59,6 +51,13 @@ class FlatParamUnit:
     def synchronizes(self) -> bool:
         """See `Unit`."""
         return bool(self._fsdp._sync_gradients)
+
+    @property
+    def has_unsynced(self) -> bool:
+        """See `Unit`."""
+        flat = self._handle.flat_param
+        sharded = self._handle.uses_sharded_strategy
+        return bool(sharded and flat.grad is not None and flat.grad.size() == flat._unpadded_unsharded_size)
 
     @property
     def bytes_unsharded(self) -> int:

@@ -68,6 +68,11 @@ class ParamGroupUnit:
     place = (-1, 0)
 
     @property
+    def has_unsynced(self) -> bool:
+        """See `Unit`."""
+        return any(hasattr(p, "_unsharded_param") and _has_own(p) for p in self._group.fsdp_params)
+
+    @property
     def bytes_unsharded(self) -> int:
         """See `Unit`."""
         outputs = [output for p in self._group.fsdp_params for output in p.all_gather_outputs]

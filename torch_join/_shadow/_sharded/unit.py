@@ -94,6 +94,10 @@ class Unit(Protocol):
         """Whether somebody has put other gradients in the place of those that this unit knows."""
 
     @property
+    def has_unsynced(self) -> bool:
+        """Whether this rank holds what it has accumulated without a sync."""
+
+    @property
     def bytes_unsharded(self) -> int:
         """How many bytes of whole parameters this rank holds now."""
 

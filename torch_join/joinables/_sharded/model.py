@@ -122,8 +122,6 @@ class ShardedModelPart(Part):
         samples = count_samples((args, kwargs)) if members.weighting == "samples" and not driver.in_loop else 0
         driver.before_forward(samples)
         self.forwards += 1
-        if members.announces:
-            self.contents.check(members.joined_ranks)
 
     def _before_backward(self) -> None:
         if (task := _compat.backward_in_progress()) == self._task or self.members.serves:
@@ -208,6 +206,7 @@ class ShardedModelPart(Part):
                 self.remember()
             return
         syncs, runs = payload
+        self.accumulates = not syncs
         if syncs and (verdict := self._others.settle()) in (UNKNOWN, CLEARED):
             if verdict == UNKNOWN and any(holds_something(holder.grad) for holder in self._holders()):
                 self.gradients.raise_unknown()
@@ -217,8 +216,20 @@ class ShardedModelPart(Part):
 
     def take(self, runs: Runs, ask: Callable[[], str] | None = None) -> None:
         """Do, on a joined rank, to its gradients what the active ranks have done to theirs."""
+        if ask is None:
+            self._raise_if_unsynced()
         states = states_of(runs, len(self.gradients.parameters))
         self.gradients.follow(states, accumulates=True, ask=ask)
+
+    def _raise_if_unsynced(self) -> None:
+        for unit in () if self.accumulates else self.following.units:
+            if unit.has_unsynced:
+                raise JoinError(
+                    f"This rank has joined while it holds a gradient of {unit.name or 'the root module'} that no sync"
+                    " has averaged yet, and the backward that has just synced did not come to that module on any active"
+                    " rank: FSDP leaves it out there, and this rank's share would be lost. Use the same modules in all"
+                    " micro-batches of an accumulation, or end it with the loop."
+                )
 
     # ------------------------------------------------------------ at the end
 
@@ -231,6 +242,7 @@ class ShardedModelPart(Part):
         runs, places = message
         states = states_of(runs, len(self.gradients.parameters))
         if self.members.rank != source and not self.members.last_joiner:
+            self._raise_if_unsynced()
             raise_if_lost(self.gradients, states)
             self.gradients.follow(states, accumulates=True, ask=None)
         if self.members.rank != source:
