@@ -160,3 +160,17 @@ def gradient_hook(begin: Callable[[], float]) -> Callable[[tuple[Tensor, ...]], 
             self._factor = begin()
 
     return Part()._before_gradient
+
+
+# ---------------------------------------------------------------- a sharded model
+
+
+def bytes_unsharded(unit: Any) -> int:
+    """How many bytes of whole parameters this rank holds now of a unit."""
+    if hasattr(unit, "_group"):
+        outputs = [output for p in unit._group.fsdp_params for output in p.all_gather_outputs]
+        return sum(output.untyped_storage().size() for output in outputs)
+    flat = unit._handle.flat_param
+    if not unit._handle.uses_sharded_strategy or not hasattr(flat, "_full_param_padded"):
+        return 0
+    return int(flat._full_param_padded.untyped_storage().size())

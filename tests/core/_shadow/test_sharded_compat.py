@@ -14,6 +14,7 @@ import torch
 from torch.distributed.fsdp import _runtime_utils
 from torch.nn.utils import clip_grad
 
+from tests.support.inside import bytes_unsharded
 from tests.support.sharded import Recipe
 from tests.support.sharding import PATIENCE, Training
 from tests.support.workers import Workers
@@ -176,7 +177,7 @@ def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
     around, answer = Following.around, Following.answer
 
     def look(following: Any, where: Bytes) -> None:
-        held = [each.bytes_unsharded for each in following.units]
+        held = [bytes_unsharded(each) for each in following.units]
         where[-1][2:] = max(where[-1][2], held[where[-1][1]]), max(where[-1][3], sum(held))
 
     @contextmanager

@@ -1,10 +1,13 @@
 """Units that are gathered for nothing, that begin to train in the middle of a loop, and what a joined rank keeps."""
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.core.sharded.test_exactness import check
+from tests.support.inside import channel_of, store_of
 from tests.support.sharded import EPOCHS, Batch, Recipe, weights
 from tests.support.sharding import PATIENCE, Training
 from tests.support.workers import Workers
@@ -13,6 +16,25 @@ from tests.support.workers import Workers
 def test_what_was_gathered_ahead_and_is_not_used(workers: Workers) -> None:
     recipe = Recipe((5, 2), kind="skipping")
     check(workers, {f"reshard={it}": recipe.but(options={"prefetch": True, "reshard": it}) for it in (False, True)})
+
+
+def keys_in_the_tail(rank: int, api: str) -> list[int]:
+    recipe = Recipe((1, 60), api=api)
+    training = Training(rank, recipe)
+    counts = []
+    with training.joined() as join:
+        for step, batch in enumerate(join.batches(recipe.batches(0, rank))):
+            training.step(0, step, batch)
+            if step in (10, 59):
+                time.sleep(0.8)  # threads delete four times a second
+                counts.append(store_of(channel_of(join)).num_keys())
+    return counts
+
+
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_a_long_tail_leaves_little_in_the_store(workers: Workers, api: str) -> None:
+    counts = workers.run(2, keys_in_the_tail, api, **PATIENCE)[1]
+    assert counts[1] < counts[0] + 40  # the records of a step or two
 
 
 class Unfreezing(Training):

@@ -53,19 +53,17 @@ class FlatParamUnit:
         return bool(self._fsdp._sync_gradients)
 
     @property
+    def reach(self) -> tuple[int, int]:
+        """See `Unit`."""
+        size, between = self._handle.world_size, getattr(self._fsdp, "_inter_node_pg", None)
+        return size, size * (1 if between is None else between.size())
+
+    @property
     def has_unsynced(self) -> bool:
         """See `Unit`."""
         flat = self._handle.flat_param
         sharded = self._handle.uses_sharded_strategy
         return bool(sharded and flat.grad is not None and flat.grad.size() == flat._unpadded_unsharded_size)
-
-    @property
-    def bytes_unsharded(self) -> int:
-        """See `Unit`."""
-        flat = self._handle.flat_param
-        if not self._handle.uses_sharded_strategy or not hasattr(flat, "_full_param_padded"):
-            return 0
-        return int(flat._full_param_padded.untyped_storage().size())
 
     @property
     def _is_whole(self) -> bool:

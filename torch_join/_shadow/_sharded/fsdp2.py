@@ -68,15 +68,16 @@ class ParamGroupUnit:
     place = (-1, 0)
 
     @property
+    def reach(self) -> tuple[int, int]:
+        """See `Unit`."""
+        mesh = self._group.mesh_info
+        size = getattr(mesh, "shard_mesh_size", 1)
+        return size, size * getattr(mesh, "replicate_mesh_size", 1)
+
+    @property
     def has_unsynced(self) -> bool:
         """See `Unit`."""
         return any(hasattr(p, "_unsharded_param") and _has_own(p) for p in self._group.fsdp_params)
-
-    @property
-    def bytes_unsharded(self) -> int:
-        """See `Unit`."""
-        outputs = [output for p in self._group.fsdp_params for output in p.all_gather_outputs]
-        return sum(output.untyped_storage().size() for output in outputs)
 
     @property
     def _state(self) -> str:

@@ -94,12 +94,12 @@ class Unit(Protocol):
         """Whether somebody has put other gradients in the place of those that this unit knows."""
 
     @property
-    def has_unsynced(self) -> bool:
-        """Whether this rank holds what it has accumulated without a sync."""
+    def reach(self) -> tuple[int, int]:
+        """How many ranks come together in a gather, and in a reduction over all replicas."""
 
     @property
-    def bytes_unsharded(self) -> int:
-        """How many bytes of whole parameters this rank holds now."""
+    def has_unsynced(self) -> bool:
+        """Whether this rank holds what it has accumulated without a sync."""
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
         """Tell `observer`, and return what ends that."""

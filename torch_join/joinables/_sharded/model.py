@@ -24,6 +24,8 @@ from torch_join.joinables._sharded.following import Following
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
 
+_MANY = 16
+
 
 class ShardedModelPart(Part):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
@@ -45,6 +47,7 @@ class ShardedModelPart(Part):
         self._gradients: Gradients | None = None
         self._others = OtherVerdicts(driver, index)
         self._task = self._remembers = -1
+        self._answered = 0  # records, since some were deleted
         self._scales: list[Callable[[], None]] = []
         self.before_reductions: list[Callable[[], None]] = []  # what joined ranks must know before
 
@@ -213,6 +216,15 @@ class ShardedModelPart(Part):
             for holder in self._holders():
                 holder.grad = None
         self.take(runs, self._others.ask if syncs else self._others.doubt)
+
+    def synchronizes(self, kind: str) -> bool:
+        # Not each time: on an accelerator it takes until all that was queued is done.
+        self._answered += 1
+        if self._answered < _MANY or kind not in ("gather", "reduce") or not self.following.met:
+            return False
+        self._answered = 0
+        _compat.wait_for_device(self.following.parameters[0].device.type)
+        return True
 
     def take(self, runs: Runs, ask: Callable[[], str] | None = None) -> None:
         """Do, on a joined rank, to its gradients what the active ranks have done to theirs."""
