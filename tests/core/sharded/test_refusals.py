@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.support.sharded import Recipe
 from tests.support.sharding import PATIENCE, Training, shard
 from tests.support.workers import Workers
-from torch_join import Join
+from torch_join import Join, JoinableOptimizer, JoinableState
 
 # ------------------------------------------------------------ what is given
 
@@ -62,6 +63,13 @@ def over_some_ranks(rank: int, _: str) -> None:
     Join([FullyShardedDataParallel(Recipe().model(), process_group=own, device_id=torch.device("cpu"))])
 
 
+def in_torchs_own(rank: int, api: str) -> None:
+    training = Training(rank, Recipe(api=api))
+    things: list[Any] = [JoinableState(training.model), JoinableOptimizer(training.optimizer)]
+    for thing in things[rank:]:  # another one on each rank: it raises before ranks meet
+        TorchJoin([thing])
+
+
 def detailed(rank: int, _: str) -> None:
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -80,6 +88,7 @@ def detailed(rank: int, _: str) -> None:
         (averaged, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (averaged_beside, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (lbfgs, "LBFGS of sharded parameters", ("fsdp2", "fsdp1")),
+        (in_torchs_own, "torch's own Join cannot have it follow", ("fsdp2", "fsdp1")),
         (detailed, "TORCH_DISTRIBUTED_DEBUG=DETAIL", ("fsdp1",)),
         (over_some_ranks, "sharded and averaged over 1 ranks", ("fsdp1",)),
     ],

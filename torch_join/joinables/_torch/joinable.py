@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from torch_join._base.errors import JoinValueError
+from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join._base.weighting import Weighting, resolve_weighting
 from torch_join.joinables._torch.driver import HookDriver
 from torch_join.joinables.arguments import refuse_misspelt
+from torch_join.joinables.kinds import holds_shards
 from torch_join.joinables.part import Driver, Part
 
 # The joinables of one torch `Join`, while it is being built.
@@ -47,7 +48,16 @@ class WrappingJoinable(Joinable):
         return self._group or dist.group.WORLD
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that torch's `Join` runs; `divide_by_initial_world_size` and `weighting` are read."""
+        """Return the hook that torch's `Join` runs; `divide_by_initial_world_size` and `weighting` are read.
+
+        Raises:
+            UnsupportedError: What it is for is sharded.
+        """
+        if holds_shards(self.wrapped):
+            raise UnsupportedError(
+                f"{type(self.wrapped).__name__} holds shards of a model, of which a rank that has joined still owns a"
+                " part; torch's own Join cannot have it follow. Give the model and its optimizer to torch_join.Join."
+            )
         for name in kwargs:
             refuse_misspelt(name)
         self._weighting = resolve_weighting(kwargs.get("weighting"), kwargs.get("divide_by_initial_world_size"))
