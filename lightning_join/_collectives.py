@@ -68,8 +68,10 @@ class StepCollectives(ParallelStrategy):
             gathered = join.gathers.gather(tensor)
         elif with_backward and ranks is not None:
             raise UnsupportedError(
-                "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization of a"
-                " DDP model, and the group of all ranks. Gather detached tensors (sync_grads=False)."
+                "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
+                " the group of all ranks (here:"
+                f" {'manual optimization, or a sharded model' if everyone else 'another group'})."
+                " Gather detached tensors (sync_grads=False)."
             )
         else:
             gathered = super().all_gather(tensor, group, sync_grads)

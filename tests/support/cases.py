@@ -319,7 +319,7 @@ def build_trainer(case: Case, **overrides: Any) -> pl.Trainer:
         "max_steps": case.max_steps,
         "accumulate_grad_batches": case.accumulate,
         "gradient_clip_val": case.clip,
-        "gradient_clip_algorithm": case.clip_by,
+        "gradient_clip_algorithm": None if case.clip_by == "norm" else case.clip_by,
         "reload_dataloaders_every_n_epochs": case.reload,
         "limit_train_batches": case.limit,
         "use_distributed_sampler": False,

@@ -27,7 +27,7 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
     factor = dist._make_nccl_premul_sum(2.0)
     integers, average = torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG
     point_to_point, joined_root, unequal, integer_average, premul_sum, *others = (refusal.what for refusal in REFUSALS)
-    backward, fsdp, model_averaging, sync_batch_norm = others
+    backward, fsdp, dtensor, model_averaging, sync_batch_norm = others
     return {
         point_to_point: [
             lambda: dist.send(one, 0, group),
@@ -64,7 +64,8 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
             lambda: _with_hook(group).backward(),
             lambda: torch.autograd.grad(_with_hook(group), _LEAF),
         ],
-        fsdp: [lambda: as_fsdp(one, group)],
+        fsdp: [lambda: issue_from("fsdp", one, group)],
+        dtensor: [lambda: issue_from("tensor", one, group)],
         model_averaging: [lambda: average_parameters(iter([nn.Parameter(one)]), group)],
         sync_batch_norm: [
             lambda: _functions.SyncBatchNorm.apply(
@@ -74,10 +75,10 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
     }
 
 
-def as_fsdp(tensor: Tensor, group: Any) -> None:
-    """Issue a collective from where FSDP does; `test_join_collectives` has a real model."""
+def issue_from(folder: str, tensor: Tensor, group: Any) -> None:
+    """Issue a collective from where FSDP does, or `DTensor`; `tests/core/sharded` has real ones."""
     scope = {"dist": dist, "tensor": tensor, "group": group}
-    exec(compile("dist.all_reduce(tensor, group=group)", os.path.join(dist.__path__[0], "fsdp", "x.py"), "exec"), scope)
+    exec(compile("dist.all_reduce(tensor, group=group)", os.path.join(dist.__path__[0], folder, "x.py"), "exec"), scope)
 
 
 _LEAF = torch.ones(2, requires_grad=True)

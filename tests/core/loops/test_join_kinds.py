@@ -60,14 +60,6 @@ def refuse(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (
-            "FSDP",
-            "FullyShardedDataParallel is sharded by FSDP: .*Use DistributedDataParallel, with a ZeroRedundancyOpt",
-        ),
-        ("fully_shard", "FSDPSequential is sharded by FSDP"),
-        ("a part", "Sequential is sharded by FSDP"),
-        ("DTensor", r"Linear holds sharded parameters \(DTensor\).*Use DistributedDataParallel"),
-        ("its optimizer", r"Adam holds sharded parameters \(DTensor\)"),
         ("DataParallel", "DataParallel uses the devices of one process .*Use DistributedDataParallel"),
         ("held DDP", "ModuleList holds a DistributedDataParallel .*Give Join the DistributedDataParallel itself"),
         ("compiled DDP", "OptimizedModule holds a DistributedDataParallel"),
