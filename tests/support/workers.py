@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "tests.support.workers"])
+# The last one while there is no process group: ShardedGradScaler takes for its own the one that there is at its import.
+_SCALER = "torch.distributed.fsdp.sharded_grad_scaler"
+_CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "tests.support.workers", _SCALER])
 
 _started = [0.0]  # when this worker's function began, or had its connections
 
