@@ -29,6 +29,12 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _OF_A_RUN = ("channel", "driver", "join", "metrics", "_step_values", "_manual")
 
 
+def start_methods(name: str) -> list[tuple[str, str]]:
+    """Return the names under which a strategy is registered, and how each starts its processes."""
+    methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    return [(name + suffix, method) for suffix, method in methods.items()]
+
+
 class Joining(ParallelStrategy):
     """A strategy that trains exactly on uneven dataloaders.
 
@@ -117,9 +123,8 @@ class Joining(ParallelStrategy):
             assert self.lightning_module is not None
             self.metrics = self.driver.add(partial(ModuleMetrics, module=self.lightning_module))
 
-    @property
-    def users_joinables(self) -> list[Joinable]:
-        """The joinables of the user's own; all ranks meet. Where there is one process, their post-hooks run there."""
+    def take_joinables(self) -> list[Joinable]:
+        """Return the joinables of the user's own; all ranks meet. In one process, have their post-hooks run there."""
         assert self.lightning_module is not None
         joinables = all_joinables(self.joinables, self.lightning_module, self.channel)
         if self.world_size == 1:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._collectives import StepCollectives
-from lightning_join._joining import Joining
+from lightning_join._joining import Joining, start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import Lockstep, StepDriver, follow_sharded_model, is_sharded_model, sharded_lockstep_join
 
@@ -21,12 +21,16 @@ class Sharded(ParallelStrategy):
 
     driver: StepDriver | None
     join: Lockstep | None
-    users_joinables: Any
+    enable_join: bool
+    take_joinables: Any
     throw_on_early_termination: bool
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
         if self.driver is None:
+            if fitting and self.enable_join:
+                self.take_joinables()
             return
         model, module = self.model, self.lightning_module
         assert model is not None
@@ -37,7 +41,7 @@ class Sharded(ParallelStrategy):
                 " its gradients. Call `fully_shard` in configure_model (over the data-parallel dimension of"
                 " self.device_mesh), or use strategy='ddp_join'."
             )
-        if trainer.state.fn != TrainerFn.FITTING:
+        if not fitting:
             follow_sharded_model(self.driver, model)
             return
         if not module.automatic_optimization:
@@ -49,7 +53,7 @@ class Sharded(ParallelStrategy):
             self.driver,
             model,
             throw_on_early_termination=self.throw_on_early_termination,
-            joinables=self.users_joinables,
+            joinables=self.take_joinables(),
         )
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -134,12 +138,7 @@ class FSDPJoinStrategy(Sharded, Joining, StepCollectives, FSDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
-        for name, start_method in (
-            ("fsdp_join", "popen"),
-            ("fsdp_join_spawn", "spawn"),
-            ("fsdp_join_fork", "fork"),
-            ("fsdp_join_notebook", "fork"),
-        ):
+        for name, start_method in start_methods(cls.strategy_name):
             description = f"FSDP on uneven dataloaders, with `start_method` '{start_method}'"
             strategy_registry.register(name, cls, description=description, start_method=start_method)
 

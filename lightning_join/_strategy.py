@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._collectives import StepCollectives
-from lightning_join._joining import Joining
+from lightning_join._joining import Joining, start_methods
 from lightning_join._supported import check_strategy
 from lightning_join._training.manual import ManualPart
 from torch_join.integration import LockstepJoin, ModelShadow
@@ -75,11 +75,11 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
                 self.driver,
                 shadow,
                 throw_on_early_termination=self.throw_on_early_termination,
-                joinables=self.users_joinables,
+                joinables=self.take_joinables(),
             )
             self._manual = self.driver.add(partial(ManualPart, strategy=self, lockstep=self.join, shadow=shadow))
         elif self.enable_join:
-            _ = self.users_joinables
+            self.take_joinables()
         return ddp
 
     def wrap_again(self) -> None:
@@ -124,12 +124,7 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
-        for name, start_method in (
-            ("ddp_join", "popen"),
-            ("ddp_join_spawn", "spawn"),
-            ("ddp_join_fork", "fork"),
-            ("ddp_join_notebook", "fork"),
-        ):
+        for name, start_method in start_methods(cls.strategy_name):
             description = f"DDP on uneven dataloaders, with `start_method` '{start_method}'"
             strategy_registry.register(name, cls, description=description, start_method=start_method)
             for finds in (False, True):

@@ -17,6 +17,7 @@ from lightning_join import DDPJoinStrategy, JoinCallback
 from tests.lightning._loops.test_resume import Run, fit_whole
 from tests.lightning._training.test_joinables import Counter
 from tests.support.cases import Batch, Case, Module, Result, assert_same_bits, build_trainer, result_of
+from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
 
@@ -103,6 +104,24 @@ def fit_counting_alone(rank: int) -> list[str]:
 def test_joinables_are_configured_and_their_post_hooks_run(workers: Workers) -> None:
     (log,) = workers.run(1, fit_counting_alone)
     assert log == ["post alone True"] * 2
+
+
+class ShardedCounts(ShardedModule):
+    def configure_joinables(self) -> list[Counter]:
+        self.counter = Counter("alone")
+        return [self.counter]
+
+
+def fit_sharded_alone(rank: int, kind: str) -> list[str]:
+    module = ShardedCounts(Case((2,), epochs=2))
+    with on_cpus():
+        build_sharded(kind, module.case).fit(module)
+    return module.counter.log
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_it_is_where_the_model_is_sharded(workers: Workers, kind: str) -> None:
+    assert workers.run(1, fit_sharded_alone, kind) == [["post alone True"] * 2]
 
 
 class Validated(Module):
