@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
-from torch_join._base.errors import UnsupportedError
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.steps import StepDriver
 from torch_join.joinables._sharded.lockstep import LockstepShardedPart
@@ -30,7 +29,7 @@ class ShardedLockstepJoin(Lockstep):
 
     Raises:
         JoinTypeError: See `Lockstep`.
-        UnsupportedError: The model cannot be followed, or holds a `SyncBatchNorm`.
+        UnsupportedError: The model cannot be followed.
     """
 
     def __init__(
@@ -42,11 +41,6 @@ class ShardedLockstepJoin(Lockstep):
         joinables: Sequence[Joinable] = (),
         **kwargs: Any,
     ) -> None:
-        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-            raise UnsupportedError(
-                "SyncBatchNorm issues collectives in forward and backward that a rank without a batch cannot take part"
-                " in. Use plain BatchNorm, whose buffers are each rank's own."
-            )
         make = partial(LockstepShardedPart, model=model)
         super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
         self._device = next(model.parameters()).device

@@ -63,6 +63,13 @@ def over_some_ranks(rank: int, _: str) -> None:
     Join([FullyShardedDataParallel(Recipe().model(), process_group=own, device_id=torch.device("cpu"))])
 
 
+def synced_norms(rank: int, api: str) -> None:
+    recipe = Recipe(api=api)
+    net = recipe.model()
+    net.norm = nn.SyncBatchNorm(2).double()
+    Join([shard(net, recipe)])
+
+
 def in_torchs_own(rank: int, api: str) -> None:
     training = Training(rank, Recipe(api=api))
     things: list[Any] = [JoinableState(training.model), JoinableOptimizer(training.optimizer)]
@@ -88,6 +95,7 @@ def detailed(rank: int, _: str) -> None:
         (averaged, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (averaged_beside, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (lbfgs, "LBFGS of sharded parameters", ("fsdp2", "fsdp1")),
+        (synced_norms, "SyncBatchNorm issues collectives", ("fsdp2", "fsdp1")),
         (in_torchs_own, "torch's own Join cannot have it follow", ("fsdp2", "fsdp1")),
         (detailed, "TORCH_DISTRIBUTED_DEBUG=DETAIL", ("fsdp1",)),
         (over_some_ranks, "sharded and averaged over 1 ranks", ("fsdp1",)),
