@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from torch_join._base.errors import name_ranks
-from torch_join._base.hyperparameters import take_hyperparameters
+from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.weighting import resolve_weighting
 from torch_join._control.channel import Channel
 from torch_join._control.codec import closed
@@ -44,13 +44,14 @@ __all__ = [
     "closed",
     "driver_of",
     "follow_sharded_model",
+    "group_options",
     "is_sharded_model",
     "listed",
     "name_ranks",
     "open_channel",
     "resolve_weighting",
     "sharded_lockstep_join",
-    "take_hyperparameters",
+    "take_group_options",
     "telling_failures",
 ]
 

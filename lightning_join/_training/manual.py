@@ -22,7 +22,8 @@ from torch_join.integration import (
     Part,
     StepDriver,
     StepMirror,
-    take_hyperparameters,
+    group_options,
+    take_group_options,
 )
 
 
@@ -81,7 +82,7 @@ class ManualPart(Part):
             if self.server.in_tail:
                 self._send_changes()
                 states = [config.scheduler.state_dict() for config in self._strategy.lr_scheduler_configs]
-                self.announce_open("end", (states, [_options(o) for o in self._strategy.optimizers]))
+                self.announce_open("end", (states, [group_options(o) for o in self._strategy.optimizers]))
         finally:
             guard.remove()
 
@@ -141,7 +142,7 @@ class ManualPart(Part):
             if self.server.in_tail:
                 self._mirror.check_averaged([p for group in optimizer.param_groups for p in group["params"]])
                 self._send_changes()
-                self.announce_open("step", (self._index_of(optimizer), _options(optimizer), options))
+                self.announce_open("step", (self._index_of(optimizer), group_options(optimizer), options))
             # From here on joined ranks do the same.
             rest.enter_context(self._driver.server.on_all_ranks())
             return result
@@ -166,14 +167,14 @@ class ManualPart(Part):
                 self._ddp.require_backward_grad_sync = False
         elif kind == "step":
             index, options, arguments = payload
-            _set_options(strategy.optimizers[index], options)
+            take_group_options(strategy.optimizers[index], options)
             strategy._lightning_optimizers[index].step(**arguments)
         else:
             states, all_options = payload
             for config, state in zip(strategy.lr_scheduler_configs, states, strict=True):
                 config.scheduler.load_state_dict(state)
             for optimizer, options in zip(strategy.optimizers, all_options, strict=True):
-                _set_options(optimizer, options)
+                take_group_options(optimizer, options)
 
     def _send_changes(self, with_parameters: bool = True) -> None:
         changes = self._mirror.changes(with_parameters)
@@ -197,12 +198,3 @@ class ManualPart(Part):
                 " batch would not step theirs. Return the optimizer from `configure_optimizers` and step what"
                 " `self.optimizers()` returns."
             )
-
-
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
-    for group, values in zip(optimizer.param_groups, options, strict=True):
-        take_hyperparameters(group, values)

@@ -29,6 +29,21 @@ def hyperparameters(objects: Sequence[Any]) -> Hyperparameters:
     return _described(named, [optimizer.param_groups for _, optimizer in named])
 
 
+def group_options(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what each group of an optimizer holds besides its parameters, for `take_group_options`."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def take_group_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
+    """Put what another rank's `group_options` are into the groups of an optimizer.
+
+    Raises:
+        ValueError: It has another number of groups.
+    """
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        take_hyperparameters(group, values)
+
+
 def take_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Put what another rank has sent into a group of an optimizer: tensors where those are that they replace."""
     for name, value in values.items():

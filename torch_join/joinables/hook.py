@@ -1,7 +1,12 @@
 """Callables of ours in users' objects."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+
+import torch
+
+from torch_join._base.errors import UnsupportedError
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -25,6 +30,68 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return _same, (self._copied,)
+
+
+class StepHooks:
+    """Calls `send` right before an optimizer's step, after its closure; what that opens is closed after the step.
+
+    Args:
+        optimizer: The optimizer.
+        send: Tells joined ranks of the step, and returns what lets it go on.
+        is_quiet: Whether a step is one that nobody is told of.
+    """
+
+    def __init__(
+        self, optimizer: Any, send: Callable[[], AbstractContextManager[None]], is_quiet: Callable[[], bool]
+    ) -> None:
+        self._optimizer = optimizer
+        self._send = send
+        self._is_quiet = is_quiet
+        self._stepping = ExitStack()
+        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+
+    def remove(self) -> None:
+        """Call nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._stepping.close()  # of a step that has raised
+        if self._is_quiet():
+            return None
+        optimizer, *positional = args  # torch passes the optimizer among them
+        closure = positional[0] if positional else kwargs.get("closure")
+        if positional[1:] or {*kwargs} - {"closure"}:
+            raise UnsupportedError(
+                f"step() of {type(self._optimizer).__name__} got more than a closure, while some rank has joined, which"
+                " steps its shards without. Set what it needs in the optimizer's param_groups."
+            )
+        if closure is None:
+            self._stepping.enter_context(self._send())
+            return None
+        return (optimizer, self._once(closure)), {}
+
+    def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        has_run = False
+
+        def closure_and_send() -> Any:
+            nonlocal has_run
+            if has_run:
+                raise UnsupportedError(
+                    f"{type(self._optimizer).__name__} runs its closure more than once in a step, and decides by values"
+                    " of one rank's shards, which ranks that have joined do not know. Use an optimizer that runs it"
+                    " once, or give every rank the same number of batches."
+                )
+            has_run = True
+            with torch.enable_grad():
+                loss = closure()
+            self._stepping.enter_context(self._send())
+            return loss
+
+        return closure_and_send
+
+    def _after(self, *_: Any) -> None:
+        self._stepping.close()
 
 
 def _same(copied: Any) -> Any:

@@ -5,7 +5,7 @@ users change in ways that nobody can announce (clipping, schedulers): so the low
 both.
 """
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
-from torch_join._base.hyperparameters import take_hyperparameters
+from torch_join._base.hyperparameters import group_options, take_group_options
+from torch_join.joinables.hook import StepHooks
 from torch_join.joinables.part import Driver, Part
 
 
@@ -35,40 +36,20 @@ class ShardedOptimizerPart(Part):
                 " follow. Use overlap_with_ddp=False."
             )
         self.zero = zero
-        self._stepping = ExitStack()
 
     def enter(self) -> None:
         self.configure(self.zero)
-        self._undo.append(self.zero.register_step_pre_hook(self._before_step).remove)
-        self._undo.append(self.zero.register_step_post_hook(lambda *_: self._stepping.close()).remove)
+        self._undo.append(StepHooks(self.zero, self._send, lambda: not self.server.in_tail).remove)
 
-    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.server.in_tail:
-            return None
-        optimizer, *positional = args  # torch passes the optimizer among them
-        closure = positional[0] if positional else kwargs.get("closure")
-        if closure is None:
-            self._send()
-            return None
-
-        def closure_and_send() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._send()
-            return loss
-
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, closure_and_send, *positional[1:]), rest
-
-    def _send(self) -> None:
+    def _send(self) -> AbstractContextManager[None]:
         shards = {rank: _compat.zero_shard(self.zero, rank) for rank in self.members.joined_ranks}
         trains = [p.requires_grad for p in self._parameters()]  # ZeRO lays out its buckets anew where this changes
         present = {rank: [p.grad is not None for p in shard] for rank, shard in shards.items()}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.zero.param_groups]
-        self.announce_open("step", (groups, present, trains))
-        self._stepping.enter_context(self.server.own_collectives())  # until the step is over
-        for shard in shards.values():
-            self._exchange([p.grad for p in shard if p.grad is not None])
+        self.announce_open("step", (group_options(self.zero), present, trains))
+        with self.server.own_collectives():
+            for shard in shards.values():
+                self._exchange([p.grad for p in shard if p.grad is not None])
+        return self.server.own_collectives()  # until the step is over
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.zero.param_groups for p in group["params"]]
@@ -86,8 +67,7 @@ class ShardedOptimizerPart(Part):
         groups, present, trains = payload
         for parameter, trained in zip(self._parameters(), trains, strict=True):
             parameter.requires_grad_(trained)
-        for group, values in zip(self.zero.param_groups, groups, strict=True):
-            take_hyperparameters(group, values)
+        take_group_options(self.zero, groups)
         for rank in self.members.joined_ranks:
             shard = _compat.zero_shard(self.zero, rank)
             if rank == self.members.rank:

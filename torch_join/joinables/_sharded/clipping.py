@@ -100,7 +100,6 @@ class ClippingPart(Part):
         else:
             which, max_norm, foreach = payload
             self._own_scale([parameters[index] for index in which], max_norm, self._norm, foreach)
-            self._remember()
 
 
 class Fsdp1ClippingPart(Part):
@@ -135,7 +134,6 @@ class Fsdp1ClippingPart(Part):
         self._model.take(runs)
         with torch.no_grad():
             self._clips[place](max_norm, norm_type)
-        self._model.remember()
 
 
 def clipping_parts(driver: Driver, index: int, models: Sequence[ShardedModelPart]) -> list[Part]:

@@ -205,8 +205,6 @@ class ShardedModelPart(Part):
             return
         if kind != "gradients":
             self.following.answer(kind, payload)
-            if kind == "reduce":
-                self.remember()
             return
         syncs, runs = payload
         self.accumulates = not syncs

@@ -1,7 +1,7 @@
 """An optimizer of sharded parameters: a joined rank owns a part of its state too, and steps it like the others."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -9,9 +9,10 @@ import torch
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
-from torch_join._base.hyperparameters import take_hyperparameters
+from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join.joinables._gradients.verdicts import Runs
 from torch_join.joinables._sharded.model import ShardedModelPart
+from torch_join.joinables.hook import StepHooks
 from torch_join.joinables.part import Driver, Part
 
 Options = list[dict[str, Any]]  # of each group, without its parameters
@@ -52,62 +53,30 @@ class ShardedStepPart(Part):
                 " parameters from another rank at the end. Give them an optimizer each, and Join every model."
             )
         self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
-        self._stepping = ExitStack()
         self._scales = False  # whether the step that is under way scales the gradients itself
 
     def enter(self) -> None:
         for model in self._sharded:
             model.before_reductions.append(self._say_options)
             self._undo.append(partial(model.before_reductions.remove, self._say_options))
-        self._undo.append(self.optimizer.register_step_pre_hook(self._before_step).remove)
+        self._undo.append(StepHooks(self.optimizer, self._send, self._is_quiet).remove)
         self._undo.append(self.optimizer.register_step_post_hook(self._after_step).remove)
 
     # ------------------------------------------------------------ on an active rank
 
-    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.members.serves or not self.server.in_tail or any(model.following.reduces for model in self._sharded):
-            return None  # a joined rank's own reduction steps it too
-        optimizer, *positional = args  # torch passes the optimizer among them
-        closure = positional[0] if positional else kwargs.get("closure")
-        if positional[1:] or {*kwargs} - {"closure"}:
-            raise UnsupportedError(
-                f"step() of {type(self.optimizer).__name__} got more than a closure, while some rank has joined, which"
-                " steps its shards without. Set what it needs in the optimizer's param_groups."
-            )
-        if closure is None:
-            self._send()
-            return None
-        return (optimizer, self._once(closure)), {}
+    def _is_quiet(self) -> bool:
+        # A joined rank's own reduction steps what a reduction here steps.
+        return not self.server.in_tail or any(model.following.reduces for model in self._sharded)
 
-    def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        has_run = False
-
-        def closure_and_send() -> Any:
-            nonlocal has_run
-            if has_run:
-                raise UnsupportedError(
-                    f"{type(self.optimizer).__name__} runs its closure more than once in a step, and decides by values"
-                    " of one rank's shards, which ranks that have joined do not know. Use an optimizer that runs it"
-                    " once, or give every rank the same number of batches."
-                )
-            has_run = True
-            with torch.enable_grad():
-                loss = closure()
-            self._send()
-            return loss
-
-        return closure_and_send
-
-    def _send(self) -> None:
+    def _send(self) -> AbstractContextManager[None]:
         states = [model.check() for model in self._sharded]
         found = {name: getattr(self.optimizer, name, None) for name in _SCALING}
         scaling = {name: float(value) for name, value in found.items() if value is not None}
         self._scales = bool(scaling)
-        self.announce_open("step", (self._options(), states, scaling))
-        self._stepping.enter_context(self.server.own_collectives())  # until the step is over
+        self.announce_open("step", (group_options(self.optimizer), states, scaling))
+        return self.server.own_collectives()
 
     def _after_step(self, *_: Any) -> None:
-        self._stepping.close()
         for model in self._sharded:
             if self.members.announces or not model.at_top:
                 model.contents.remember()
@@ -117,28 +86,23 @@ class ShardedStepPart(Part):
     def _say_options(self) -> None:
         """Tell joined ranks the hyperparameters, for a step inside of the next reduction."""
         if any(_compat.steps_in_backward(p) for group in self.optimizer.param_groups for p in group["params"]):
-            self.announce("options", self._options())
+            self.announce("options", group_options(self.optimizer))
 
     def before_all_ranks(self) -> None:
-        self.announce("options", self._options())
-
-    def _options(self) -> Options:
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.announce("options", group_options(self.optimizer))
 
     # ------------------------------------------------------------ on a joined rank
 
     def answer(self, kind: str, payload: Any) -> None:
         if kind == "options":
-            self._take(payload)
+            take_group_options(self.optimizer, payload)
             return
         options, states, scaling = payload
-        self._take(options)
+        take_group_options(self.optimizer, options)
         for model, runs in zip(self._sharded, states, strict=True):
             model.take(runs)
         with self._scaled(scaling):
             self.optimizer.step()
-        for model in self._sharded if scaling else ():
-            model.remember()
 
     @contextmanager
     def _scaled(self, scaling: dict[str, float]) -> Iterator[None]:
@@ -151,13 +115,9 @@ class ShardedStepPart(Part):
             for name in given:
                 delattr(self.optimizer, name)
 
-    def _take(self, options: Options) -> None:
-        for group, values in zip(self.optimizer.param_groups, options, strict=True):
-            take_hyperparameters(group, values)
-
     def closing_message(self) -> Options:
-        return self._options()
+        return group_options(self.optimizer)
 
     def close(self, message: Options, source: int) -> None:
         if self.members.rank != source:
-            self._take(message)
+            take_group_options(self.optimizer, message)

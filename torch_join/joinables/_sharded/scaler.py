@@ -74,7 +74,6 @@ class ShardedScalerPart(Part):
         self._scaler.scale(self._a_scalar())  # makes its tensors, if it has none yet
         self._scaler._scale.fill_(scale)
         self._own[kind](self._steppers[place])
-        self._remember()
 
     def _a_scalar(self) -> Any:
         parameter = next(p for group in self._steppers[0].param_groups for p in group["params"])
