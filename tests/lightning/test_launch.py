@@ -35,11 +35,13 @@ ROOT = Path(__file__).parents[2]
         "ddp_join_fork",
         "ddp_join_notebook_find_unused_parameters_false",
         "ddp_spawn",  # with a JoinCallback
+        "fsdp_join_spawn",  # and the weights come back whole
+        "fsdp_join_fork",
     ],
 )
 def test_processes_that_lightning_starts_train_exactly(strategy: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.launched", strategy],
+        [sys.executable, "-m", f"tests.support.launched{'_sharded' * strategy.startswith('fsdp')}", strategy],
         cwd=ROOT,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -336,13 +336,20 @@ def result_of(trainer: pl.Trainer, module: Module) -> Result:
         parameters=[p.detach().clone() for p in module.net.parameters()],
         buffers=[b.detach().clone() for b in module.net.buffers()],
         optimizer=optimizer_state(trainer),
-        lr=trainer.optimizers[0].param_groups[0]["lr"],
-        trained=module.trained,
-        global_step=trainer.global_step,
-        epoch=trainer.current_epoch,
-        batches=trainer.num_training_batches,
-        metrics={name: value.clone() for name, value in trainer.callback_metrics.items()},
+        **progress_of(trainer, module),
     )
+
+
+def progress_of(trainer: pl.Trainer, module: Module) -> dict[str, Any]:
+    """The part of a result that no rank holds a share of only."""
+    return {
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "trained": module.trained,
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "batches": trainer.num_training_batches,
+        "metrics": {name: value.clone() for name, value in trainer.callback_metrics.items()},
+    }
 
 
 def optimizer_state(trainer: pl.Trainer) -> Any:

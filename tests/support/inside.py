@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_join._base import compat_metrics as _compat_metrics
@@ -78,8 +78,15 @@ def who_answers(channel: StoreChannel) -> list[int]:
     return list(channel._presence.call(lambda _: False))
 
 
-def keys_to_delete(channel: StoreChannel) -> deque[str]:
-    return channel._read
+def keys_at_rest(channel: StoreChannel) -> int:
+    """How many keys there are once all ranks, which all call this, have deleted what they are going to."""
+    dist.barrier()
+    while channel._read:  # another thread deletes
+        time.sleep(0.01)
+    dist.barrier()
+    count = channel._store.num_keys()
+    dist.barrier()
+    return count
 
 
 def forget_failure(channel: StoreChannel) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_join import FSDPJoinStrategy, ModelParallelJoinStrategy
-from tests.support.cases import Case, Module, Result, build_trainer
+from tests.support.cases import Case, Module, Result, build_trainer, progress_of
 
 KINDS = ("fsdp", "model_parallel")
 _wrap = FullyShardedDataParallel.__init__
@@ -125,12 +125,7 @@ def result_of(trainer: Any, module: Module) -> Result:
         parameters=[state[name] for name, _ in _unwrapped(module)],
         buffers=[],
         optimizer={},
-        lr=trainer.optimizers[0].param_groups[0]["lr"],
-        trained=module.trained,
-        global_step=trainer.global_step,
-        epoch=trainer.current_epoch,
-        batches=trainer.num_training_batches,
-        metrics={name: value.clone() for name, value in trainer.callback_metrics.items()},
+        **progress_of(trainer, module),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.inside import keys_to_delete, store_of
+from tests.support.inside import keys_at_rest, store_of
 from tests.support.workers import Workers, connect
 from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
 from torch_join._control.channel import Beat
@@ -77,12 +77,7 @@ def count_keys(rank: int) -> list[int]:
         channel.beat(notice={"x": 1} if step % 3 == 0 else None)
         channel.gather(None)
         if step in (10, 99):
-            dist.barrier()
-            while keys_to_delete(channel):  # another thread deletes
-                time.sleep(0.01)
-            dist.barrier()
-            counts.append(store_of(channel).num_keys())
-            dist.barrier()
+            counts.append(keys_at_rest(channel))
     return counts
 
 

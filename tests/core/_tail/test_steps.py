@@ -1,14 +1,12 @@
 """Loops that a framework runs: what their steps leave behind."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import keys_to_delete, store_of
+from tests.support.inside import keys_at_rest
 from tests.support.workers import Workers
 from torch_join._control.rendezvous import open_channel
 from torch_join._control.store_channel import StoreChannel
@@ -39,12 +37,7 @@ def count_keys(rank: int) -> tuple[list[bool], list[int]]:
             join.backward(loss.backward)
         join.advance(STEPS if step == STEPS - 2 and rank else None, int(step + 1 < length))
         if step in (10, STEPS - 2):
-            dist.barrier()
-            while keys_to_delete(channel):  # another thread deletes
-                time.sleep(0.01)
-            dist.barrier()
-            counts.append(store_of(channel).num_keys())
-            dist.barrier()
+            counts.append(keys_at_rest(channel))
     dist.barrier()  # all have read what closing deletes
     driver.close()
     channel.close()
