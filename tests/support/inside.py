@@ -26,6 +26,7 @@ from torch_join._handover import replicas as _replicas
 from torch_join._handover import transfer as _transfer
 from torch_join._handover.state import Capture
 from torch_join._tail import nesting as _nesting
+from torch_join.joinables._sharded import model as _sharded_model
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.model import ModelPart
 
@@ -43,6 +44,7 @@ entered_joins, asked_at_exit = _nesting._entered, _quiesce._asked
 FULL_PLACE = (_beats, "_FULL")
 TILES_PLACE = (_digest, "_tiles")
 PLACES_PLACE = (_optimizers, "_places")
+DELETES_AFTER_PLACE = (_sharded_model, "_MANY")
 SET_TRAINING_PLACE = (_replicas, "_set_training")
 QUIESCE_PLACE = (_quiesce, "_quiesce")
 

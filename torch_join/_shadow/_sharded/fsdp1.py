@@ -52,11 +52,14 @@ class FlatParamUnit:
         """See `Unit`."""
         return bool(self._fsdp._sync_gradients)
 
-    @property
-    def reach(self) -> tuple[int, int]:
+    def reach(self, record: Gather | Reduction | None) -> int:
         """See `Unit`."""
-        size, between = self._handle.world_size, getattr(self._fsdp, "_inter_node_pg", None)
-        return size, size * (1 if between is None else between.size())
+        reduces = isinstance(record, Reduction)
+        if record is None or (reduces and self._fsdp._comm_hook is not None):  # which may leave ranks out
+            return 1
+        between = getattr(self._fsdp, "_inter_node_pg", None) if reduces else None
+        size: int = self._handle.world_size * (1 if between is None else between.size())
+        return size
 
     @property
     def has_unsynced(self) -> bool:

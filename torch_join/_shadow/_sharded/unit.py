@@ -93,9 +93,8 @@ class Unit(Protocol):
     def is_bypassed(self) -> bool:
         """Whether somebody has put other gradients in the place of those that this unit knows."""
 
-    @property
-    def reach(self) -> tuple[int, int]:
-        """How many ranks come together in a gather, and in a reduction over all replicas."""
+    def reach(self, record: Gather | Reduction | None) -> int:
+        """How many ranks have surely come to what is announced so, once this rank has done it."""
 
     @property
     def has_unsynced(self) -> bool:

@@ -131,10 +131,7 @@ class Following:
         if not 0 <= index < len(self.units):
             raise foreign("a record of a sharded model", f"unit {index} of {len(self.units)}")
         unit = self.units[index]
-        together, with_replicas = unit.reach
-        if kind == "reduce" and rest.all_reduces:
-            together = with_replicas
-        self.met = kind != "reshard" and together == self._part.members.world_size
+        self.met = unit.reach(rest) == self._part.members.world_size
         if kind == "gather":
             unit.gather(rest)
         elif kind == "reduce":
