@@ -1,6 +1,7 @@
 """A unit of `fully_shard`: an `FSDPParamGroup`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -123,33 +124,26 @@ class ParamGroupUnit:
         def reducing(*args: Any) -> None:
             observer.before_backward()
             used = self._used()
-            if not any(used):
-                post_backward(*args)
-                return
-            self._reducing = True
+            reduction = Reduction(used, bool(group.all_reduce_grads), bool(group.reshard_after_backward))
+            self._reducing = any(used)
             try:
-                reduction = Reduction(used, bool(group.all_reduce_grads), bool(group.reshard_after_backward))
-                with observer.around(index, "reduce", reduction):
+                with observer.around(index, "reduce", reduction) if self._reducing else nullcontext():
                     post_backward(*args)
             finally:
                 self._reducing = False
 
         def resharding() -> None:
-            if self._others_differ and not group.is_sharded and not self._reducing:
-                with observer.around(index, "reshard", None):
-                    to_sharded()
-            else:
+            tells = self._others_differ and not group.is_sharded and not self._reducing
+            with observer.around(index, "reshard", None) if tells else nullcontext():
                 to_sharded()
             self._others_differ = self._others_differ and self._is_pending
 
         def finalizing() -> None:
             # FSDP throws away what was prefetched for a module that did not run; joined ranks hold it.
-            if self._others_differ and self._is_pending:
-                with observer.around(index, "reshard", None):
-                    finalize()
-                self._others_differ = False
-            else:
+            tells = self._others_differ and self._is_pending
+            with observer.around(index, "reshard", None) if tells else nullcontext():
                 finalize()
+            self._others_differ = self._others_differ and not tells
 
         def recording() -> None:
             # The next backward gathers ahead in the order recorded since the last one. Of evaluation, in which ranks
@@ -157,14 +151,15 @@ class ParamGroupUnit:
             if torch.is_grad_enabled():
                 record()
 
-        group._all_gather_comm = _AnnouncedGather(comm, gathering)
-        group.pre_backward, group.post_backward, group._to_sharded = beginning, reducing, resharding
-        group.finalize_backward, group._record_post_forward = finalizing, recording
+        gather = _AnnouncedGather(comm, group.unshard, gathering)
+        replaced = {"unshard": gather.unshard, "pre_backward": beginning, "post_backward": reducing}
+        replaced |= {"_to_sharded": resharding, "finalize_backward": finalizing, "_record_post_forward": recording}
+        vars(group).update(replaced, _all_gather_comm=gather)
 
         def undo() -> None:
             group._all_gather_comm = comm
-            del group.pre_backward, group.post_backward, group._to_sharded
-            del group.finalize_backward, group._record_post_forward
+            for name in replaced:
+                delattr(group, name)
 
         return undo
 
@@ -273,26 +268,30 @@ class ParamGroupUnit:
             vars(group).update(before)
         group._training_state = _compat.TrainingState.IDLE
         group.finalize_backward()
-        context = group.comm_ctx
-        for state in context.reduce_scatter_states:
+        states = group.comm_ctx.reduce_scatter_states
+        for state in states:
             if state.event is not None:
                 group.device_handle.current_stream().wait_event(state.event)
-        context.reduce_scatter_states.clear()
+        states.clear()
 
 
 class _AnnouncedGather:
-    """FSDP's own way to gather, with something around each."""
+    """FSDP's own way to gather, with something around each, from when it is certain: what is copied takes time."""
 
-    def __init__(self, inner: Any, around: Callable[[], Any]) -> None:
-        self._inner = inner
-        self._around = around
+    def __init__(self, inner: Any, unshard: Callable[..., None], around: Callable[[], Any]) -> None:
+        self._inner, self._unshard, self._around = inner, unshard, around
+        self._open = ExitStack()
+
+    def unshard(self, *args: Any, **kwargs: Any) -> None:
+        with self._open:
+            self._unshard(*args, **kwargs)
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        self._open.enter_context(self._around())
         return self._inner.allocate(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._around():
-            return self._inner(*args, **kwargs)
+        return self._inner(*args, **kwargs)
 
 
 def _has_own(param: Any) -> bool:

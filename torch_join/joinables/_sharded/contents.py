@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError
-from torch_join._handover.digest import checksums
+from torch_join._handover.digest import joint_checksums
 
 
 class Contents:
@@ -39,15 +39,14 @@ class Contents:
         Raises:
             JoinError: They have changed.
         """
-        if self._sums is None or self._sums == (now := self._read()):
+        if self._sums is None or self._sums == self._read():
             return
-        where = next((i for i, (was, value) in enumerate(zip(self._sums, now, strict=False)) if was != value), 0)
         raise JoinError(
-            f"The sharded parameters were changed outside of the optimizer's step (parameter {where} of this rank's"
-            f" shards: clipping or projecting weights, loading a state, an optimizer that was not given to Join), while"
-            f" ranks {list(joined)} have joined: they own a part of these parameters and cannot know of it. Do it after"
-            " the loop, or give Join the optimizer that does it."
+            "The sharded parameters were changed outside of the optimizer's step (clipping or projecting weights,"
+            f" loading a state, an optimizer that was not given to Join), while ranks {list(joined)} have joined: they"
+            " own a part of these parameters and cannot know of it. Do it after the loop, or give Join the optimizer"
+            " that does it."
         )
 
     def _read(self) -> list[int]:
-        return checksums([_compat.local_part(parameter).detach() for parameter in self._parameters()])
+        return joint_checksums([_compat.local_part(parameter).detach() for parameter in self._parameters()])
