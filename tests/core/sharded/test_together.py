@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.inside import DELETES_AFTER_PLACE
 from tests.support.sharded import EPOCHS, TOLERANCE, Recipe, weights
 from tests.support.sharding import LIMIT, PATIENCE, full_state, shard
 from tests.support.workers import Workers
@@ -119,3 +121,38 @@ def test_several_models(
         for mine, theirs in zip(states, wanted, strict=True):
             for name, value in theirs.items():
                 assert float((mine[name] - value).abs().max()) <= TOLERANCE, name
+
+
+def distil(teacher: Any, pupil: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    with torch.no_grad():
+        wanted = teacher(batch[0])
+    return functional.mse_loss(pupil(batch[0]), wanted)
+
+
+def train_pupil(rank: int, api: str) -> dict[str, Tensor]:
+    teacher, _, pupil = nets()
+    teacher.requires_grad_(False)
+    teacher, pupil = (shard(model, Recipe(api=api)) for model in (teacher, pupil))
+    optimizer = torch.optim.Adagrad(pupil.parameters(), lr=0.1)
+    with mock.patch.object(*DELETES_AFTER_PLACE, 0), Join([teacher, pupil, optimizer], timeout=LIMIT) as join:
+        for batch in join.batches(BATCHES.batches(0, rank)):
+            optimizer.zero_grad()
+            distil(teacher, pupil, batch).backward()
+            optimizer.step()
+    return full_state(pupil)
+
+
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_a_model_that_does_not_train(workers: Workers, api: str) -> None:
+    teacher, _, pupil = nets()
+    optimizer = torch.optim.Adagrad(pupil.parameters(), lr=0.1)
+    data = [BATCHES.batches(0, rank) for rank in range(3)]
+    for number in range(5):
+        optimizer.zero_grad()
+        for mine in data:
+            if number < len(mine):
+                (distil(teacher, pupil, mine[number]) / 3).backward()
+        optimizer.step()
+    for state in workers.run(3, train_pupil, api, **PATIENCE):
+        for name, value in pupil.state_dict().items():
+            assert float((state[name] - value).abs().max()) <= TOLERANCE, name

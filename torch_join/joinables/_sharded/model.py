@@ -221,7 +221,7 @@ class ShardedModelPart(Part):
         if self._answered < _MANY or kind not in ("gather", "reduce") or not self.following.met:
             return False
         self._answered = 0
-        _compat.wait_for_device(self.following.parameters[0].device.type)
+        _compat.wait_for_device(self.following.units[0].registered[0].device.type)
         return True
 
     def take(self, runs: Runs, ask: Callable[[], str] | None = None) -> None:
