@@ -139,7 +139,7 @@ class ShardedModelPart(Part):
             states = self.gradients.states()
             self.gradients.raise_if_changed(states, self.members.joined_ranks)
             self._others.leave(common_verdict(state.verdict for state in states), averages=syncs)
-            self.announce("gradients", (syncs, runs_of(states)))
+            self.announce("gradients", (syncs, runs_of(states)), hold=True)
             for announce in self.before_reductions:
                 announce()
         self.accumulates = not syncs
