@@ -96,7 +96,7 @@ class Gradients:
         now = _read(_compat.norms([_dense(g) for g in gradients]))
         before = _read(self._norms)
         found = [self._state(*each) for each in zip(gradients, self._known, now, before, strict=True)]
-        if any(state.verdict == UNKNOWN for state in found):
+        if any(state.verdict == UNKNOWN for state in found) or any(len(_parameters(p)) > 1 for p in self.parameters):
             found = self._decide(found)
         return found
 
@@ -113,7 +113,7 @@ class Gradients:
         return State(KEPT if _same(norm, before) else CHANGED, FULL)
 
     def _decide(self, found: list[State]) -> list[State]:
-        """Replace `UNKNOWN` where there is evidence elsewhere."""
+        """Replace `UNKNOWN` where there is evidence elsewhere; a gradient of several may be cleared in part."""
         called: dict[int, bool] = {}  # a parameter may have several that clear it
         for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True):
             if each.calls > calls or each.clears_each_step(*begin):
@@ -125,7 +125,9 @@ class Gradients:
         for parameter, state in zip(self.parameters, found, strict=True):
             verdict = state.verdict
             calls_of = [called[id(p)] for p in _parameters(parameter) if id(p) in called]
-            if verdict == UNKNOWN and calls_of:
+            if verdict != UNKNOWN and 0 < sum(calls_of) < len(_parameters(parameter)):
+                verdict = CHANGED  # a rank's shard may hold nothing of those
+            elif verdict == UNKNOWN and calls_of:
                 verdict = CLEARED if any(calls_of) else KEPT
             elif verdict == UNKNOWN and (kept or cleared):
                 # What is zero was there when others were cleared. What is not there may be part of an accumulation.
