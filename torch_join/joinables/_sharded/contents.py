@@ -18,7 +18,7 @@ class Contents:
 
     def __init__(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
         self._parameters = parameters
-        self._sums: list[int] | None = None
+        self._sums: dict[int, int] | None = None  # by `id`: what is frozen or unfrozen since is not compared
 
     @property
     def known(self) -> bool:
@@ -39,9 +39,11 @@ class Contents:
         Raises:
             JoinError: They have changed.
         """
-        if self._sums is None or self._sums == (now := self._read()):
+        before = self._sums or {}
+        now = self._read() if before else {}
+        where = next((i for i, (key, value) in enumerate(now.items()) if before.get(key, value) != value), None)
+        if where is None:
             return
-        where = next((i for i, (was, value) in enumerate(zip(self._sums, now, strict=False)) if was != value), 0)
         raise JoinError(
             f"The sharded parameters were changed outside of the optimizer's step (parameter {where} of this rank's"
             f" shards: clipping or projecting weights, loading a state, an optimizer that was not given to Join), while"
@@ -49,5 +51,7 @@ class Contents:
             " the loop, or give Join the optimizer that does it."
         )
 
-    def _read(self) -> list[int]:
-        return checksums([_compat.local_part(parameter).detach() for parameter in self._parameters()])
+    def _read(self) -> dict[int, int]:
+        parameters = self._parameters()
+        sums = checksums([_compat.local_part(parameter).detach() for parameter in parameters])
+        return dict(zip(map(id, parameters), sums, strict=True))
