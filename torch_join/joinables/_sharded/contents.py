@@ -1,6 +1,6 @@
 """Whether the active ranks change a sharded model's parameters in a way that no joined rank hears of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -25,9 +25,9 @@ class Contents:
         """Whether there is something to compare with."""
         return self._sums is not None
 
-    def remember(self) -> None:
-        """Note what they are now."""
-        self._sums = self._read()
+    def remember(self, only: Collection[int] | None = None) -> None:
+        """Note what they are now; of some, by `id`, if the others are known."""
+        self._sums = self._read() if only is None or self._sums is None else self._sums | self._read(only)
 
     def forget(self) -> None:
         """Compare no more."""
@@ -51,7 +51,7 @@ class Contents:
             " the loop, or give Join the optimizer that does it."
         )
 
-    def _read(self) -> dict[int, int]:
-        parameters = self._parameters()
+    def _read(self, only: Collection[int] | None = None) -> dict[int, int]:
+        parameters = [p for p in self._parameters() if only is None or id(p) in only]
         sums = checksums([_compat.local_part(parameter).detach() for parameter in parameters])
         return dict(zip(map(id, parameters), sums, strict=True))
