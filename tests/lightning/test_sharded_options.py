@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -94,6 +95,31 @@ def test_two_dimensions(workers: Workers) -> None:
     assert_exact(case, [results[0], results[2]])
     for result in results:
         assert difference(result.parameters, results[0].parameters) == 0
+
+
+class Hybrid(ShardedModule):
+    def configure_model(self) -> None:
+        if self.trainer.strategy.strategy_name.startswith("model_parallel"):  # type: ignore[attr-defined]
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+            fully_shard(self.net.first, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+
+def fit_hybrid(rank: int, kind: str, cases: list[Case]) -> list[Result]:
+    options: dict[str, Any] = {}
+    if kind == "fsdp":
+        options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": init_device_mesh("cpu", (2, 2))}
+    return [sharded.fit(rank, kind, case, Hybrid, strategy=build_strategy(kind, case, **options)) for case in cases]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_of_shards(workers: Workers, kind: str) -> None:
+    cases = [
+        Case((2, 5, 0, 4), scheduler="step"),
+        Case((5, 2, 4, 0), optimizer="adamw", weighting="samples", ragged=True, accumulate=2),
+    ]
+    for case, *results in zip(cases, *workers.run(4, fit_hybrid, kind, cases, deadline=180), strict=True):
+        assert_exact(case, results)
 
 
 def fit_plain(rank: int, kind: str, case: Case) -> tuple[Result, Any]:

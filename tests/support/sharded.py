@@ -90,6 +90,10 @@ class Recipe:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if self.optimizer == "sgd":
             return torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.01)
+        if self.optimizer == "rmsprop":
+            return torch.optim.RMSprop(trained, lr=0.01, momentum=0.5, centered=True)
+        if self.optimizer == "adagrad":
+            return torch.optim.Adagrad(trained, lr=0.05)
         return torch.optim.AdamW(trained, lr=0.02)
 
     def make_scheduler(self, optimizer: Any) -> Any:

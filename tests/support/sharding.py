@@ -67,7 +67,7 @@ def _shard(net: Net, options: dict[str, Any]) -> Any:
         model.set_reduce_scatter_unused_params(True)
     if options.get("compiled"):
         for block in blocks:
-            block.compile(backend="aot_eager")
+            block.compile(backend=options["compiled"])
     return model
 
 
@@ -84,6 +84,9 @@ def _wrap(net: Net, options: dict[str, Any]) -> Any:
         known["backward_prefetch"] = BackwardPrefetch[options["prefetch"]] if options["prefetch"] else None
     if options.get("offload"):
         known["cpu_offload"] = CPUOffload(True)
+    if options.get("compiled"):
+        for block in net.blocks:
+            block.compile(backend=options["compiled"])
     return FSDP(net, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({Block}), **known)
 
 

@@ -117,6 +117,11 @@ def norms(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else next(found) for tensor in tensors]
 
 
+def total(tensor: Tensor) -> Tensor:
+    """Return the sum of what is in a tensor, a real number."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum()
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: of a `DTensor` its shard."""
     if type(tensor) is Tensor:

@@ -15,7 +15,7 @@ from torch_join._base.tree import Keep, Nested, Pickled, Slot
 _WORD = 8  # bytes
 _TILE = 2**17  # words that are weighed one by one, as a core's cache holds; tiles have weights of their own
 _TILES = 32  # at once, to keep an accelerator busy
-_SMALL = 2**17  # bytes, up to which a copy costs less than the operations on one more tensor
+_SMALL, _TOGETHER = 2**17, 32  # up to so many bytes, so many tensors are copied together
 _ALIKE = 1.5e-5  # what stands for NaN where all NaN count as one
 
 
@@ -77,18 +77,6 @@ def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
     return _read(_sums(tensors, exact))
 
 
-def joint_checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return numbers by the bytes of all tensors together: quicker than `checksums` where many are small."""
-    small: dict[torch.device, list[Tensor]] = defaultdict(list)
-    large = []
-    for tensor in tensors:
-        if tensor.numel() * tensor.element_size() > _SMALL:
-            large.append(tensor)
-        else:
-            small[tensor.device].append(raw_bytes(tensor))
-    return checksums([*map(torch.cat, small.values()), *large])
-
-
 def _sums(tensors: Sequence[Tensor], exact: bool) -> list[tuple[list[int], Tensor]]:
     """Return the checksums on each device, and the places of those tensors."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
@@ -96,13 +84,30 @@ def _sums(tensors: Sequence[Tensor], exact: bool) -> list[tuple[list[int], Tenso
         by_device[tensor.device].append(index)
     found = []
     for device, indices in by_device.items():
-        largest = max(tensors[index].numel() * tensors[index].element_size() for index in indices) // _WORD + 1
+        largest = max(_bytes(tensors[index]) for index in indices) // _WORD + 1
         weights = _weights(0, min(_TILE, largest), device)
         scratch = weights.new_empty(min(_tiles(device) * _TILE, largest))
+        small = [index for index in indices if exact and _bytes(tensors[index]) <= _SMALL]
+        sums: dict[int, Tensor] = {}
+        for some in (small[first : first + _TOGETHER] for first in range(0, len(small), _TOGETHER)):
+            sums.update(zip(some, _small_sums([tensors[index] for index in some], weights), strict=True))
+        for index in (index for index in indices if index not in sums):
+            sums[index] = _weighted_sum(tensors[index], weights, scratch, exact)
         # One transfer for each device, not one for each tensor.
-        values = torch.stack([_weighted_sum(tensors[index], weights, scratch, exact) for index in indices])
-        found.append((indices, values))
+        found.append((list(sums), torch.stack([*sums.values()])))
     return found
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _small_sums(tensors: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
+    """As `_weighted_sum`, of all in few operations: of small tensors each takes longer than what it computes."""
+    words = [_words(raw_bytes(tensor)) for tensor in tensors]
+    counts = [each.numel() for each in words]
+    weighted = _mixed(torch.cat(words)).mul_(torch.cat([weights[:count] for count in counts]))
+    return [part.sum() for part in torch.split(weighted, counts)]
 
 
 def _read(sums: Sequence[tuple[list[int], Tensor]]) -> list[int]:
@@ -131,14 +136,17 @@ def _tiles(device: torch.device) -> int:
 def _tile_sums(piece: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
     if not exact and piece.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         piece = torch.nan_to_num(piece, _ALIKE, torch.inf, -torch.inf).add_(0.0)
-    data = piece.view(torch.uint8)
+    words = _words(piece.view(torch.uint8))
+    tile = min(words.numel(), _TILE)
+    return _mixed(words, scratch[: words.numel()]).view(-1, tile).mul_(weights[:tile]).sum(1)
+
+
+def _words(data: Tensor) -> Tensor:
     if data.storage_offset() % _WORD or data.numel() % _WORD:
         padded = torch.zeros(-(-data.numel() // _WORD) * _WORD, dtype=torch.uint8, device=data.device)
         padded[: data.numel()] = data
         data = padded
-    words = data.view(torch.int64)
-    tile = min(words.numel(), _TILE)
-    return _mixed(words, scratch[: words.numel()]).view(-1, tile).mul_(weights[:tile]).sum(1)
+    return data.view(torch.int64)
 
 
 def _mixed(words: Tensor, out: Tensor | None = None) -> Tensor:

@@ -38,7 +38,7 @@ CONTEXT = [
 PARAM = ["sharded_param", "_unsharded_param", "all_gather_outputs", "unsharded_accumulated_grad"]
 WRAPPER = [
     *("_handle", "_sync_gradients", "_is_root", "_device_handle", "_post_backward_stream", "_all_reduce_stream"),
-    *("cpu_offload", "training_state", "_exec_order_data"),
+    *("cpu_offload", "training_state", "_exec_order_data", "_comm_hook"),
 ]
 HANDLE = [
     *("_all_gather_flat_param", "reshard", "prepare_gradient_for_backward", "prepare_gradient_for_optim"),

@@ -12,6 +12,8 @@ BOTH = {
     "one epoch's rest": Recipe((5, 2)),
     "no batch": Recipe((0, 4)),
     "SGD": Recipe((5, 2), optimizer="sgd", scheduled=True),
+    "RMSprop": Recipe((2, 5), optimizer="rmsprop"),
+    "Adagrad": Recipe((0, 4), optimizer="adagrad", window=2, no_sync=True),
     "active": Recipe((2, 5), weighting="active", scheduled=True),
     "samples": Recipe((2, 5), weighting="samples", scheduled=True),
     "skipping": Recipe((2, 5), kind="skipping"),

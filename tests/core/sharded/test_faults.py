@@ -112,16 +112,17 @@ def test_a_rank_that_raises_is_named(workers: Workers, place: str, step: int, lo
     check_survivors(reports, fault, f"Rank 1: BrokenError: in {place}", within=TIMEOUT + GRACE)
 
 
+@pytest.mark.parametrize("loop", ["sized", "plain"], ids=["FSDP2", "FSDP1"])
 @pytest.mark.parametrize("victim", [2, 1], ids=["active", "joined"])
 @pytest.mark.parametrize("action", ["kill", pytest.param("stop", marks=pytest.mark.long)])  # waits for timeouts
 @pytest.mark.parametrize("place", PLACES)
-def test_a_rank_that_is_gone_is_named(workers: Workers, place: str, action: str, victim: int) -> None:
+def test_a_rank_that_is_gone_is_named(workers: Workers, place: str, action: str, victim: int, loop: str) -> None:
     # Rank 2 ends itself, or rank 1, which has joined and follows what it does.
-    fault = Fault(f"{action} in {place}", 2, 3, (5, 2, 5), victim=victim)
+    fault = Fault(f"{action} in {place}", 2, 3, (5, 2, 5), loop, victim=victim)
     if action == "stop":
         resuming = threading.Thread(target=resume, args=(workers.pid(victim), TIMEOUT + GRACE))
         resuming.start()
-    reports = end(workers, fault, do=train_sharded)
+    reports = end(workers, fault, "tcp", train_sharded)  # whoever is stopped may hold the lock of a file store
     if action == "stop":
         resuming.join()
     for rank, report in enumerate(reports):

@@ -135,6 +135,8 @@ class Wrong(Training):
                 p.grad.mul_(0.5)
             elif self.what == "grad.data":
                 p.grad.data.mul_(0.5)
+            elif self.what == "signs":
+                p.grad.data.neg_()
             elif self.what == "another grad":
                 p.grad = p.grad * 0.5
             elif self.what == "no grad" and p is held[1]:
@@ -170,6 +172,7 @@ DOINGS = {
     "grad, locally": GRADIENT,
     "grad": GRADIENT,
     "grad.data": GRADIENT,
+    "signs": GRADIENT,
     "another grad": GRADIENT,
     "no grad": GRADIENT,
     "clip by value": GRADIENT,
@@ -193,6 +196,30 @@ def test_what_is_done_in_the_tail(workers: Workers, what: str, lengths: tuple[in
         for outcome in workers.outcomes(2, do_wrong, api, what, lengths, **PATIENCE):
             with pytest.raises(RuntimeError, match=f"(?i)(?s){DOINGS[what]}"):
                 raise RuntimeError(f"{api}: {outcome.error}")
+
+
+class ScalesSome(Training):
+    """Scales what has six rows, of which the last of four ranks holds none."""
+
+    @torch.no_grad()
+    def update(self, epoch: int, step: int) -> None:
+        for p in self.model.parameters():
+            if p.shape[0] == 6:
+                p.grad.mul_(0.5)
+        super().update(epoch, step)
+
+
+def scale_some(rank: int) -> None:
+    training = ScalesSome(rank, Recipe((0, 0, 0, 5)))
+    with training.joined() as join:
+        for step, batch in enumerate(join.batches(training.recipe.batches(0, rank))):
+            training.step(0, step, batch)
+
+
+def test_gradients_of_which_the_active_rank_holds_nothing(workers: Workers) -> None:
+    for outcome in workers.outcomes(4, scale_some, **PATIENCE):
+        with pytest.raises(RuntimeError, match=GRADIENT):
+            raise RuntimeError(outcome.error)
 
 
 class ClipsFirst(Training):

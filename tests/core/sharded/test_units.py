@@ -1,6 +1,7 @@
 """Units that are gathered for nothing, that begin to train in the middle of a loop, and what a joined rank keeps."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -61,49 +62,86 @@ def test_a_record_stays_until_all_have_read_it(workers: Workers) -> None:
     assert len({*workers.run(4, train_with_one_who_reads_late, recipe, **PATIENCE)}) == 1
 
 
-class Unfreezing(Training):
-    """A block trains from the second step on."""
+# Whether a block trains from a step on; None: as before.
+FREEZES: dict[str, Callable[[int, int], bool | None]] = {
+    "unfreezes": lambda epoch, step: epoch > 0 or step > 0,
+    "unfreezes in the tail": lambda epoch, step: True if (epoch, step) == (0, 4) else None,
+    "freezes in the tail": lambda epoch, step: False if (epoch, step) == (0, 4) else None,
+    "toggles": lambda _, step: step % 2 == 0,
+}
 
-    def __init__(self, rank: int, recipe: Recipe) -> None:
+
+class Freezing(Training):
+    """The active ranks freeze and unfreeze a block, and change its mode alike."""
+
+    def __init__(self, rank: int, recipe: Recipe, how: str) -> None:
         super().__init__(rank, recipe)
-        self.model.blocks[1].requires_grad_(False)
+        self.how = how
+        self.set(self.model, how == "freezes in the tail")
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
 
+    def set(self, model: Any, trains: bool | None) -> None:
+        if trains is not None:
+            model.blocks[1].requires_grad_(trains).train(trains)
+
     def step(self, epoch: int, step: int, batch: Batch) -> None:
-        self.model.blocks[1].requires_grad_(epoch > 0 or step > 0)
+        self.set(self.model, FREEZES[self.how](epoch, step))
         super().step(epoch, step, batch)
 
 
-def train_unfreezing(rank: int, recipes: list[Recipe]) -> list[dict[str, Tensor]]:
-    return [Unfreezing(rank, recipe).run().state for recipe in recipes]
+def train_freezing(rank: int, recipe: Recipe, hows: list[str]) -> list[tuple[dict[str, Tensor], list[bool]]]:
+    found = []
+    for how in hows:
+        training = Freezing(rank, recipe, how)
+        state = training.run().state
+        block = training.model.blocks[1]
+        found.append((state, [block.training, *(p.requires_grad for p in block.parameters())]))
+    return found
 
 
-def reference_unfreezing(recipe: Recipe) -> dict[str, Tensor]:
+def reference_freezing(recipe: Recipe, how: str) -> dict[str, Tensor]:
     net = recipe.model()
+    net.blocks[1].requires_grad_(how == "freezes in the tail")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     for epoch in range(EPOCHS):
         data = [recipe.batches(epoch, rank) for rank in range(recipe.world_size)]
         for step in range(max(recipe.lengths)):
-            net.blocks[1].requires_grad_(epoch > 0 or step > 0)
+            if (trains := FREEZES[how](epoch, step)) is not None:
+                net.blocks[1].requires_grad_(trains)
             here = {rank: mine[step] for rank, mine in enumerate(data) if step < len(mine)}
             counts = weights(recipe.weighting, recipe.world_size, {rank: len(x) for rank, (x, _) in here.items()})
             optimizer.zero_grad()
             for rank, batch in here.items():
                 for loss in recipe.losses(net, batch, rank):
                     (counts[rank] * loss).backward()
+            if recipe.clip:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)
             optimizer.step()
     return net.state_dict()
 
 
-@pytest.mark.parametrize("weighting", ["world", "samples"])
-def test_a_block_that_is_unfrozen_in_the_loop(workers: Workers, weighting: str) -> None:
-    second = Recipe((6, 3), weighting=weighting)
-    first = second.but(api="fsdp1")
-    recipes = [second, second.but(clears="zero_grad to zero"), first, first.but(options={"original": False})]
-    for states in workers.run(2, train_unfreezing, recipes, **PATIENCE):
-        for recipe, mine in zip(recipes, states, strict=True):
-            wanted = reference_unfreezing(recipe)
-            assert max(float((mine[name] - wanted[name]).abs().max()) for name in wanted) <= recipe.tolerance, recipe
+SECOND = Recipe((6, 3))
+FROZEN = {
+    "FSDP2": SECOND,
+    "FSDP2 clip": SECOND.but(lengths=(0, 5, 2), weighting="samples", clip=0.3),
+    "FSDP2 to zero": SECOND.but(clears="zero_grad to zero"),
+    "FSDP1": SECOND.but(api="fsdp1", weighting="samples"),
+    "FSDP1 no batch": SECOND.but(lengths=(0, 5, 2), api="fsdp1"),
+    "FSDP1 flat": SECOND.but(api="fsdp1", options={"original": False}),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_block_that_is_frozen_and_unfrozen_in_the_loop(workers: Workers, name: str) -> None:
+    recipe = FROZEN[name]
+    hows = ["unfreezes"] if name == "FSDP1 flat" else [*FREEZES]
+    ranks = workers.run(recipe.world_size, train_freezing, recipe, hows, **PATIENCE)
+    for index, how in enumerate(hows):
+        wanted = reference_freezing(recipe, how)
+        for found in ranks:
+            state, flags = found[index]
+            assert max(float((state[key] - wanted[key]).abs().max()) for key in wanted) <= recipe.tolerance, how
+            assert flags == ranks[0][index][1], how
 
 
 def holds_gathered(rank: int) -> bool:

@@ -1,5 +1,6 @@
 """Optimizers that step in backward, tensor parallelism and compiled models."""
 
+import shutil
 from typing import Any
 
 import pytest
@@ -24,7 +25,10 @@ class InBackward(Training):
         self.each = [recipe.make_optimizer(iter([p])) for p in self.model.parameters()]
         self.schedulers = [recipe.make_scheduler(optimizer) for optimizer in self.each]
         for p, optimizer in zip(self.model.parameters(), self.each, strict=True):
-            p.register_post_accumulate_grad_hook(_stepping(optimizer))
+            if recipe.api == "fsdp1":  # as `_apply_optimizer_in_backward` does: FSDP steps it itself
+                p._in_backward_optimizers = [optimizer]
+            else:
+                p.register_post_accumulate_grad_hook(_stepping(optimizer))
 
     def joined(self) -> Join:
         return Join([self.model, *self.each, *filter(None, self.schedulers)], weighting=self.recipe.weighting)  # type: ignore[arg-type]
@@ -56,8 +60,11 @@ def train_in_backward(rank: int, recipe: Recipe) -> Trained:
         Recipe((2, 5), scheduled=True),
         Recipe((2, 0, 5), weighting="samples", scheduled=True, optimizer="sgd"),
         Recipe((5, 3), window=2, no_sync=True, kind="either"),
+        Recipe((2, 5), api="fsdp1", scheduled=True),
+        Recipe((2, 0, 5), api="fsdp1", weighting="samples", scheduled=True, optimizer="sgd"),
+        Recipe((5, 3), api="fsdp1", window=2, no_sync=True),
     ],
-    ids=["two", "three", "accumulating"],
+    ids=["two", "three", "accumulating", "FSDP1", "FSDP1 three", "FSDP1 accumulating"],
 )
 def test_optimizers_in_backward(workers: Workers, recipe: Recipe) -> None:
     wanted = reference(recipe)
@@ -95,6 +102,7 @@ def test_tensor_parallelism(workers: Workers) -> None:
         Recipe((5, 2), kind="of even width"),
         Recipe((0, 4), kind="of even width", weighting="active"),
         Recipe((2, 5), kind="of even width", weighting="samples", window=2, no_sync=True),
+        Recipe((0, 5), kind="of even width", window=3, optimizer="adamw"),
     ]
     found = workers.run(4, train_parallel, recipes, **PATIENCE)
     for index, recipe in enumerate(recipes):
@@ -129,12 +137,22 @@ def train_compiled(rank: int, recipe: Recipe) -> Trained:
     return Compiled(rank, recipe).run()
 
 
-def test_compiled_blocks(workers: Workers) -> None:
-    check(workers, {"blocks": Recipe((2, 5), options={"compiled": True})})
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_compiled_blocks(workers: Workers, api: str) -> None:
+    recipe = Recipe((2, 5), api=api, options={"compiled": "aot_eager"})
+    check(workers, {"blocks": recipe, "no batch": recipe.but(lengths=(0, 4), weighting="samples")})
 
 
-def test_a_compiled_model(workers: Workers) -> None:
-    recipe = Recipe((2, 5))
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ on CPUs")
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_blocks_compiled_by_inductor(workers: Workers, api: str) -> None:
+    recipe = Recipe((2, 5), api=api, options={"compiled": "inductor"})
+    check(workers, {"blocks": recipe, "no batch": recipe.but(lengths=(0, 4), weighting="samples")}, deadline=300.0)
+
+
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_a_compiled_model(workers: Workers, api: str) -> None:
+    recipe = Recipe((2, 5), api=api)
     wanted = reference(recipe)
     for rank, mine in enumerate(workers.run(2, train_compiled, recipe, **PATIENCE)):
         assert max(differences(mine, rank, wanted, recipe).values()) <= recipe.tolerance

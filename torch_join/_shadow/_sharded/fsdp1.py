@@ -32,8 +32,12 @@ class FlatParamUnit:
     @property
     def parameters(self) -> Sequence[Tensor]:
         """See `Unit`."""
+        return [p for p in self._originals if p.requires_grad]
+
+    @property
+    def _originals(self) -> Sequence[Tensor]:
         flat = self._handle.flat_param
-        return [p for p in (flat._params if self._handle._use_orig_params else [flat]) if p.requires_grad]
+        return flat._params if self._handle._use_orig_params else [flat]
 
     @property
     def holders(self) -> Sequence[Any]:
@@ -58,8 +62,7 @@ class FlatParamUnit:
         if record is None or (reduces and self._fsdp._comm_hook is not None):  # which may leave ranks out
             return 1
         between = getattr(self._fsdp, "_inter_node_pg", None) if reduces else None
-        size: int = self._handle.world_size * (1 if between is None else between.size())
-        return size
+        return int(self._handle.world_size * (1 if between is None else between.size()))
 
     @property
     def has_unsynced(self) -> bool:
@@ -113,8 +116,7 @@ class FlatParamUnit:
                 after = SHARD
             self._others_differ = after == WHOLE
             with observer.around(index, "gather", Gather(SHARD, after, phase.name, padded.dtype)):
-                whole: Tensor = gather(padded)
-                return whole
+                return gather(padded)  # type: ignore[no-any-return]
 
         def resharding(free: bool) -> None:
             # Joined ranks reshard in a reduction by themselves.
@@ -136,9 +138,9 @@ class FlatParamUnit:
             prepare()
 
         def reducing(run: Callable[[], Any]) -> Any:
-            flat = handle.flat_param
             observer.before_backward()
-            with observer.around(index, "reduce", Reduction([True], True, True, flat.grad.dtype)):
+            trained = [p.requires_grad for p in self._originals]
+            with observer.around(index, "reduce", Reduction(trained, True, True, handle.flat_param.grad.dtype)):
                 return run()
 
         handle._all_gather_flat_param, handle.reshard = gathering, resharding
@@ -199,6 +201,8 @@ class FlatParamUnit:
         self.reshard()
         runtime, fsdp, handle = _compat.runtime, self._fsdp, self._handle
         flat, sharded = handle.flat_param, handle.uses_sharded_strategy
+        for p, is_trained in zip(self._originals, reduction.used, strict=True):
+            p.requires_grad_(is_trained)  # FSDP makes gradients of these only
         handle._reset_flat_param_grad_info_if_needed()
         with torch.no_grad():
             self._give_gradient(reduction.dtype)
@@ -250,8 +254,7 @@ class FlatParamUnit:
                 # FSDP takes over what somebody has put in the place of its views before the next gather: too late to
                 # tell.
                 handle._writeback_orig_params()
-        gradient: Tensor | None = flat.grad
-        return gradient
+        return flat.grad  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -276,8 +279,7 @@ class FlatParamUnit:
         if not handle._use_orig_params or (gradient := self.grad) is None:
             return False
         here = gradient.untyped_storage().data_ptr()
-        views = zip(flat._params, flat._shard_param_infos, flat._is_grad_none_mask, strict=True)
-        for p, info, has_none in views:
+        for p, info, has_none in zip(flat._params, flat._shard_param_infos, flat._is_grad_none_mask, strict=True):
             if not p.requires_grad or not info.in_shard or has_none:
                 continue
             if p.grad is None:
@@ -295,5 +297,4 @@ class FlatParamUnit:
     @property
     def shape(self) -> torch.Size:
         """The shape of the shard."""
-        shape: torch.Size = self._handle.flat_param._local_shard.shape
-        return shape
+        return self._handle.flat_param._local_shard.shape  # type: ignore[no-any-return]

@@ -42,7 +42,7 @@ class Reduction(NamedTuple):
     """A reduction of a unit's gradients.
 
     Attributes:
-        used: Which of its parameters have one.
+        used: Which of its parameters have one; of a flat one, which of its parts are trained.
         all_reduces: Whether it is averaged over replicas too (hybrid sharding).
         reshards: Whether the parameters are resharded before it.
         dtype: Of what is reduced; `None` where the unit itself knows.

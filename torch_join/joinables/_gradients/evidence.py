@@ -4,7 +4,7 @@ A rank that has joined holds gradients too: the last average, or what it has acc
 these still count depends on what the active ranks do to theirs, and users clear gradients in ways that nobody
 announces: `zero_grad` either way, `p.grad = None`, `p.grad.data.zero_()`, another tensor in its place. So an active
 rank remembers, per parameter, the tensor (weakly: addresses are used again), its version, and after a backward
-without a sync its norm; later it tells from these what was cleared. After a sync the norm need not be known:
+without a sync its norm and sum; later it tells from these what was cleared. After a sync the norm need not be known:
 where a rank that has joined holds an average, and an active rank has nothing or zero in its place, it was cleared.
 
 Where nothing can be seen (no gradient before and now; zero before and now), the optimizer's `zero_grad` decides, if
@@ -25,6 +25,9 @@ from torch_join._handover.mirror import Known, is_known, known, versions
 from torch_join._shadow.zero_gradient import empty_sparse
 from torch_join.joinables._gradients.clears import Clears
 from torch_join.joinables._gradients.verdicts import CHANGED, CLEARED, FULL, KEPT, NONE, UNKNOWN, ZERO, State
+
+Measure = tuple[Tensor, Tensor] | None  # a gradient's 1-norm, and its sum: that alone tells a change of signs
+Values = tuple[float | None, float | None]
 
 
 class Gradients:
@@ -48,7 +51,7 @@ class Gradients:
         self._sparse = sparse
         self._views = views
         self._known: list[Known] = [None] * len(parameters)
-        self._norms: Sequence[Tensor | None] = [None] * len(parameters)  # of the same moment; None after a sync
+        self._measures: Sequence[Measure] = [None] * len(parameters)  # of the same moment; None after a sync
         self._clears = clears
         self._calls = [each.calls for each in clears]  # at that moment
         self.begin_loop()
@@ -65,17 +68,17 @@ class Gradients:
         """
         gradients = [p.grad for p in self.parameters]
         self._know(gradients)
-        self._norms = _compat.norms([_dense(g) for g in gradients]) if accumulates else [None] * len(gradients)
+        self._measures = _measure(gradients) if accumulates else [None] * len(gradients)
 
     def refresh(self) -> None:
-        """Remember what there is now, and of norms what is known: no gradient is read."""
+        """Remember what there is now, and of measures what is known: no gradient is read."""
         gradients = [p.grad for p in self.parameters]
-        norms = [
-            norm if is_known(gradient, before) else None
-            for gradient, before, norm in zip(gradients, self._known, self._norms, strict=True)
+        measures = [
+            measure if is_known(gradient, before) else None
+            for gradient, before, measure in zip(gradients, self._known, self._measures, strict=True)
         ]
         self._know(gradients)
-        self._norms = norms
+        self._measures = measures
 
     def rebind(self) -> None:
         """Take the gradients there are, if views, for those that were remembered: others, with the same contents."""
@@ -93,27 +96,29 @@ class Gradients:
     def states(self) -> list[State]:
         """Return what has become of each since then."""
         gradients = [p.grad for p in self.parameters]
-        now = _read(_compat.norms([_dense(g) for g in gradients]))
-        before = _read(self._norms)
+        now, before = _read_measures(_measure(gradients)), _read_measures(self._measures)
         found = [self._state(*each) for each in zip(gradients, self._known, now, before, strict=True)]
-        if any(state.verdict == UNKNOWN for state in found):
+        if any(state.content != FULL for state in found) or any(len(_parameters(p)) > 1 for p in self.parameters):
             found = self._decide(found)
         return found
 
-    def _state(self, gradient: Tensor | None, known: Any, norm: float | None, before: float | None) -> State:
-        if gradient is None or norm is None:
+    def _state(self, gradient: Tensor | None, known: Any, now: Values, values: Values) -> State:
+        (norm, total), (before, total_before) = now, values
+        if gradient is None or norm is None or total is None:
             return State(UNKNOWN if known is None else CLEARED, NONE)
         content = FULL if norm != 0 else ZERO
         if known is None or known[0]() is not gradient or (known[1] != versions(gradient) and not self._views):
-            return State(CHANGED if content == FULL else CLEARED, content)
+            # An empty shard does not show whether what other ranks hold is zero now: see `_decide`.
+            is_empty = gradient.numel() > 0 and not _compat.local_part(gradient).numel()
+            return State(CHANGED if content == FULL or is_empty else CLEARED, content)
         if before is None:  # an average, as ranks that have joined hold it too
             return State(KEPT, FULL, norm) if content == FULL else State(UNKNOWN, ZERO)
         if content == ZERO:
             return State(UNKNOWN if before == 0 else CLEARED, ZERO)
-        return State(KEPT if _same(norm, before) else CHANGED, FULL)
+        return State(KEPT if _same(norm, before) and _same(total, total_before) else CHANGED, FULL)
 
     def _decide(self, found: list[State]) -> list[State]:
-        """Replace `UNKNOWN` where there is evidence elsewhere."""
+        """Replace `UNKNOWN` where there is evidence elsewhere; a gradient of several may be cleared in part."""
         called: dict[int, bool] = {}  # a parameter may have several that clear it
         for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True):
             if each.calls > calls or each.clears_each_step(*begin):
@@ -125,7 +130,11 @@ class Gradients:
         for parameter, state in zip(self.parameters, found, strict=True):
             verdict = state.verdict
             calls_of = [called[id(p)] for p in _parameters(parameter) if id(p) in called]
-            if verdict == UNKNOWN and calls_of:
+            if verdict != UNKNOWN and 0 < sum(calls_of) < len(_parameters(parameter)):
+                verdict = CHANGED  # a rank's shard may hold nothing of those
+            elif verdict == CHANGED and state.content == ZERO and (any(calls_of) or (cleared and not kept)):
+                verdict = CLEARED
+            elif verdict == UNKNOWN and calls_of:
                 verdict = CLEARED if any(calls_of) else KEPT
             elif verdict == UNKNOWN and (kept or cleared):
                 # What is zero was there when others were cleared. What is not there may be part of an accumulation.
@@ -228,6 +237,17 @@ class Gradients:
             " zero_grad() of a given optimizer. Give Join the optimizer and call its zero_grad() at the begin of each"
             " accumulation, or run a backward in each of its steps."
         )
+
+
+def _measure(gradients: Sequence[Tensor | None]) -> list[Measure]:
+    dense = [_dense(gradient) for gradient in gradients]
+    found = zip(dense, _compat.norms(dense), strict=True)
+    return [None if one is None or norm is None else (norm, _compat.total(one)) for one, norm in found]
+
+
+def _read_measures(measures: Sequence[Measure]) -> list[Values]:
+    found = _read([value for measure in measures for value in measure or (None, None)])
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def _zeros(holder: Any) -> Tensor:

@@ -41,7 +41,8 @@ class ClippingPart(Part):
 
     @property
     def _parameters(self) -> list[Tensor]:
-        return [parameter for model in self._sharded for parameter in model.following.parameters]
+        # Also what is frozen: the active ranks may train what is frozen on a joined one, and the other way round.
+        return [parameter for model in self._sharded for parameter in model.gradients.parameters]
 
     def _is_even(self) -> bool:
         return self.members.serves or not self.server.in_tail

@@ -25,13 +25,15 @@ from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
 
 _MANY = 16
+# What has become of the gradients, the units' places, what is trained, and which modules are in training mode.
+Closing = tuple[Runs, list[tuple[int, int]], list[bool], list[bool]]
 
 
 class ShardedModelPart(Part):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
     kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "gradients": tuple[bool, Runs], "states": Runs}
-    closing: ClassVar[Any] = tuple[Runs, list[tuple[int, int]]]
+    closing: ClassVar[Any] = Closing
 
     is_model = True
 
@@ -243,13 +245,15 @@ class ShardedModelPart(Part):
 
     # ------------------------------------------------------------ at the end
 
-    def closing_message(self) -> tuple[Runs, list[tuple[int, int]]]:
+    def closing_message(self) -> Closing:
         self.contents.check(self.members.joined_ranks)
         self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
-        return runs_of(self.gradients.states()), self.following.places
+        trains = [parameter.requires_grad for parameter in self.model.parameters()]
+        modes = [module.training for module in self.model.modules()]
+        return runs_of(self.gradients.states()), self.following.places, trains, modes
 
-    def close(self, message: tuple[Runs, list[tuple[int, int]]], source: int) -> None:
-        runs, places = message
+    def close(self, message: Closing, source: int) -> None:
+        runs, places, trains, modes = message
         states = states_of(runs, len(self.gradients.parameters))
         if self.members.rank != source and not self.members.last_joiner:
             self._raise_if_unsynced()
@@ -258,5 +262,10 @@ class ShardedModelPart(Part):
         if self.members.rank != source:
             self.following.places = places
         self.following.settle()
+        # What the active ranks' code has set; here none has run.
+        for parameter, trained in zip(self.model.parameters(), trains, strict=True):
+            parameter.requires_grad_(trained)
+        for module, mode in zip(self.model.modules(), modes, strict=True):
+            module.training = mode
         self.forwards = self.synced = 0
         self.remember()

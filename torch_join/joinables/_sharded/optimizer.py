@@ -77,9 +77,10 @@ class ShardedStepPart(Part):
         return self.server.own_collectives()
 
     def _after_step(self, *_: Any) -> None:
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for model in self._sharded:
             if self.members.announces or not model.at_top:
-                model.contents.remember()
+                model.contents.remember(mine)  # each parameter may have an optimizer
                 if self._scales:  # in place
                     model.remember()
 
