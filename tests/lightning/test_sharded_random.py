@@ -16,11 +16,33 @@ from tests.support.workers import Workers
 
 FEW = range(12)
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
+FOUND = {
+    # A rank that had no batch when the others learned in which order to prefetch.
+    "prefetch, a rank without a batch": Recipe(
+        (0, 1, 3, 4), api="fsdp1", kind="unused", options={"prefetch": "BACKWARD_PRE"}
+    ),
+    # What an evaluation has prefetched for modules that did not run.
+    "prefetch, evaluation": Recipe(
+        (0, 3, 3), api="fsdp1", kind="skipping", evaluates="same with", options={"prefetch": "BACKWARD_PRE"}
+    ),
+    "prefetch, evaluation, fully_shard": Recipe(
+        (5, 0, 4), kind="skipping", evaluates="same with", options={"prefetch": True}
+    ),
+    # Which ranks were active in the tail of the epoch before.
+    "hybrid sharding, a second tail": Recipe((5, 5, 3, 6), options={"mesh": (2, 2)}),
+    # A stream that is shorter in the epoch after the checkpoint, in which torchdata looks for the place.
+    "a shorter stream": Recipe((0, 2), api="fsdp1", loop="iterable", framework={"saves": 2}),
+}
 
 
 def check(workers: Workers, recipe: Recipe, folder: Path) -> None:
     found = verdict(workers, recipe, train_by_lightning, recipe, str(folder))
     assert found.startswith(("right", "refused")), f"{recipe}\n{found}"
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(workers: Workers, name: str, tmp_path: Path) -> None:
+    check(workers, FOUND[name], tmp_path)
 
 
 @pytest.mark.parametrize("seed", FEW)
