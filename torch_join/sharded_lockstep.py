@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.steps import StepDriver
+from torch_join.joinables._sharded.following import Following
 from torch_join.joinables._sharded.lockstep import LockstepShardedPart
 
 
@@ -44,6 +45,20 @@ class ShardedLockstepJoin(Lockstep):
         make = partial(LockstepShardedPart, model=model)
         super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
         self._device = next(model.parameters()).device
+
+    def _known(self) -> list[int]:
+        return [number for place in self._following.places for number in place]
+
+    def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
+        # By the order of its first iteration FSDP1 prefetches, and only the ranks that had a batch there know it.
+        newest = max((each or [] for each in known), key=lambda each: each[1::2])
+        if newest != self._known():
+            self._following.places = list(zip(newest[::2], newest[1::2], strict=True))
+
+    @property
+    def _following(self) -> Following:
+        assert isinstance(self._model, LockstepShardedPart)
+        return self._model.following
 
     @contextmanager
     def active_step(self) -> Iterator[None]:

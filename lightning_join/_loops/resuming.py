@@ -15,7 +15,7 @@ from lightning_join._compat import FitLoop
 from lightning_join._protocol import strategy_of
 from lightning_join._reading.fetcher import Place, ReadAheadFetcher
 from lightning_join._reading.stateful import epochs_of
-from torch_join import UnsupportedError
+from torch_join import JoinError, UnsupportedError
 from torch_join.integration import name_ranks
 
 _KEY = "torch_join"
@@ -121,6 +121,7 @@ class ResumingFitLoop(FitLoop):
 
         Raises:
             UnsupportedError: On all ranks, if another number of ranks has written the checkpoint.
+            JoinError: The epoch has become shorter than what was trained of it.
 
         """
         trainer = self.trainer
@@ -135,7 +136,13 @@ class ResumingFitLoop(FitLoop):
         if place is not None and record["step"] and not resumes:
             self._end_epoch(fetcher, place)
             place = None
-        return fetcher.start(place)
+        try:
+            return fetcher.start(place)
+        except StopIteration as error:  # which would end the fit on this rank alone
+            raise JoinError(
+                "A train dataloader has come to its end before the place in the epoch at which the checkpoint was"
+                " written. In the epoch that is resumed it must yield the batches that it yielded then."
+            ) from error
 
     def _end_epoch(self, fetcher: ReadAheadFetcher, place: Place) -> None:
         # The state counts samples of the epoch before, which may have been longer.

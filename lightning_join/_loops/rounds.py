@@ -82,6 +82,7 @@ class Rounds:
         while active := self._active_ranks(has_batch=False):
             (follow or self.driver.follow)(active)
             self._steps += 1
+        self.driver.leave_tail()
         self.index, self._steps, self._ended = self.index + 1, 0, frozenset()
 
     def _active_ranks(self, has_batch: bool) -> tuple[int, ...]:

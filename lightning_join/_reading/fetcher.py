@@ -1,6 +1,7 @@
 """A data fetcher that reads ahead."""
 
 from collections import deque
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -68,6 +69,9 @@ class ReadAheadFetcher(DataFetcher):
 
         Returns:
             The number of batches that the loader claims to have, limits included, if it says one.
+
+        Raises:
+            StopIteration: The loader has come to its end before the place.
         """
         loader = self.combined_loader
         self.stateful = any(isinstance(part, _compat.Stateful) for part in loader.flattened)
@@ -115,8 +119,9 @@ class ReadAheadFetcher(DataFetcher):
         Their next iterator is then that of the epoch after it: a sampler's random generator goes on.
         """
         if not any(epoch is not None for epoch in place["epochs"]):  # else their next one is anyhow
-            self.start(place)
-            self.fill()
+            with suppress(StopIteration):  # it shows the new epoch already, which has fewer batches
+                self.start(place)
+                self.fill()
             self.reset()
 
     def _snapshot(self) -> Place:

@@ -32,6 +32,9 @@ def at_place(loader: CombinedLoader, place: dict[str, Any]) -> Iterator[None]:
     finally:
         for part in restarting:
             part.restart_on_stop_iteration = True
+        for part in loader.flattened:
+            if getattr(part, "next_iter_state", None) is not None:
+                part.next_iter_state = None  # else torchdata's, which ended before it, goes on from it next time too
 
 
 def epochs_of(loaders: Sequence[Any]) -> list[Any]:

@@ -60,6 +60,7 @@ class Sharded(Script):
     version: int = 2
     plugin: dict[str, Any] = field(default_factory=dict)  # options of Accelerate's plugin
     sync_each_batch: bool = False
+    sync_with_dataloader: bool = True
     mesh: dict[str, int] = field(default_factory=dict)  # sizes of Accelerate's `ParallelismConfig`
     evaluates: bool = False  # in a second loop of the same context
     dtype: torch.dtype = torch.float64
@@ -117,7 +118,11 @@ def sharding_accelerator(rank: int, script: Sharded, **kwargs: Any) -> Iterator[
         "cpu_ram_efficient_loading": False,
     }
     options |= {"use_orig_params": True} if script.version == 1 else {}
-    accumulation = GradientAccumulationPlugin(script.accumulate, sync_each_batch=script.sync_each_batch)
+    accumulation = GradientAccumulationPlugin(
+        script.accumulate,
+        sync_each_batch=script.sync_each_batch,
+        sync_with_dataloader=script.sync_with_dataloader,
+    )
     with warnings.catch_warnings(), fsdp_on_cpu():
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*|.*state_dict.*|.*TypedStorage.*")

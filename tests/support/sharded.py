@@ -1,7 +1,8 @@
 """One training of a sharded model, described once, and done by one plain process: what all combinations share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,15 @@ LOOSE = 2e-6  # of float32
 SIZE, EPOCHS = 6, 3
 Batch = tuple[Tensor, Tensor]
 Step = tuple[int, int]  # its epoch, and its number in it
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "plain": partial(torch.optim.SGD, lr=0.05),
+    "nesterov": partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.02),
+    "amsgrad": partial(torch.optim.Adam, lr=0.02, amsgrad=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05),
+}
 
 
 @dataclass(frozen=True)
@@ -28,8 +38,12 @@ class Recipe:
     kind: str = "mlp"
     weighting: str = "world"
     optimizer: str = "adamw"
+    optimizers: int = 1  # each of its share of the parameters
+    groups: int = 1  # of an optimizer, with rates of their own
     scheduled: bool = False
+    per_epoch: bool = False  # the scheduler steps
     clip: float = 0.0
+    clip_by: str = "norm"  # or "value"
     window: int = 1  # micro-batches of a step
     no_sync: bool = False
     cut: bool = False  # a window goes on in the next epoch
@@ -46,10 +60,16 @@ class Recipe:
     stops: int = 0  # the step at whose end all ranks break
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)  # of FSDP
+    framework: dict[str, Any] = field(default_factory=dict)  # what else Lightning or Accelerate is to do
 
     @property
     def world_size(self) -> int:
         return len(self.lengths)
+
+    @property
+    def team(self) -> int:
+        """How many ranks compute each batch together."""
+        return int(self.options.get("tensor", 1))
 
     @property
     def tolerance(self) -> float:
@@ -86,18 +106,23 @@ class Recipe:
         torch.manual_seed(1)
         return Net(self.kind).to(self.dtype)
 
-    def make_optimizer(self, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.01)
-        if self.optimizer == "rmsprop":
-            return torch.optim.RMSprop(trained, lr=0.01, momentum=0.5, centered=True)
-        if self.optimizer == "adagrad":
-            return torch.optim.Adagrad(trained, lr=0.05)
-        return torch.optim.AdamW(trained, lr=0.02)
+        make = OPTIMIZERS[self.optimizer]
+        rate = make.keywords["lr"]
+        shares = [trained[index :: self.groups] for index in range(self.groups)]
+        groups = [{"params": share, "lr": rate / (index + 1)} for index, share in enumerate(shares) if share]
+        found: torch.optim.Optimizer = make(groups)
+        return found
 
-    def make_scheduler(self, optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) if self.scheduled else None
+    def make_optimizers(self, parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return [self.make_optimizer(trained[index :: self.optimizers]) for index in range(self.optimizers)]
+
+    def make_scheduler(self, optimizer: Any, times: int = 1) -> Any:
+        """Return one that is stepped so many times where this should step once."""
+        every = 1 if self.per_epoch else 3
+        return torch.optim.lr_scheduler.StepLR(optimizer, every * times, 0.5) if self.scheduled else None
 
     def losses(self, model: Callable[[Tensor], Tensor], batch: Batch, rank: int) -> Iterator[Tensor]:
         """Yield what each backward of a step begins with."""
@@ -188,8 +213,8 @@ def weights(weighting: str, world_size: int, rows: dict[int, int]) -> dict[int, 
 def reference(recipe: Recipe) -> Trained:
     """Train in one process on the union of the batches."""
     net = recipe.model()
-    optimizer = recipe.make_optimizer(net.parameters())
-    scheduler = recipe.make_scheduler(optimizer)
+    optimizers = recipe.make_optimizers(net.parameters())
+    schedulers = [recipe.make_scheduler(optimizer) for optimizer in optimizers if recipe.scheduled]
     norms: dict[Step, float] = {}
     losses: dict[int, list[float]] = {}
     used: set[nn.Parameter] = set()
@@ -199,7 +224,7 @@ def reference(recipe: Recipe) -> Trained:
             here = {rank: mine[step] for rank, mine in enumerate(data) if step < len(mine)}
             counts = weights(recipe.weighting, recipe.world_size, {rank: len(x) for rank, (x, _) in here.items()})
             if recipe.begins_window(epoch, step):
-                optimizer.zero_grad()
+                net.zero_grad()
             for rank, batch in here.items():
                 for loss in recipe.losses(net, batch, rank):
                     (counts[rank] * loss).backward()
@@ -208,22 +233,26 @@ def reference(recipe: Recipe) -> Trained:
                 for p in used:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             if recipe.ends_window(epoch, step):
-                if recipe.clip:
+                if recipe.clip and recipe.clip_by == "value":
+                    nn.utils.clip_grad_value_(net.parameters(), recipe.clip)
+                elif recipe.clip:
                     norms[epoch, step] = float(nn.utils.clip_grad_norm_(net.parameters(), recipe.clip))
-                optimizer.step()
-                if scheduler is not None:
-                    scheduler.step()
+                for each in [*optimizers, *([] if recipe.per_epoch else schedulers)]:
+                    each.step()
+        for scheduler in schedulers if recipe.per_epoch else []:
+            scheduler.step()
         with torch.no_grad():
             scored = data if recipe.evaluates else []
             losses[epoch] = [sum(functional.mse_loss(net(x), y).item() for x, y in mine) for mine in scored]
     moments = {
         f"{name}.{key}": value
         for name, p in net.named_parameters()
+        for optimizer in optimizers
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, Tensor)
     }
     state = {name: value.detach() for name, value in net.state_dict().items()}
-    return Trained(state, moments, norms, losses, optimizer.param_groups[0]["lr"])
+    return Trained(state, moments, norms, losses, optimizers[0].param_groups[0]["lr"])
 
 
 def differences(mine: Trained, rank: int, wanted: Trained, recipe: Recipe) -> dict[str, float]:

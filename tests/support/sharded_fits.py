@@ -9,6 +9,7 @@ from unittest import mock
 import lightning.pytorch.strategies.fsdp as lightning_fsdp
 import torch
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -98,6 +99,14 @@ def build_strategy(kind: str, case: Case, sharded: bool = False, **options: Any)
     sizes = {"data_parallel_size": case.world_size, "tensor_parallel_size": 1}
     saves = {"save_distributed_checkpoint": sharded}
     return ModelParallelJoinStrategy(**{**sizes, **saves, **options}, weighting=case.weighting)
+
+
+def plain(strategy: Any) -> Any:
+    """Make a strategy that joins Lightning's own, as a user gives it to a trainer with a `JoinCallback`."""
+    strategy.__class__ = FSDPStrategy if isinstance(strategy, FSDPStrategy) else ModelParallelStrategy
+    for name in ("weighting", "throw_on_early_termination", "enable_join", "joinables", "start_method"):
+        vars(strategy).pop(name, None)
+    return strategy
 
 
 def build_sharded(kind: str, case: Case, sharded: bool = False, strategy: Any = None, **overrides: Any) -> Any:

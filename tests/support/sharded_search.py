@@ -1,11 +1,11 @@
-"""Random trainings of sharded models, and which of them torch itself cannot do on CPUs."""
+"""Random trainings of sharded models, and which of them torch itself, or a framework, cannot do on CPUs."""
 
 import random
 from typing import Any
 
 import torch
 
-from tests.support.sharded import Recipe
+from tests.support.sharded import EPOCHS, OPTIMIZERS, Recipe
 
 KINDS = [
     *["mlp"] * 4,
@@ -25,6 +25,22 @@ def draw(seed: int) -> Recipe:
     return recipe
 
 
+def draw_for_lightning(seed: int) -> Recipe:
+    """Return the training of this seed by Lightning's strategies."""
+    rng = random.Random(f"lightning {seed}")
+    while impossible(recipe := _for_lightning(rng)) or not fits_one_process(recipe):
+        pass
+    return recipe
+
+
+def draw_for_accelerate(seed: int) -> Recipe:
+    """Return the training of this seed by Accelerate's plugin."""
+    rng = random.Random(f"accelerate {seed}")
+    while impossible(recipe := _for_accelerate(rng)) or not fits_one_process(recipe):
+        pass
+    return recipe
+
+
 def impossible(recipe: Recipe) -> str:
     """Say why torch's own FSDP cannot do this on CPUs, with as many batches on all ranks too; nothing if it can."""
     if recipe.api == "fsdp1":
@@ -38,12 +54,28 @@ def impossible(recipe: Recipe) -> str:
             return "its second forward through reentrant checkpoints finds the parameters freed"
         if recipe.kind == "partly frozen" and not recipe.options.get("original", True):
             return "one flat parameter is trained or frozen as a whole"
+    of_lightning = isinstance(recipe.framework.get("saves"), int)
+    shards = recipe.framework.get("in shards")
+    if of_lightning and not shards and not recipe.options.get("original", True):
+        return "Lightning cannot name what is in a flat parameter in a whole checkpoint"
+    if of_lightning and recipe.optimizer == "plain":
+        return "Lightning cannot load a checkpoint of an optimizer without a state"
+    if of_lightning and recipe.kind in (*STRAYS, "partly used") and recipe.api == "fsdp2":
+        return "of parameters that have not been used yet there is no state, which torch asks for"
+    if of_lightning and recipe.kind in STRAYS and recipe.options.get("prefetch", "") != "":
+        return "what was prefetched for a module that did not run cannot be saved"
+    if of_lightning and shards and recipe.api == "fsdp1" and "mesh" in recipe.options:
+        return "shards of replicas that Lightning loads are others than it has saved"
     return ""
 
 
 def fits_one_process(recipe: Recipe) -> bool:
     """Whether one plain process tells what is right; else FSDP itself does, on padded ranks."""
-    if recipe.clears != "zero_grad" or recipe.where == "between" or "precision" in recipe.options:
+    if (
+        (recipe.clears != "zero_grad" and not recipe.framework)
+        or recipe.where == "between"
+        or "precision" in recipe.options
+    ):
         return False  # what is cleared, and rounded, is FSDP's to say
     if recipe.no_all_reduce and recipe.kind in STRAYS:
         return False  # what is not used in the step that averages keeps its replicas' own gradients
@@ -93,6 +125,99 @@ def _any(rng: random.Random) -> Recipe:
         dtype=FULL if low else torch.float64,
         options=options,
     )
+
+
+def _in_framework(rng: random.Random) -> Recipe:
+    """Return what both frameworks can do."""
+    world_size = rng.choices([2, 3, 4], [5, 4, 2])[0]
+    api = rng.choice(["fsdp1", "fsdp2"])
+    options = {name: value for name, value in _options(rng, api, world_size).items() if name != "precision"}
+    options.pop("reshard backward", None)
+    if api == "fsdp1":
+        options.pop("offload", None)
+    window = rng.choices([1, 2, 3, 4], [4, 2, 2, 1])[0]
+    scheduled = rng.random() < 0.5
+    lengths = _lengths(rng, world_size)
+    windows = max(lengths) // window
+    kind = rng.choice(KINDS)
+    zeros = kind not in (*STRAYS, "partly used") and "unused" not in options and rng.random() < 0.2
+    return Recipe(
+        lengths,
+        api=api,
+        kind=kind,
+        clears="zero_grad to zero" if zeros else "zero_grad",
+        weighting=rng.choice(["world", "active", "samples"]),
+        optimizer=rng.choice([*OPTIMIZERS]),
+        groups=rng.choice([1, 1, 1, 2]) if options.get("original", True) else 1,
+        scheduled=scheduled,
+        per_epoch=scheduled and rng.random() < 0.4,
+        window=window,
+        masked=rng.randrange(world_size) if rng.random() < 0.1 else -1,
+        forwards=rng.choices([1, 2, 3], [8, 2, 1])[0],
+        evaluates="same with" if rng.random() < 0.4 else "",
+        loop=rng.choices(["batches", "iterable"], [2, 1])[0],
+        stops=window * rng.randint(1, windows) if windows and rng.random() < 0.1 else 0,
+        options=options,
+    )
+
+
+def _for_lightning(rng: random.Random) -> Recipe:
+    recipe = _in_framework(rng)
+    framework = {name: True for name in ("in shards", "callback", "logs") if rng.random() < 0.3}
+    if rng.random() < 0.3:
+        steps = EPOCHS * -(-(recipe.stops or max(recipe.lengths)) // recipe.window)
+        framework["saves"] = rng.randint(1, steps)
+    if recipe.api == "fsdp1":
+        recipe = recipe.but(no_sync=recipe.window > 1)  # as Lightning accumulates where a model has a `no_sync`
+        if not recipe.kind.startswith("checkpointed") and rng.random() < 0.15:
+            framework["policy"] = True
+    if recipe.window == 1 and rng.random() < 0.03:
+        framework["manual"] = True
+    elif rng.random() < 0.25:
+        recipe = recipe.but(clip=0.3 if recipe.api == "fsdp2" else 0.05)
+        recipe = recipe.but(clip_by="norm" if recipe.api == "fsdp2" and rng.random() < 0.8 else "value")
+    if recipe.api == "fsdp2" and recipe.world_size == 2 and rng.random() < 0.25:
+        options = {name: value for name, value in recipe.options.items() if name != "offload"}
+        recipe = recipe.but(kind="of even width", clip=0.0, options={**options, "tensor": 2})
+    return recipe.but(framework=framework)
+
+
+def _for_accelerate(rng: random.Random) -> Recipe:
+    recipe = _in_framework(rng)
+    options = {name: value for name, value in recipe.options.items() if value != 2}
+    if recipe.api == "fsdp1" and options.pop("mesh", None):  # Accelerate gives it none
+        options["strategy"] = rng.choice(["SHARD_GRAD_OP", "NO_SHARD"])
+    if recipe.api == "fsdp1" and options.get("prefetch", "") is None:
+        options["prefetch"] = "BACKWARD_PRE"
+    framework = {
+        "loop": rng.choice(["context", "each epoch", "function", "join_batches"]),
+        "scheduler": rng.choice(["with optimizer", "by itself"]),
+        "policy": not recipe.kind.startswith("checkpointed") and rng.random() < 0.15,
+    }
+    scaled = rng.random() < 0.15
+    no_sync = recipe.window > 1 and rng.random() < 0.7
+    # Of parameters that have not been used yet torch writes no state, and asks for one to load.
+    if rng.random() < 0.4 and recipe.kind not in (*STRAYS, "partly used"):
+        framework["saves"] = rng.randrange(EPOCHS), rng.randrange(max(recipe.lengths))
+    clips = recipe.optimizer in ("sgd", "plain", "nesterov") if recipe.api == "fsdp1" else True
+    cut = recipe.window > 1 and not recipe.stops and rng.random() < 0.2
+    if cut and recipe.per_epoch:
+        framework["scheduler"] = "by itself"  # the other one does not step where the optimizer has not
+    recipe = recipe.but(
+        options=options,
+        framework=framework,
+        no_sync=no_sync,
+        cut=cut,
+        # Adagrad's state is made with it, for parameters that are not sharded yet.
+        optimizer="adamw" if recipe.optimizer == "adagrad" else recipe.optimizer,
+        clip=0.3 if clips and rng.random() < 0.25 else 0.0,
+        scaled=64.0 if scaled else 0.0,
+        doubled=rng.random() < 0.15,
+        heartbeat=rng.random() < 0.25,
+        optimizers=2 if recipe.groups == 1 and options.get("original", True) and rng.random() < 0.2 else 1,
+        evaluates=rng.choice(["same with", "another with"]) if recipe.evaluates else "",
+    )
+    return recipe.but(dtype=FULL) if recipe.clip and recipe.api == "fsdp1" else recipe
 
 
 def _lengths(rng: random.Random, world_size: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -37,41 +38,43 @@ PATIENCE: dict[str, Any] = {"deadline": 180.0, "timeout": 60.0}
 
 def shard(net: Net, recipe: Recipe) -> Any:
     """Shard a model over all ranks, each block by itself."""
-    options = dict(recipe.options)
-    return (_shard if recipe.api == "fsdp2" else _wrap)(net, options)
+    return (shard_fully if recipe.api == "fsdp2" else _wrap)(net, recipe.options)
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
-def _shard(net: Net, options: dict[str, Any]) -> Any:
-    known: dict[str, Any] = {}
-    if "mesh" in options:
-        known["mesh"] = _mesh(options["mesh"])
+def shard_fully(net: Net, options: dict[str, Any], mesh: Any = None) -> Any:
+    """Shard by `fully_shard`, where the options have no mesh over this one."""
+    known: dict[str, Any] = {"mesh": _mesh(options["mesh"]) if "mesh" in options else mesh}
     if "precision" in options:
         known["mp_policy"] = MixedPrecisionPolicy(**options["precision"])
     if "reshard" in options:
         known["reshard_after_forward"] = options["reshard"]
     if options.get("offload"):
         known["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    blocks: list[Any] = [fully_shard(block, **known) for block in net.blocks]
-    if hasattr(net, "sometimes"):
-        fully_shard(net.sometimes, **known)
+    for module in (each for each in net.modules() if isinstance(each, Block)):
+        fully_shard(module, **known)
     model: Any = fully_shard(net, **known)
-    if options.get("prefetch"):
-        for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 :])
-            block.set_modules_to_backward_prefetch(blocks[:index][::-1])
-    if options.get("unused"):
-        model.set_reduce_scatter_unused_params(True)
-    if options.get("compiled"):
-        for block in blocks:
-            block.compile(backend=options["compiled"])
+    tune(model, options)
     return model
 
 
-def _wrap(net: Net, options: dict[str, Any]) -> Any:
+def tune(model: Any, options: dict[str, Any]) -> None:
+    """Set what `fully_shard` has methods for."""
+    blocks = [*model.blocks]
+    for index, block in enumerate(blocks) if options.get("prefetch") else []:
+        block.set_modules_to_forward_prefetch(blocks[index + 1 :])
+        block.set_modules_to_backward_prefetch(blocks[:index][::-1])
+    if options.get("unused"):
+        model.set_reduce_scatter_unused_params(True)
+    for block in blocks if options.get("compiled") else []:
+        block.compile(backend=options["compiled"])
+
+
+def flat_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what of the options `FullyShardedDataParallel` is made with."""
     known: dict[str, Any] = {"use_orig_params": options.get("original", True)}
     if "strategy" in options:
         known["sharding_strategy"] = ShardingStrategy[options["strategy"]]
@@ -84,10 +87,14 @@ def _wrap(net: Net, options: dict[str, Any]) -> Any:
         known["backward_prefetch"] = BackwardPrefetch[options["prefetch"]] if options["prefetch"] else None
     if options.get("offload"):
         known["cpu_offload"] = CPUOffload(True)
-    if options.get("compiled"):
-        for block in net.blocks:
-            block.compile(backend=options["compiled"])
-    return FSDP(net, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({Block}), **known)
+    return known
+
+
+def _wrap(net: Net, options: dict[str, Any]) -> Any:
+    for block in net.blocks if options.get("compiled") else []:
+        block.compile(backend=options["compiled"])
+    policy = ModuleWrapPolicy({Block})
+    return FSDP(net, device_id=torch.device("cpu"), auto_wrap_policy=policy, **flat_options(options))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -103,14 +110,18 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def full_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Gather an optimizer's state, where its tensors tell how; all ranks call this."""
-    if isinstance(model, FSDP):
-        return {}
+def full_moments(model: nn.Module, *optimizers: Any) -> dict[str, Tensor]:
+    """Gather optimizers' states; all ranks call this."""
+    found: dict[str, dict[str, Any]] = {}
+    for optimizer in optimizers:
+        if isinstance(model, FSDP):
+            found |= get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+        else:
+            found |= {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
     return {
-        f"{name}.{key}": whole(value)
-        for name, p in model.named_parameters()
-        for key, value in sorted(optimizer.state.get(p, {}).items())
+        f"{name.replace('_checkpoint_wrapped_module.', '')}.{key}": whole(value)
+        for name, state in found.items()
+        for key, value in sorted(state.items())
         if isinstance(value, Tensor)
     }
 
@@ -184,8 +195,9 @@ class Training:
         return self.trained()
 
     def trained(self) -> Trained:
-        state, moments = full_state(self.model), full_moments(self.model, self.optimizer)
-        return Trained(state, moments, self.norms, self.losses, self.optimizer.param_groups[0]["lr"])
+        # Of FSDP1 torch makes some up before the first step.
+        moments = full_moments(self.model, self.optimizer) if self.recipe.api == "fsdp2" else {}
+        return Trained(full_state(self.model), moments, self.norms, self.losses, self.optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> list[float]:

@@ -265,8 +265,8 @@ class Server:
         members = self.members
         before = members.active
         # Where a rank is active again, it has not heard what the others announced since.
-        again = not members.uneven or not set(active) <= set(before)
-        if len(active) < members.world_size and again:
+        if len(active) < members.world_size and (not members.uneven or not set(active) <= set(before)):
+            before = tuple(range(members.world_size))  # as if all had been: who was at the last record says nothing now
             self._subgroups.find(before)
             self.agreement.begin()
         if members.rank in before and members.rank not in active:

@@ -113,6 +113,11 @@ class StepDriver:
         """Answer what every rank knows from the meeting to come next, and nobody announces."""
         part.answer(kind, payload)
 
+    def leave_tail(self) -> None:
+        """All ranks have come to the end of what each evaluates, some before the others."""
+        for part in self.server.parts:
+            part.leave_tail()
+
     def after_meeting(self) -> None:
         """All ranks have met since the last step: what was announced in it has been read."""
         if self.members.joined:

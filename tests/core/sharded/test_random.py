@@ -4,77 +4,21 @@
 """
 
 import os
-import re
 
 import pytest
 
-from tests.support.sharded import Recipe, Trained, differences, reference
-from tests.support.sharded_search import STRAYS, draw, fits_one_process
-from tests.support.sharding import train, train_padded
-from tests.support.workers import DeadlineError, Outcome, Workers
+from tests.support.sharded_search import draw
+from tests.support.sharded_verdict import CASES, verdict
+from tests.support.sharding import train
+from tests.support.workers import Workers
 
 FEW = range(8, 20)  # none of them is refused, which takes until a collective times out
-CASES, FIRST = int(os.environ.get("TORCH_JOIN_CASES", 300)), int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
-DEADLINE = 120.0  # of a case; the first one imports FSDP
-
-
-def promised(recipe: Recipe) -> str:
-    """Return what the errors match that the documentation promises for such a training."""
-    found = ["(?!)"]
-    if recipe.kind == "checkpointed reentrant":
-        found.append("was changed by hand since the last backward")
-    if recipe.kind == "partly frozen" and recipe.options.get("strategy") == "NO_SHARD" and recipe.clears != "zero_grad":
-        found.append("was changed by hand since the last backward")  # its frozen part is not cleared
-    if recipe.masked >= 0 and recipe.no_sync:
-        found.append("holds a gradient that no sync has averaged yet")
-    if recipe.no_sync and recipe.cut and recipe.kind in STRAYS:
-        found.append("this rank's share would be lost")
-    return "|".join(found)
-
-
-def verdict(workers: Workers, recipe: Recipe) -> str:
-    """Return "right", "refused: ...", or what is wrong."""
-    try:
-        outcomes = workers.outcomes(recipe.world_size, train, [recipe], deadline=DEADLINE, timeout=15.0)
-    except DeadlineError as error:
-        return f"hangs: {error}"
-    if any(outcome.error for outcome in outcomes):
-        return _refusal(outcomes, recipe)
-    mine = [outcome.value[0] for outcome in outcomes]
-    try:
-        wanted = _wanted(workers, recipe)
-    except AssertionError as error:
-        return f"wrong: FSDP itself cannot do it: {error}"
-    off = {
-        f"{what} on rank {rank}": value
-        for rank, (found, theirs) in enumerate(zip(mine, wanted, strict=True))
-        for what, value in differences(found, rank, theirs, recipe).items()
-        if not value <= recipe.tolerance
-    }
-    return f"wrong: {len(off)} things are off: {dict([*off.items()][:3])}" if off else "right"
-
-
-def _refusal(outcomes: list[Outcome], recipe: Recipe) -> str:
-    named = r"RuntimeError: in Recipe\(.*\) <- (JoinError|UnsupportedError|PeerFailedError|JoinTimeoutError): "
-    errors = [outcome.error for outcome in outcomes]
-    if all(re.match(named, error) and re.search(promised(recipe), error) for error in errors):
-        return f"refused: {errors[0].split(' <- ')[1][:80]}"
-    return "wrong: " + "\n".join(f"rank {rank}: {one.error}\n{one.trace}" for rank, one in enumerate(outcomes))
-
-
-def _wanted(workers: Workers, recipe: Recipe) -> list[Trained]:
-    """Return what each rank should end with."""
-    if fits_one_process(recipe):
-        return [reference(recipe)] * recipe.world_size
-    ranks = workers.run(recipe.world_size, train_padded, [recipe], deadline=DEADLINE, timeout=15.0)
-    losses = [found[0].losses for found in ranks]
-    total = {epoch: [sum(each[epoch]) for each in losses] for epoch in losses[0]}
-    return [found[0]._replace(losses=total) for found in ranks]
+FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 
 
 def check(workers: Workers, seed: int) -> None:
     recipe = draw(seed)
-    found = verdict(workers, recipe)
+    found = verdict(workers, recipe, train, [recipe])
     assert found.startswith(("right", "refused")), f"seed {seed}: {recipe}\n{found}"
 
 

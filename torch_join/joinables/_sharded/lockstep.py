@@ -16,7 +16,6 @@ class LockstepShardedPart(Part):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
     kinds: ClassVar[dict[str, Any]] = Following.kinds
-    closing: ClassVar[Any] = list[tuple[int, int]]
 
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
         super().__init__(driver, index)
@@ -26,14 +25,6 @@ class LockstepShardedPart(Part):
         self._undo.append(self.following.watch())
 
     def leave_tail(self) -> None:
-        self.following.settle()
-
-    def closing_message(self) -> list[tuple[int, int]]:
-        return self.following.places
-
-    def close(self, message: list[tuple[int, int]], source: int) -> None:
-        if self.members.rank != source:
-            self.following.places = message
         self.following.settle()
 
     def answer(self, kind: str, payload: Any) -> None:

@@ -1,0 +1,71 @@
+"""What becomes of a training of a sharded model: it ends right, or with an error that is promised."""
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.sharded import Recipe, Trained, differences, reference
+from tests.support.sharded_search import STRAYS, fits_one_process
+from tests.support.sharding import train_padded
+from tests.support.workers import DeadlineError, Outcome, Workers
+
+CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))  # of a long run
+DEADLINE = 120.0  # of a case; the first one imports FSDP
+
+
+def promised(recipe: Recipe) -> str:
+    """Return what the errors match that the documentation promises for such a training."""
+    found = ["(?!)"]
+    if recipe.kind == "checkpointed reentrant":
+        found.append("was changed by hand since the last backward")
+    if recipe.kind == "partly frozen" and recipe.options.get("strategy") == "NO_SHARD" and recipe.clears != "zero_grad":
+        found.append("was changed by hand since the last backward")  # its frozen part is not cleared
+    if recipe.masked >= 0 and recipe.no_sync:
+        found.append("holds a gradient that no sync has averaged yet")
+    if recipe.no_sync and recipe.cut and recipe.kind in STRAYS:
+        found.append("this rank's share would be lost")
+    if recipe.framework.get("manual"):
+        found.append("optimizes manually")
+    return "|".join(found)
+
+
+def verdict(workers: Workers, recipe: Recipe, train: Callable[..., Any], *args: Any) -> str:
+    """Return "right", "refused: ...", or what is wrong."""
+    ranks = recipe.world_size * recipe.team
+    try:
+        outcomes = workers.outcomes(ranks, train, *args, deadline=DEADLINE, timeout=15.0)
+    except DeadlineError as error:
+        return f"hangs: {error}"
+    if any(outcome.error for outcome in outcomes):
+        return _refusal(outcomes, recipe)
+    try:
+        wanted = _wanted(workers, recipe)
+    except AssertionError as error:
+        return f"wrong: FSDP itself cannot do it: {error}"
+    off = {
+        f"{what} on rank {rank}, run {run}": value
+        for rank, outcome in enumerate(outcomes)
+        for run, found in enumerate(outcome.value)
+        for what, value in differences(found, rank // recipe.team, wanted[rank // recipe.team], recipe).items()
+        if not value <= recipe.tolerance
+    }
+    return f"wrong: {len(off)} things are off: {dict([*off.items()][:3])}" if off else "right"
+
+
+def _refusal(outcomes: list[Outcome], recipe: Recipe) -> str:
+    named = r"(RuntimeError: in Recipe\(.*\) <- )?(JoinError|UnsupportedError|PeerFailedError|JoinTimeoutError): "
+    errors = [outcome.error for outcome in outcomes]
+    if all(re.match(named, error) and re.search(promised(recipe), error) for error in errors):
+        return f"refused: {errors[0].split(' <- ')[-1][:80]}"
+    return "wrong: " + "\n".join(f"rank {rank}: {one.error}\n{one.trace}" for rank, one in enumerate(outcomes))
+
+
+def _wanted(workers: Workers, recipe: Recipe) -> list[Trained]:
+    """Return what each rank should end with."""
+    if fits_one_process(recipe):
+        return [reference(recipe)] * recipe.world_size
+    ranks = workers.run(recipe.world_size, train_padded, [recipe], deadline=DEADLINE, timeout=15.0)
+    losses = [found[0].losses for found in ranks]
+    total = {epoch: [sum(each[epoch]) for each in losses] for epoch in losses[0]}
+    return [found[0]._replace(losses=total) for found in ranks]
