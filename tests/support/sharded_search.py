@@ -192,7 +192,7 @@ def _for_accelerate(rng: random.Random) -> Recipe:
     framework = {
         "loop": rng.choice(["context", "each epoch", "function", "join_batches"]),
         "scheduler": rng.choice(["with optimizer", "by itself"]),
-        "policy": not recipe.kind.startswith("checkpointed") and rng.random() < 0.15,
+        "policy": not recipe.kind.startswith(("checkpointed", "partly used")) and rng.random() < 0.15,
     }
     scaled = rng.random() < 0.15
     no_sync = recipe.window > 1 and rng.random() < 0.7
@@ -203,6 +203,9 @@ def _for_accelerate(rng: random.Random) -> Recipe:
     cut = recipe.window > 1 and not recipe.stops and rng.random() < 0.2
     if cut and recipe.per_epoch:
         framework["scheduler"] = "by itself"  # the other one does not step where the optimizer has not
+    splits = recipe.groups == 1 and options.get("original", True)
+    if recipe.per_epoch and recipe.stops:  # what changes after a `break`, and before the others' loop is over, raises
+        recipe = recipe.but(stops=0)
     recipe = recipe.but(
         options=options,
         framework=framework,
@@ -214,7 +217,8 @@ def _for_accelerate(rng: random.Random) -> Recipe:
         scaled=64.0 if scaled else 0.0,
         doubled=rng.random() < 0.15,
         heartbeat=rng.random() < 0.25,
-        optimizers=2 if recipe.groups == 1 and options.get("original", True) and rng.random() < 0.2 else 1,
+        # Accelerate updates the scaler after each optimizer's step, so that the next one's is not unscaled any more.
+        optimizers=2 if splits and not scaled and rng.random() < 0.2 else 1,
         evaluates=rng.choice(["same with", "another with"]) if recipe.evaluates else "",
     )
     return recipe.but(dtype=FULL) if recipe.clip and recipe.api == "fsdp1" else recipe

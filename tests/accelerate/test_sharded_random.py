@@ -1,0 +1,195 @@
+"""A random search over Accelerate's trainings of sharded models: each ends as one process does.
+
+`-m long` runs 300 of them, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import DataLoaderShard
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from accelerate_join import join_uneven_inputs
+from tests.support.accelerated_sharded import Sharded, sharding_accelerator
+from tests.support.batches import Batches, Places, Stream
+from tests.support.sharded import EPOCHS, Batch, Recipe, Trained
+from tests.support.sharded_search import draw_for_accelerate
+from tests.support.sharded_verdict import CASES, verdict
+from tests.support.sharding import Training, full_moments, full_state, tune
+from tests.support.workers import Workers
+
+FEW = range(10)
+FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
+
+
+class Accelerated(Training):
+    """A rank's part of a training, with what an accelerator has prepared."""
+
+    def __init__(self, accelerator: Any, rank: int, recipe: Recipe) -> None:
+        self.accelerator, self.rank, self.recipe = accelerator, rank, recipe
+        self.epoch = 0
+        if recipe.scaled:
+            make = torch.amp.GradScaler if recipe.api == "fsdp2" else ShardedGradScaler
+            accelerator.scaler = make("cpu", init_scale=recipe.scaled, growth_interval=2)
+        net: Any = recipe.model()
+        if not recipe.options.get("original", True):  # the optimizer is of flat parameters
+            net = accelerator.prepare(net)
+        optimizers = recipe.make_optimizers(net.parameters())
+        # Accelerate steps a scheduler that goes with the optimizer once for each rank.
+        times = recipe.world_size if recipe.framework["scheduler"] == "with optimizer" else 1
+        schedulers = [recipe.make_scheduler(each, times) for each in optimizers if recipe.scheduled]
+        self.model, *made = accelerator.prepare(net, *optimizers, *schedulers)
+        self.optimizers, self.schedulers = made[: len(optimizers)], made[len(optimizers) :]
+        if recipe.api == "fsdp2":
+            tune(self.model, recipe.options)
+        self.norms, self.losses = {}, {}
+        self.loader, self.others = self._loader(recipe.loop == "iterable"), self._loader(False)
+
+    def _loader(self, iterable: bool) -> Any:
+        data = Batches(self.recipe, self.rank)
+        if iterable:
+            loader: Any = DataLoaderShard(Stream(data, lambda: self.epoch), batch_size=None)
+        else:
+            places = Places(data, lambda: self.epoch)
+            loader = DataLoaderShard(data, batch_size=1, sampler=places, collate_fn=itemgetter(0))
+        loader._is_accelerate_prepared = True
+        return self.accelerator.prepare(loader)
+
+    def joining(self) -> AbstractContextManager[Any]:
+        recipe = self.recipe
+        options: dict[str, Any] = {"weighting": recipe.weighting, "heartbeat": recipe.heartbeat}
+        if recipe.framework["loop"] == "function":
+            return join_uneven_inputs(self.accelerator, [self.model], **options)
+        made: AbstractContextManager[Any] = self.accelerator.join_uneven_inputs(**options)
+        return made
+
+    def run_from(self, epoch: int, first: int, folder: str = "") -> Trained:
+        """Train from a step on, and save where the recipe says so if there is a folder."""
+        recipe, loop = self.recipe, self.recipe.framework["loop"]
+        around_all = loop in ("context", "function")
+        with self.joining() if around_all else nullcontext():
+            for self.epoch in range(epoch, EPOCHS):
+                with self.joining() if loop == "each epoch" else nullcontext():
+                    self.run_epoch(first if self.epoch == epoch else 0, folder)
+                    if recipe.evaluates == "same with":
+                        self.losses[self.epoch] = self.evaluate(self._batches(self.others))
+                if recipe.evaluates == "another with":
+                    with nullcontext() if around_all or loop == "join_batches" else self.joining():
+                        self.losses[self.epoch] = self.evaluate(self._batches(self.others))
+        if recipe.stops and loop == "join_batches":  # the last loop's context ends with the next one
+            for _ in self._batches([]):
+                pass
+        return self.trained()
+
+    def _batches(self, loader: Any) -> Any:
+        if self.recipe.framework["loop"] != "join_batches":
+            return loader
+        return self.accelerator.join_batches(loader, weighting=self.recipe.weighting, heartbeat=self.recipe.heartbeat)
+
+    def run_epoch(self, first: int, folder: str) -> None:
+        recipe = self.recipe
+        loader = self.accelerator.skip_first_batches(self.loader, first) if first else self.loader
+        for step, batch in enumerate(self._batches(loader), first):
+            self.step(self.epoch, step, batch)
+            if folder and recipe.framework.get("saves") == (self.epoch, step):
+                self.accelerator.save_state(folder)
+            if step + 1 == recipe.stops:
+                break
+        if recipe.per_epoch:
+            for scheduler in self.schedulers:
+                scheduler.step()
+
+    def step(self, epoch: int, step: int, batch: Batch) -> None:
+        recipe, accelerator = self.recipe, self.accelerator
+        with accelerator.accumulate(self.model):
+            for loss in self.losses_of(batch):
+                accelerator.backward(loss * recipe.window)  # by which Accelerate divides it
+            if accelerator.sync_gradients:
+                self.clip(epoch, step)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for scheduler in [] if recipe.per_epoch else self.schedulers:
+                if accelerator.sync_gradients or recipe.framework["scheduler"] == "with optimizer":
+                    scheduler.step()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=recipe.clears == "zero_grad")
+
+    def clip(self, epoch: int, step: int) -> None:
+        if not self.recipe.clip:
+            return
+        if self.recipe.scaled:
+            for optimizer in self.optimizers:
+                self.accelerator.scaler.unscale_(optimizer.optimizer)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        self.norms[epoch, step] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def trained(self) -> Trained:
+        inner = [each.optimizer for each in self.optimizers]
+        state, moments = full_state(self.model), full_moments(self.model, *inner)
+        return Trained(state, moments, dict(self.norms), dict(self.losses), inner[0].param_groups[0]["lr"])
+
+
+def _script(recipe: Recipe) -> Sharded:
+    """Return what an accelerator is made of."""
+    options = recipe.options
+    plugin: dict[str, Any] = {"transformer_cls_names_to_wrap": ["Block"]}
+    if recipe.framework["policy"]:
+        plugin["activation_checkpointing"] = True
+    if recipe.api == "fsdp1":
+        plugin["use_orig_params"] = options.get("original", True)
+        plugin["sharding_strategy"] = options.get("strategy", "FULL_SHARD")
+        if "prefetch" in options:
+            plugin |= {"forward_prefetch": True, "backward_prefetch": options["prefetch"]}
+    else:
+        plugin["reshard_after_forward"] = options.get("reshard", True)
+        if options.get("offload"):
+            plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=False)
+    mesh = dict(zip(("dp_replicate_size", "dp_shard_size"), options.get("mesh", ()), strict=False))
+    return Sharded(
+        recipe.world_size,
+        version=1 if recipe.api == "fsdp1" else 2,
+        accumulate=recipe.window,
+        step_scheduler_with_optimizer=recipe.framework["scheduler"] == "with optimizer",
+        sync_each_batch=not recipe.no_sync,
+        sync_with_dataloader=not recipe.cut,
+        plugin=plugin,
+        mesh=mesh,
+    )
+
+
+def train_by_accelerate(rank: int, recipe: Recipe, folder: str) -> list[Trained]:
+    """Train, and if a checkpoint can be gone on from, once more from there."""
+    torch.manual_seed(0)
+    with sharding_accelerator(rank, _script(recipe)) as accelerator:
+        training = Accelerated(accelerator, rank, recipe)
+        epoch, step = recipe.framework.get("saves", (0, 0))
+        saves = "saves" in recipe.framework and recipe.ends_window(epoch, step)
+        found = [training.run_from(0, 0, folder if saves else "")]
+        if saves and not (recipe.stops and step >= recipe.stops):
+            accelerator.load_state(folder)
+            training.norms, training.losses = {}, {}
+            found.append(training.run_from(epoch, step + 1))
+        return found
+
+
+def check(workers: Workers, seed: int, folder: Path) -> None:
+    recipe = draw_for_accelerate(seed)
+    found = verdict(workers, recipe, train_by_accelerate, recipe, str(folder))
+    assert found.startswith(("right", "refused")), f"seed {seed}: {recipe}\n{found}"
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_few(workers: Workers, seed: int, tmp_path: Path) -> None:
+    check(workers, seed, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
+def test_many(workers: Workers, seed: int, tmp_path: Path) -> None:
+    check(workers, seed, tmp_path)
