@@ -60,6 +60,10 @@ FIRST = {
     "flat": Recipe((2, 5), options={"original": False}),
     "flat accumulating": Recipe((2, 5), window=2, no_sync=True, options={"original": False}),
     "tied": Recipe((2, 5), kind="tied"),
+    "partly frozen": Recipe((5, 2), kind="partly frozen"),
+    "partly frozen accumulating": Recipe(
+        (2, 5), kind="partly frozen", window=2, no_sync=True, clears="zero_grad to zero"
+    ),
     "gradients sharded": Recipe((5, 2), options={"strategy": "SHARD_GRAD_OP"}),
     "gradients sharded, evaluates": Recipe((0, 4), evaluates="same with", options={"strategy": "SHARD_GRAD_OP"}),
     "gradients sharded, flat": Recipe((2, 5), options={"strategy": "SHARD_GRAD_OP", "original": False}),

@@ -36,7 +36,8 @@ class Gradients:
     Args:
         parameters: The parameters, or what has one gradient for several `parameters`.
         clears: The calls of `zero_grad` of the optimizers that may step them, and of models.
-        views: Whether gradients share memory with others, so that a version tells of these too.
+        views: Whether gradients share memory with others, or parts of them do not count, so that a version tells of
+            these too.
         sparse: The `id` of each parameter whose gradients are sparse.
     """
 

@@ -8,7 +8,7 @@ what has become of the gradients since the last one: FSDP adds to what there is.
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError
@@ -57,7 +57,10 @@ class ShardedModelPart(Part):
     def gradients(self) -> Gradients:
         """What has become of the shards' gradients."""
         if self._gradients is None:
-            self._gradients = Gradients(self._holders(), self.driver.clears)
+            holders = self._holders()
+            # FSDP1 writes zeros into a flat gradient, again and again, where a part is frozen.
+            is_flat = any(not isinstance(holder, Tensor) for holder in holders)
+            self._gradients = Gradients(holders, self.driver.clears, views=is_flat)
         return self._gradients
 
     def _holders(self) -> list[Any]:
