@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,6 +28,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one while there is no process group: ShardedGradScaler takes for its own the one that there is at its import.
 _SCALER = "torch.distributed.fsdp.sharded_grad_scaler"
 _CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "tests.support.workers", _SCALER])
+
+_MOST_THREADS = 64  # three for each group that is kept
 
 _started = [0.0]  # when this worker's function began, or had its connections
 
@@ -119,7 +121,11 @@ class Workers:
                 except EOFError:
                     outcomes[rank] = Outcome(error="the process ended", ends=True)
                 if outcomes[rank].ends:
-                    self._processes.pop(rank).join()
+                    process = self._processes.pop(rank)
+                    process.kill()
+                    process.join()
+        if any(outcome.ends and outcome.error for outcome in outcomes.values()):
+            self._kill()  # what is left of a process group whose peers have gone may take all of a core
         return [outcomes[rank] for rank in range(world_size)]
 
     def pid(self, rank: int) -> int:
@@ -197,7 +203,13 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
             torch.set_default_dtype(torch.float32)
             sys.stdout.flush()
             sys.stderr.flush()
-        connection.send(outcome)
+        connection.send(replace(outcome, ends=_is_worn_out()))
+
+
+def _is_worn_out() -> bool:
+    """Whether this process has many threads, of groups that something in torch has kept."""
+    tasks = Path("/proc/self/task")
+    return tasks.exists() and len([*tasks.iterdir()]) > _MOST_THREADS
 
 
 def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout: float) -> None:
