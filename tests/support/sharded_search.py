@@ -66,6 +66,21 @@ def impossible(recipe: Recipe) -> str:
         return "what was prefetched for a module that did not run cannot be saved"
     if of_lightning and shards and recipe.api == "fsdp1" and "mesh" in recipe.options:
         return "shards of replicas that Lightning loads are others than it has saved"
+    if "loop" in recipe.framework:
+        return _impossible_by_accelerate(recipe)
+    return ""
+
+
+def _impossible_by_accelerate(recipe: Recipe) -> str:
+    saves, flat = "saves" in recipe.framework, recipe.api == "fsdp1"
+    if recipe.optimizers > 1 and (saves or flat):
+        return "it saves one optimizer of a model, and torch gathers no state of two that share a flat parameter"
+    if flat and recipe.kind in STRAYS:
+        return "of parameters that have not been used yet there is no state to gather"
+    if flat and saves and recipe.world_size == 4:
+        return "a rank without a shard of its own loads no state of an optimizer"
+    if saves and recipe.scaled:
+        return "it loads no state into a scaler that has scaled"
     return ""
 
 
