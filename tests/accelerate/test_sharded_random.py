@@ -171,7 +171,7 @@ def train_by_accelerate(rank: int, recipe: Recipe, folder: str) -> list[Trained]
         epoch, step = recipe.framework.get("saves", (0, 0))
         saves = "saves" in recipe.framework and recipe.ends_window(epoch, step)
         found = [training.run_from(0, 0, folder if saves else "")]
-        if saves and not (recipe.stops and step >= recipe.stops):
+        if saves and not (recipe.stops and step + 1 >= recipe.stops):
             accelerator.load_state(folder)
             training.norms, training.losses = {}, {}
             found.append(training.run_from(epoch, step + 1))
