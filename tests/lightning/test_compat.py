@@ -11,6 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torchdata.nodes import Loader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_join import _compat
 
@@ -94,6 +95,10 @@ def test_what_lightning_keeps_out_of_pickles_and_profiles() -> None:
 def test_torchdatas_nodes_begin_anew_at_their_end() -> None:
     source = inspect.getsource(Loader.__iter__)
     assert "if self.restart_on_stop_iteration and not self._it.has_next():" in source
+
+
+def test_torchdatas_loaders_keep_a_state_until_they_have_begun_at_it() -> None:
+    assert "self.next_iter_state = state_dict" in inspect.getsource(StatefulDataLoader.load_state_dict)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own

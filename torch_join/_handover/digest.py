@@ -84,10 +84,10 @@ def _sums(tensors: Sequence[Tensor], exact: bool) -> list[tuple[list[int], Tenso
         by_device[tensor.device].append(index)
     found = []
     for device, indices in by_device.items():
-        largest = max(_bytes(tensors[index]) for index in indices) // _WORD + 1
+        largest = max(tensors[index].nbytes for index in indices) // _WORD + 1
         weights = _weights(0, min(_TILE, largest), device)
         scratch = weights.new_empty(min(_tiles(device) * _TILE, largest))
-        small = [index for index in indices if exact and _bytes(tensors[index]) <= _SMALL]
+        small = [index for index in indices if exact and tensors[index].nbytes <= _SMALL]
         sums: dict[int, Tensor] = {}
         for some in (small[first : first + _TOGETHER] for first in range(0, len(small), _TOGETHER)):
             sums.update(zip(some, _small_sums([tensors[index] for index in some], weights), strict=True))
@@ -96,10 +96,6 @@ def _sums(tensors: Sequence[Tensor], exact: bool) -> list[tuple[list[int], Tenso
         # One transfer for each device, not one for each tensor.
         found.append((list(sums), torch.stack([*sums.values()])))
     return found
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _small_sums(tensors: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:

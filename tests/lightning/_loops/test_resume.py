@@ -246,6 +246,37 @@ def resuming_fails(rank: int, run: Run, path: str) -> str:
     return str(error.value)
 
 
+class Unplaced(IterableDataset[Sample | None]):
+    """A stream that does not know its place: torchdata reads it again up to there."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Sample | None]:
+        yield from map(self.samples.__getitem__, range(len(self.samples)))
+
+
+class ReadsAgain(Reader):
+    def loader(self, data: Samples) -> DataLoader[Any]:
+        return StatefulDataLoader(Unplaced(data), batch_size=None)
+
+
+def fit_reading_again(rank: int, case: Case, folder: str, path: str | None) -> str:
+    trainer = build(Run(case), callbacks=[SavesEverywhere(folder)] if path is None else [])
+    try:
+        trainer.fit(ReadsAgain(Run(case)), ckpt_path=path)
+    except JoinError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stream_that_has_become_shorter_than_what_was_trained_of_it(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(2, fit_reading_again, Case((4, 6), epochs=1), str(tmp_path), None) == ["", ""]
+    path = f"{tmp_path}/after-0-2.ckpt"
+    for message in workers.run(2, fit_reading_again, Case((1, 6), epochs=1), str(tmp_path), path):
+        assert "has come to its end before the place in the epoch" in message
+
+
 def test_another_world(workers: Workers, tmp_path: Path) -> None:
     workers.run(2, fit_whole, Run(Case((2, 3), epochs=2)), str(tmp_path))
     run = Run(Case((3, 1, 2), epochs=2))
