@@ -182,9 +182,10 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         _started[0] = time.monotonic()
+        connected = None
         try:
             if store:
-                _join_group(rank, world_size, rendezvous, store, timeout)
+                connected = _join_group(rank, world_size, rendezvous, store, timeout)
         except BaseException as error:
             connection.send(Outcome(error=_describe(error), trace=traceback.format_exc(), ends=True))
             return
@@ -197,6 +198,9 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
             outcome = Outcome(
                 error=_describe(error), trace=traceback.format_exc(), seconds=time.monotonic() - _started[0]
             )
+            with contextlib.suppress(Exception):  # nobody hangs up on a rank that is still connecting
+                if connected is not None:
+                    connected.wait([f"connected/{each}" for each in range(world_size)], timedelta(seconds=10))
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -212,9 +216,11 @@ def _is_worn_out() -> bool:
     return tasks.exists() and len([*tasks.iterdir()]) > _MOST_THREADS
 
 
-def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout: float) -> None:
+def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout: float) -> dist.Store:
+    """Begin a process group; return a store in which each rank notes that it is connected."""
     limit = timedelta(seconds=60)  # to begin: a worker may have to start first
-    meeting: dist.Store = dist.FileStore(rendezvous, world_size)
+    file: dist.Store = dist.FileStore(rendezvous, world_size)
+    meeting = file
     meeting.set_timeout(limit)
     if store == "tcp":
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
@@ -224,6 +230,8 @@ def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout
         meeting = server or dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=limit)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
+    file.set(f"connected/{rank}", "")
+    return file
 
 
 def _describe(error: BaseException) -> str:
