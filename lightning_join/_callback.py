@@ -45,6 +45,7 @@ class JoinCallback(Callback):
         divide_by_initial_world_size: As in `DDPJoinStrategy`.
         throw_on_early_termination: As in `DDPJoinStrategy`.
         joinables: As in `DDPJoinStrategy`.
+        backward_collectives: As in `DDPJoinStrategy`.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. When a run
@@ -65,12 +66,14 @@ class JoinCallback(Callback):
         divide_by_initial_world_size: bool | None = None,
         throw_on_early_termination: bool = False,
         joinables: Sequence[Joinable] = (),
+        backward_collectives: bool = False,
     ) -> None:
         self._arguments: dict[str, Any] = {
             "weighting": weighting,
             "divide_by_initial_world_size": divide_by_initial_world_size,
             "throw_on_early_termination": throw_on_early_termination,
             "joinables": joinables,
+            "backward_collectives": backward_collectives,
         }
         DDPJoinStrategy(**self._arguments)  # so that what is wrong with the arguments is said here
 

@@ -66,15 +66,15 @@ class StepCollectives(ParallelStrategy):
         with_backward = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
         if with_backward and everyone and join is not None and join.in_loss_step:
             gathered = join.gathers.gather(tensor)
-        elif with_backward and ranks is not None:
+        elif with_backward and ranks is not None and not (everyone and join is not None and join.follows_backward):
             raise UnsupportedError(
                 "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
-                " the group of all ranks (here:"
-                f" {'manual optimization, or a sharded model' if everyone else 'another group'})."
+                f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'})."
                 " Gather detached tensors (sync_grads=False)."
             )
         else:
-            gathered = super().all_gather(tensor, group, sync_grads)
+            # Detached: what has no backward must not look as if it had one.
+            gathered = super().all_gather(tensor if with_backward else tensor.detach(), group, sync_grads)
         return gathered[list(ranks)] if everyone and ranks is not None else gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name

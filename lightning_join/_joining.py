@@ -9,7 +9,9 @@ from typing import Any, ClassVar, cast
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._logging.step_values import StepValues
@@ -20,7 +22,7 @@ from lightning_join._protocol import JoiningStrategy
 from lightning_join._reading.samplers import mark_injected, without_padding
 from lightning_join._supported import check_module, check_optimizers, check_timeout
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
-from torch_join import PeerFailedError, UnsupportedError, Weighting
+from torch_join import PeerFailedError, Weighting
 from torch_join.integration import Channel, ModuleMetrics, StepDriver, open_channel, resolve_weighting
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -45,6 +47,7 @@ class Joining(ParallelStrategy):
         throw_on_early_termination: See `DDPJoinStrategy`.
         enable_join: See `DDPJoinStrategy`.
         joinables: See `DDPJoinStrategy`.
+        backward_collectives: See `DDPJoinStrategy`.
         **kwargs: The keyword arguments of Lightning's own.
     """
 
@@ -68,6 +71,7 @@ class Joining(ParallelStrategy):
         throw_on_early_termination: bool = False,
         enable_join: bool = True,
         joinables: Sequence[Joinable] = (),
+        backward_collectives: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -76,6 +80,7 @@ class Joining(ParallelStrategy):
         self.throw_on_early_termination = throw_on_early_termination
         self.enable_join = enable_join
         self.joinables = tuple(joinables)
+        self.backward_collectives = backward_collectives
         if enable_join:
             self.check_arguments()
 
@@ -105,23 +110,32 @@ class Joining(ParallelStrategy):
         check_module(self.lightning_module)
         take_over(trainer, cast(JoiningStrategy, self))
         self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
-        self.driver = StepDriver(self.channel, weighting=self.weighting)
+        self.driver = StepDriver(self.channel, self.weighting, self.backward_collectives)
         self._step_values = self.driver.add(partial(StepValues, strategy=cast(JoiningStrategy, self)))
 
     def setup(self, trainer: "Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self.driver is not None and fitting and self._layer_sync is not None:
-            raise UnsupportedError(
-                "sync_batchnorm=True cannot train on uneven inputs: SyncBatchNorm issues collectives in forward"
-                " and backward that a rank without a batch cannot take part in. Leave it False: the buffers of"
-                " plain BatchNorm are kept in step."
-            )
         super().setup(trainer)
         if self.driver is not None:
             if fitting:
                 check_optimizers(self.optimizers)
             assert self.lightning_module is not None
             self.metrics = self.driver.add(partial(ModuleMetrics, module=self.lightning_module))
+
+    def backward_of_join(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Do what `Strategy.backward` does; joined ranks may take part in autograd's part of it."""
+        if self.join is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        # Lightning's own, but for what is around autograd's part: what hooks do with others, joined ranks do too.
+        self.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        with self.join.in_engine():
+            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def take_joinables(self) -> list[Joinable]:
         """Return the joinables of the user's own; all ranks meet. In one process, have their post-hooks run there."""

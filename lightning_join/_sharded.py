@@ -1,5 +1,6 @@
 """The strategies of sharded models: `Trainer(strategy="fsdp_join")` and `"model_parallel_join"`."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -23,6 +24,7 @@ class Sharded(ParallelStrategy):
     join: Lockstep | None
     enable_join: bool
     take_joinables: Any
+    backward_of_join: Callable[..., Tensor]
     throw_on_early_termination: bool
 
     def setup(self, trainer: "Trainer") -> None:
@@ -70,18 +72,7 @@ class Sharded(ParallelStrategy):
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self.join is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        module, precision = self.lightning_module, self.precision_plugin
-        assert module is not None
-        # Lightning's own, but for what is around autograd's part: what hooks do with others, joined ranks do too.
-        self.pre_backward(closure_loss)
-        closure_loss = precision.pre_backward(closure_loss, module)
-        with self.join.in_engine():
-            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        closure_loss = precision.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
+        return self.backward_of_join(closure_loss, optimizer, *args, **kwargs)
 
     def shadow_training_step(self) -> Tensor:
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""

@@ -38,6 +38,8 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
         enable_join: `False` makes this a plain `DDPStrategy`.
         joinables: `torch.distributed.algorithms.Joinable`s whose collectives a step issues, besides
             those that the module's `configure_joinables()` returns.
+        backward_collectives: Whether backwards may have collectives of their own though no autograd function has one
+            in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
         **kwargs: `DDPStrategy`'s keyword arguments, which include `DistributedDataParallel`'s.
 
     Raises:
@@ -102,9 +104,9 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
         return self._manual.shadow_step() if self._manual.is_used else self.join.shadow_forward()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._manual is None or not self._manual.is_used:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        return self._manual.backward(closure_loss, *args, **kwargs)
+        if self._manual is not None and self._manual.is_used:
+            return self._manual.backward(closure_loss, *args, **kwargs)
+        return self.backward_of_join(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._manual is None or not self._manual.is_used:

@@ -5,11 +5,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
+from torch import Tensor
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.utils.data import DataLoader
 
 from torch_join._base.membership import Membership
 from torch_join._base.weighting import Weighting, resolve_weighting
+from torch_join._collectives.gather import gather_active
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.audit import Often
 from torch_join._tail.loops import LoopDriver
@@ -48,6 +50,8 @@ class Join(TorchJoin):
         timeout: How long a rank waits for another, by default 30 minutes.
         audit: In which loops to compare the ranks' states: `"tail"`, those that a rank ends early; `True`, all.
         hand_over_ignored: Whether parameters that DDP ignores are; `None`: of which all ranks held the same bytes.
+        backward_collectives: Whether backwards may have collectives of their own though no autograd function has one
+            in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
         **kwargs: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
 
     Raises:
@@ -68,6 +72,7 @@ class Join(TorchJoin):
         timeout: timedelta = _DEFAULT_TIMEOUT,
         audit: Often = "tail",
         hand_over_ignored: bool | None = None,
+        backward_collectives: bool = False,
         **kwargs: Any,
     ) -> None:
         things = [unwrap(thing) for thing in listed(joinables)]
@@ -84,6 +89,7 @@ class Join(TorchJoin):
             throw_on_early_termination,
             kwargs,
         )
+        self.backward_collectives = backward_collectives
 
     def __enter__(self: J) -> J:
         if self._driver.enabled:
@@ -125,6 +131,29 @@ class Join(TorchJoin):
             a loop open that has been left by `break`.
         """
         return self._driver.batches(loader)
+
+    def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor of each active rank, for a loss over all of them; all active ranks call it in a step.
+
+        Args:
+            tensor: This rank's, of the same shape and type on each.
+            sync_grads: Whether gradients flow through it: to each rank those of all active ranks' losses, each of
+                which must then depend on what this returns.
+
+        Returns:
+            The tensors, stacked, in the order of `active_ranks`: this rank's own is at `active_ranks.index(rank)`.
+        """
+        members = self._driver.met
+        return gather_active(tensor, members.active, members.group if members.world_size > 1 else None, sync_grads)
+
+    @property
+    def backward_collectives(self) -> bool:
+        """Whether joined ranks follow every backward piece by piece; the same on all ranks."""
+        return self._driver.backward_collectives
+
+    @backward_collectives.setter
+    def backward_collectives(self, always: bool) -> None:
+        self._driver.backward_collectives = always
 
     @property
     def joined(self) -> bool:

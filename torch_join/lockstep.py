@@ -9,7 +9,10 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base import compat as _compat
+from torch_join._base.errors import UnsupportedError
 from torch_join._shadow.model import ModelShadow
+from torch_join._shadow.synced_norms import has_synced_norms
+from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.no_loss import NoLossCount
 from torch_join._tail.steps import StepDriver
@@ -45,17 +48,18 @@ class LockstepJoin(Lockstep):
     ) -> None:
         make = partial(LockstepModelPart, shadow=model)
         super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
+        self._in_pieces = False  # the backward of this step, which this rank follows
         self._no_loss = NoLossCount(self.channel)
         self._sends_nothing = False
 
     def _known(self) -> list[int] | None:
-        return self._shadow.fired
+        return self._shadow.first.fired
 
     def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
         for fired in known:
-            self._shadow.note_fired(fired)
+            self._shadow.first.note_fired(fired)
         if has_batch:
-            self._shadow.check_fired()
+            self._shadow.first.check_fired()
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -67,6 +71,8 @@ class LockstepJoin(Lockstep):
             # Amid an accumulation an active rank keeps its own, as in DDP.
             own = not self.joined and not self._shadow.ddp.require_forward_param_sync
             self._shadow.sync_buffers(self.active_ranks[0], keeps=own)
+        if not self._shadow.ddp.broadcast_buffers:
+            self._sync_norms(self._shadow.inner)
 
     @contextmanager
     def active_step(self) -> Iterator[None]:
@@ -84,8 +90,16 @@ class LockstepJoin(Lockstep):
 
     def shadow_forward(self) -> Tensor:
         self.driver.derive(self._model, "forward")
-        self.driver.follow(self.active_ranks)
-        return self.gathers.chain(self._model.take_output())
+        self._in_pieces = self.driver.follow(self.active_ranks)
+        output = self._model.take_output()
+        if not self._in_pieces:
+            return self.gathers.chain(output)
+        self.gathers.forget()
+        return following_zero(partial(self._follow_backward, output), output.device)
+
+    def _follow_backward(self, output: Tensor) -> None:
+        with self._model.following_backward(output) if self._syncs else nullcontext():
+            self.driver.follow(self.active_ranks)
 
     @contextmanager
     def loss_step(self) -> Iterator[None]:
@@ -107,6 +121,12 @@ class LockstepJoin(Lockstep):
             self.in_loss_step = False
 
     def _complete(self, output: Any) -> Any:
+        if output is None and self._has_collectives_in_backward:
+            raise UnsupportedError(
+                "training_step returned None, and the other ranks' backward has collectives (of SyncBatchNorm, or of a"
+                " loss over all ranks' outputs) that need this rank's. Return a loss of zero that depends on the"
+                " model's output (`0.0 * output.sum()`), or leave such batches out of the dataloader."
+            )
         if output is None and (self._syncs or self.gathers.pending):
             self.no_loss = True
             # The others' losses may depend on what this rank has given to a gather.
@@ -131,7 +151,9 @@ class LockstepJoin(Lockstep):
         parameters, syncs = self._shadow.parameters, self._syncs
         if syncs:
             self._no_loss.add(any(p.grad is not None for p in parameters))
-        if self.joined or self._sends_nothing:
+        if self.joined and self._in_pieces:
+            self._listening_to(backward)  # which follows
+        elif self.joined or self._sends_nothing:
             self.driver.derive(self._model, "backward", partial(self._listening_to, backward))
         else:
             with self._shadow.step(shadow=False):
@@ -145,9 +167,23 @@ class LockstepJoin(Lockstep):
         return totals.has_loss
 
     def _listening_to(self, backward: Callable[[], None]) -> None:
-        with self.driver.backward() if self.in_tail and not self.joined else nullcontext():
+        whole = self.in_tail and not self.joined and not self.driver.server.in_pieces
+        with self.driver.backward() if whole else nullcontext():
             backward()
         self.check_reduced()
+
+    @contextmanager
+    def in_engine(self) -> Iterator[None]:
+        if self.joined or not (self.in_tail and self.driver.server.in_pieces):
+            yield
+            return
+        pieces = self._model.backward_in_pieces() if self._syncs else nullcontext()
+        with self.driver.serving_backward(self.active_ranks), pieces:
+            yield
+
+    @property
+    def _has_collectives_in_backward(self) -> bool:
+        return self.driver.server.in_pieces or has_synced_norms(self._shadow.inner)
 
     def check_reduced(self) -> None:
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
@@ -173,7 +209,7 @@ class LockstepJoin(Lockstep):
 
     def use(self, model: ModelShadow) -> None:
         """Go on with another shadow: the model has been wrapped anew."""
-        self._model.shadow = model
+        self._model.use(model)
 
     def unfrozen(self) -> list[str]:
         return self._shadow.unfrozen()

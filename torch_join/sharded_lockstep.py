@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.steps import StepDriver
 from torch_join.joinables._sharded.following import Following
@@ -33,6 +33,8 @@ class ShardedLockstepJoin(Lockstep):
         UnsupportedError: The model cannot be followed.
     """
 
+    follows_backward = True
+
     def __init__(
         self,
         driver: StepDriver,
@@ -45,6 +47,7 @@ class ShardedLockstepJoin(Lockstep):
         make = partial(LockstepShardedPart, model=model)
         super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
         self._device = next(model.parameters()).device
+        self._following_model = model
 
     def _known(self) -> list[int]:
         return [number for place in self._following.places for number in place]
@@ -61,6 +64,11 @@ class ShardedLockstepJoin(Lockstep):
         return self._model.following
 
     @contextmanager
+    def around_step(self) -> Iterator[None]:
+        yield
+        self._sync_norms(self._following_model)
+
+    @contextmanager
     def active_step(self) -> Iterator[None]:
         if not self.in_tail:
             yield
@@ -70,9 +78,7 @@ class ShardedLockstepJoin(Lockstep):
 
     def shadow_forward(self) -> Tensor:
         self._follow()
-        seed = torch.zeros((), device=self._device, requires_grad=True)
-        loss: Tensor = _Following.apply(self._follow, seed)  # type: ignore[no-untyped-call]
-        return loss
+        return following_zero(self._follow, self._device)
 
     def _follow(self) -> None:
         self.driver.follow(self.active_ranks)
@@ -86,19 +92,5 @@ class ShardedLockstepJoin(Lockstep):
         if self.joined or not self.in_tail:
             yield
             return
-        with self.driver.step(self.active_ranks, listens=False), self.driver.backward():
+        with self.driver.serving_backward(self.active_ranks):
             yield
-
-
-class _Following(torch.autograd.Function):
-    """A scalar zero, in whose backward a joined rank follows that of the active ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, follow: Callable[[], None], seed: Tensor) -> Tensor:
-        ctx.follow = follow
-        return torch.zeros_like(seed)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
-        ctx.follow()
-        return None, None

@@ -52,7 +52,7 @@ class ManualPart(Part):
         self._driver = driver
         self._strategy = strategy
         self._lockstep = lockstep
-        self._stepping = False
+        self._stepping = self._in_backward = False
         self.use(shadow)
 
     def use(self, shadow: ModelShadow) -> None:
@@ -110,17 +110,29 @@ class ManualPart(Part):
         with self._driver.server.on_all_ranks():
             strategy.pre_backward(loss)
             loss = precision.pre_backward(loss, module)
-        precision.backward(loss, module, None, *args, **kwargs)
+        self._in_backward = True
+        try:
+            precision.backward(loss, module, None, *args, **kwargs)
+        finally:
+            self._in_backward = False
         with self._driver.server.on_all_ranks():
             loss = precision.post_backward(loss, module)
             strategy.post_backward(loss)
-        self._shadow.settle()
+        self._shadow.first.settle()
         self._lockstep.check_reduced()
         if self.server.in_tail:
             self._mirror.after_backward(synced)
         else:
             self._mirror.before_tail(synced)
         return loss
+
+    def before_collective(self, ddps: bool) -> None:
+        if self._in_backward and not ddps:
+            raise UnsupportedError(
+                "A collective in a backward of manual optimization (of SyncBatchNorm, or of a loss over all ranks'"
+                f" outputs), while ranks {self.members.joined_ranks} have run out of batches: these have gone through"
+                " that backward already. Use automatic optimization, or a collective on detached tensors."
+            )
 
     @contextmanager
     def optimizer_step(

@@ -130,7 +130,6 @@ SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
     "iterator": (Iterates, Case((2, 3)), {}, ("UnsupportedError", "`dataloader_iter`", "Take `batch` instead")),
     "lbfgs": (Lbfgs, Case((2, 3)), {}, ("UnsupportedError", "LBFGS")),
     "overlap": (Overlapping, Case((2, 3)), {}, ("UnsupportedError", "overlap_with_ddp=False")),
-    "sync-batchnorm": (Module, Case((2, 3)), {"sync_batchnorm": True}, ("UnsupportedError", "plain BatchNorm")),
     "limit": (
         Module,
         Case((20, 3)),

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.core.loops.test_join_faults import GRACE, TIMEOUT, resume
 from tests.support.cases import Batch, Case, Module
@@ -36,44 +35,11 @@ class NotSharded(Module):
         pass
 
 
-class SyncedNorm(ShardedModule):
-    """Shards layers that are not norms."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.net.norm = nn.SyncBatchNorm(5).double()
-
-
-class InBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Backward(ShardedModule):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss: Tensor = InBackward.apply(super().training_step(batch, batch_idx))  # type: ignore[no-untyped-call]
-        return loss
-
-
 class Whole(ShardedModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if batch_idx == 3:
             _ = next(self.net.parameters()).full_tensor()  # type: ignore[attr-defined]
         return super().training_step(batch, batch_idx)
-
-
-class Gathers(ShardedModule):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        everyone: Any = self.all_gather(loss, sync_grads=True)
-        return everyone.mean()  # type: ignore[no-any-return]
 
 
 CASE = Case((2, 5), epochs=1)
@@ -82,12 +48,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]]
     "manual": (Manual, {}, KINDS[:1], ("UnsupportedError: Manual optimizes manually",)),
     "no loss": (NoLoss, {}, KINDS[:1], ("UnsupportedError: training_step returned None", "0.0 * output.sum()")),
     "not sharded": (NotSharded, {}, KINDS[1:], ("UnsupportedError: ModelParallelJoinStrategy finds nothing in",)),
-    "sync_batchnorm": (ShardedModule, {"sync_batchnorm": True}, KINDS, ("UnsupportedError: sync_batchnorm=True",)),
-    "SyncBatchNorm": (SyncedNorm, {}, KINDS[1:], ("UnsupportedError", "SyncBatchNorm")),
-    "in backward": (Backward, {}, KINDS, ("UnsupportedError", "backward")),
     # Of FullyShardedDataParallel's parameters torch itself says that they cannot be whole in a forward.
     "whole": (Whole, {}, KINDS[1:], ("UnsupportedError", "needs the shards of ranks that have joined")),
-    "sync_grads": (Gathers, {}, KINDS, ("UnsupportedError: all_gather(sync_grads=True)",)),
 }
 
 

@@ -80,7 +80,15 @@ def test_public_names_of_join() -> None:
     model = torch.nn.Linear(1, 1)
     for join in (torch_join.Join, torch_join.Join([model, torch.optim.SGD(model.parameters(), 0.1)])):
         public = [name for name in dir(join) if not name.startswith("_")]
-        assert public == ["active_ranks", "batches", "joined", "notify_join_context", "step"]
+        assert public == [
+            "active_ranks",
+            "all_gather",
+            "backward_collectives",
+            "batches",
+            "joined",
+            "notify_join_context",
+            "step",
+        ]
 
 
 def test_the_repository_is_laid_out_as_the_rules_say() -> None:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -164,11 +165,12 @@ def gradient_hook(begin: Callable[[], float]) -> Callable[[tuple[Tensor, ...]], 
     class Part(ModelPart):
         def __init__(self) -> None:
             self._task, self._factor, self._beginning = -1, 1.0, threading.Lock()
+            self._pieces = mock.Mock()
 
         def _begin_backward(self) -> None:
             self._factor = begin()
 
-    return Part()._before_gradient
+    return partial(Part()._before_gradient, 0)
 
 
 # ---------------------------------------------------------------- a sharded model

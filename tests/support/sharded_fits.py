@@ -104,7 +104,14 @@ def build_strategy(kind: str, case: Case, sharded: bool = False, **options: Any)
 def plain(strategy: Any) -> Any:
     """Make a strategy that joins Lightning's own, as a user gives it to a trainer with a `JoinCallback`."""
     strategy.__class__ = FSDPStrategy if isinstance(strategy, FSDPStrategy) else ModelParallelStrategy
-    for name in ("weighting", "throw_on_early_termination", "enable_join", "joinables", "start_method"):
+    for name in (
+        "weighting",
+        "throw_on_early_termination",
+        "enable_join",
+        "joinables",
+        "start_method",
+        "backward_collectives",
+    ):
         vars(strategy).pop(name, None)
     return strategy
 

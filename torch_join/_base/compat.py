@@ -130,6 +130,16 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
+def expect_gradients(ddp: DistributedDataParallel, output: Tensor) -> None:
+    """Have DDP expect, in the backward that comes, a gradient of what `output` depends on, and of nothing else."""
+    ddp.reducer.prepare_for_backward([output])
+
+
+def delays_all_reduce(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP only counts gradients in the next backward, and averages at its end: under `static_graph`, once."""
+    return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)
+
+
 def steps_in_backward(parameter: Tensor) -> bool:
     """Whether an optimizer may step `parameter` in backward: a hook does, or FSDP."""
     return bool(post_accumulate_hooks(parameter)) or hasattr(parameter, "_in_backward_optimizers")

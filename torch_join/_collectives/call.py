@@ -57,11 +57,6 @@ _PREMUL_SUM = Refusal(
     "its factor is not visible from outside",
     "`ReduceOp.SUM` of the multiplied tensor",
 )
-_BACKWARD = Refusal(
-    "any collective in backward, such as those of `torch.distributed.nn.functional`",
-    "in backward a joined rank cannot know its place among DistributedDataParallel's own all-reduces",
-    "a collective on detached tensors in the forward pass",
-)
 _FSDP = Refusal(
     "what FSDP does to a model that was not given to `Join`, or beside its steps (`summon_full_params`, a state dict)",
     "it needs the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
@@ -76,11 +71,6 @@ _MODEL_AVERAGING = Refusal(
     "the averaging of parameters by `torch.distributed.algorithms.model_averaging`",
     "it divides the sum of all ranks' parameters by the world size, and a rank that has joined does not train its own",
     "DistributedDataParallel, which averages gradients, or the same number of batches on every rank",
-)
-_SYNC_BATCH_NORM = Refusal(
-    "`SyncBatchNorm`",
-    "SyncBatchNorm issues collectives in backward, where a joined rank cannot know their place",
-    "`BatchNorm`, or a layer that normalizes within a sample, such as `GroupNorm`",
 )
 
 _MOST_ELEMENTS = 1 << 40  # of one tensor: more than any device holds
@@ -183,19 +173,16 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
         origin: Where it comes from.
 
     """
-    if _compat_c10d.in_backward():
-        return _BACKWARD
     if origin.is_fsdp:
         return _FSDP
     if origin.is_dtensor:
         return _DTENSOR
     if origin.is_model_averaging:
         return _MODEL_AVERAGING
-    if origin.is_sync_batch_norm:
-        return _SYNC_BATCH_NORM
     if call.operation in ("send", "recv"):
         return _POINT_TO_POINT
-    if call.operation in _FROM_ROOT and call.root in joined:
+    # In backward it sends a gradient, which is zero.
+    if call.operation in _FROM_ROOT and call.root in joined and not _compat_c10d.in_backward():
         return _JOINED_ROOT
     if call.operation in ("all_to_all", "all_to_all_single") and not _is_equal_exchange(call, args):
         return _UNEQUAL
@@ -207,7 +194,7 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
 
 
 def scale_inputs(call: Call, args: dict[str, Any], factor: float, is_destination: bool) -> dict[str, Any]:
-    """Multiply what a reducing collective sends and return its operator's arguments with that.
+    """Multiply what a collective sends and return its operator's arguments with that.
 
     A tensor is changed only where its content is lost to the result anyway.
     """

@@ -4,16 +4,18 @@
 """
 
 import functools
+import itertools
 import os
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd import graph
-from torch.distributed import c10d_logger, distributed_c10d
-from torch.nn.modules import _functions
+from torch.distributed import _functional_collectives, c10d_logger, distributed_c10d
+from torch.utils import checkpoint
 
 from torch_join._base.compat_c10d import overload
 
@@ -46,7 +48,10 @@ _LOCAL_OPERATORS = {"check_for_nan"}
 AllgatherOptions = distributed_c10d.AllgatherOptions  # the one of its kind that torch.distributed does not export
 
 _ENGINE = graph._engine_run_backward.__code__
-_SYNC_BATCH_NORM = _functions.SyncBatchNorm.forward.__code__
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_REENTRANT = checkpoint.CheckpointFunction.backward.__code__
+_CHECKPOINT_FILE = checkpoint.__file__
+_FUNCTIONAL_FILE = _functional_collectives.__file__
 _C10D_FILE = distributed_c10d.__file__
 _FSDP_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "fsdp", "")
 _TENSOR_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "tensor", "")
@@ -125,6 +130,37 @@ def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
     return False
 
 
+def differentiates(caller: FrameType | None) -> bool:
+    """Whether a collective in a forward is one of an autograd function, whose backward may come and have some too."""
+    return any(
+        (frame.f_code is _APPLY and any(getattr(arg, "requires_grad", False) for arg in frame.f_locals["args"]))
+        or (frame.f_code.co_filename == _FUNCTIONAL_FILE and frame.f_code.co_name.endswith("_autograd"))
+        for frame in _callers(caller)
+    )
+
+
+def recomputes(caller: FrameType | None) -> bool:
+    """Whether a collective in a backward is one of a forward that a checkpoint runs again."""
+    return any(frame.f_code.co_filename == _CHECKPOINT_FILE for frame in _callers(caller))
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this is the backward of a part of the model, which a checkpoint runs inside of the model's."""
+    frame = sys._getframe()
+    return any(each.f_code is _REENTRANT for each in _all_callers(frame))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Go outwards, up to a backward that is under way."""
+    return itertools.takewhile(lambda each: each.f_code is not _ENGINE, _all_callers(frame))
+
+
+def _all_callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 class Origin(NamedTuple):
     """Where in Python a collective comes from.
 
@@ -155,11 +191,6 @@ class Origin(NamedTuple):
     def is_model_averaging(self) -> bool:
         """Whether one of torch's model averagers called."""
         return self.caller is not None and self.caller.f_code.co_filename.startswith(_MODEL_AVERAGING_FOLDER)
-
-    @property
-    def is_sync_batch_norm(self) -> bool:
-        """Whether SyncBatchNorm's forward called."""
-        return self.caller is not None and self.caller.f_code is _SYNC_BATCH_NORM
 
 
 def origin(caller: FrameType | None) -> Origin:

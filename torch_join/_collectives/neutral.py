@@ -195,7 +195,9 @@ def _gather(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
 
 
 def _scatter(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    return group.scatter(_blank(call.outputs, call), [], _options(dist.ScatterOptions, call, group))
+    options = _options(dist.ScatterOptions, call, group)
+    inputs = [_blank(call.outputs * group.size(), call)] if options.rootRank == group.rank() else []
+    return group.scatter(_blank(call.outputs, call), inputs, options)
 
 
 def _broadcast(call: Call, group: dist.ProcessGroup) -> dist.Work | None:

@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
 from torch_join._base import compat_c10d as _dispatch
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._collectives import compat as _compat_c10d
+from torch_join._collectives.backwards import Backwards, issue_weighted
 from torch_join._collectives.call import OBJECT_OPERATIONS, Call, describe, refusal, scale_inputs, starts_objects
 
 __all__ = ["Call", "CollectiveTap"]
@@ -37,8 +39,7 @@ class CollectiveTap:
         joined: Whether a rank (a global one) has joined; asked at each collective. `None` is for a rank
             that has joined itself and runs code that follows the active ranks' collectives on its own:
             every group is listened to, and nothing is scaled.
-        check: Called in backward with each collective's group, as global ranks, and whether it is
-            DistributedDataParallel's; what it raises, the collective raises.
+        backwards: What else is to be known of collectives in backward, and before it.
 
     Limits:
         The creation of a process group is not a collective and not seen; nor is what goes around
@@ -53,11 +54,11 @@ class CollectiveTap:
         self,
         observe: Callable[[Call], None],
         joined: Callable[[int], bool] | None,
-        check: Callable[[list[int], bool], None] | None = None,
+        backwards: Backwards | None = None,
     ) -> None:
         self._observe = observe
         self._joined = joined
-        self._check = check
+        self._backwards = backwards
         self._library: Any = None
         self._thread = 0
         self._ignoring = 0
@@ -123,13 +124,31 @@ class CollectiveTap:
                 ddps = backward and _compat_c10d.is_ddps(operation, caller)
                 # Trailing arguments that have their default are left out.
                 named = dict(zip(names, args, strict=False))
-                if backward and tap._check is not None and "process_group" in named:
-                    tap._check(_compat_c10d.group_ranks(_compat_c10d.unbox_group(named["process_group"])), ddps)
+                if tap._backwards is not None and "process_group" in named:
+                    tap._tell(tap._backwards, named, caller, ddps)
                 if not ddps:
-                    args = tuple(tap._see(operator, named, caller).values())
+                    named = tap._see(operator, named, caller)
+                    if backward and (factor := tap._factor(caller)) != 1:
+                        return issue_weighted(partial(op.redispatch, _dispatch.below(keyset)), named, factor)
+                    args = tuple(named.values())
             return op.redispatch(_dispatch.below(keyset), *args)
 
         return kernel
+
+    def _tell(self, backwards: Backwards, args: dict[str, Any], caller: FrameType | None, ddps: bool) -> None:
+        if _compat_c10d.in_backward():
+            ranks = _compat_c10d.group_ranks(_compat_c10d.unbox_group(args["process_group"]))
+            with self.ignoring():
+                backwards.before_collective(ranks, ddps)
+        elif not backwards.in_pieces:
+            # Whatever the group, and whoever has joined: all active ranks must come to the same.
+            backwards.in_pieces = _compat_c10d.differentiates(caller)
+
+    def _factor(self, caller: FrameType | None) -> float:
+        """Return what gradients are multiplied with only after this collective, which is in backward."""
+        if self._backwards is None or _compat_c10d.recomputes(caller):
+            return 1
+        return self._backwards.factor
 
     def _is_ours(self) -> bool:
         if threading.get_ident() == self._thread:

@@ -11,26 +11,19 @@ Returning zeros instead would make every parameter count as used under `find_unu
 and momentum and weight decay would move parameters that no rank used.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from torch_join._base import compat as _compat
-from torch_join._base.errors import JoinError, JoinTypeError, UnsupportedError
+from torch_join._base.errors import JoinTypeError, UnsupportedError
+from torch_join._shadow.first_iteration import FirstIteration
 from torch_join._shadow.unused import using_nothing
 from torch_join._shadow.zero_gradient import zero_gradient
-
-# Which parameters fired in a model's first iteration, and how often: models outlive their shadows.
-_first_iterations: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
-# The models whose first iteration was a shadow here, and how often they fired on a rank that had a batch.
-_guessed: WeakKeyDictionary[DistributedDataParallel, list[int] | None] = WeakKeyDictionary()
 
 
 class ModelShadow:
@@ -38,7 +31,12 @@ class ModelShadow:
 
     Args:
         ddp: The model, which must not have run yet where it has `static_graph=True`.
-        watches: Whether to `watch` at once.
+        watches: Whether to watch the first iteration at once.
+
+    Attributes:
+        accumulated: Whether this rank has run a backward without a sync since the last one with.
+        first: The model's first iteration.
+        parameters: Those that DDP averages, in its order.
 
     Raises:
         JoinTypeError: `ddp` is not a `DistributedDataParallel`.
@@ -51,23 +49,16 @@ class ModelShadow:
             raise JoinTypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
         if (feature := _compat.unsupported_ddp_feature(ddp)) is not None:
             raise UnsupportedError(f"DistributedDataParallel with {feature} cannot train on uneven inputs yet.")
-        if any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules()):
-            raise UnsupportedError(
-                "SyncBatchNorm issues collectives in forward and backward that a rank without a batch cannot"
-                " take part in. Use BatchNorm (its buffers are kept in step) or GroupNorm."
-            )
         self.ddp = ddp
-        self.accumulated = False  # this rank has run a backward without a sync since the last one with
+        self.accumulated = False
         self._stand_in = _StandIn()  # one, since it is made use of in each step
         self.parameters = _compat.averaged_parameters(ddp)
         self.sparse = frozenset(
             id(p) for m in ddp.module.modules() if _compat.is_sparse_embedding(m) for p in m.parameters(recurse=False)
         )
-        # Under `static_graph` the first iteration decides how often each parameter fires in all others.
-        self._fired: dict[int, int] | None = _first_iterations.setdefault(ddp, {}) if ddp.static_graph else None
-        self._watches: list[RemovableHandle] = []
+        self.first = FirstIteration(ddp, self.parameters)
         if watches:
-            self.watch()
+            self.first.watch()
 
     @contextmanager
     def step(self, shadow: bool) -> Iterator[None]:
@@ -82,22 +73,7 @@ class ModelShadow:
         finally:
             for hooks, its in muted:
                 hooks.update(its)
-            self.settle()
-
-    def watch(self) -> None:
-        """Watch which parameters fire in the first iteration, where it decides about all others."""
-        if self._fired == {}:
-            self._watches += [self._watch(p, self._fired) for p in self.parameters if p.requires_grad]
-
-    def unwatch(self) -> None:
-        """Watch no more: two who did would count twice."""
-        while self._watches:
-            self._watches.pop().remove()
-
-    def settle(self) -> None:
-        """Stop watching which parameters fire, once the first iteration has shown it."""
-        if self._fired:
-            self.unwatch()
+            self.first.settle()
 
     def forward(self) -> Tensor:
         """Run the wrapper's forward on nothing.
@@ -109,9 +85,8 @@ class ModelShadow:
             UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
 
         """
-        self.settle()
-        if self._fired == {}:
-            _guessed[self.ddp] = None
+        self.first.settle()
+        self.first.guess()
         with self._standing_in(lambda *_: self.zero()):
             # Not by a call, which would run the user's hooks. With `device_ids` DDP cannot do without a tensor.
             zero: Tensor = self.ddp.forward(  # type: ignore[no-untyped-call]
@@ -129,13 +104,34 @@ class ModelShadow:
         if self.ddp.require_backward_grad_sync:
             self.accumulated = False
 
+    @contextmanager
+    def in_pieces(self) -> Iterator[None]:
+        """Put around the backwards of several `zero_of`, which together are that of one step."""
+        with ExitStack() as stack:
+            stack.enter_context(self.step(shadow=True))
+            if self._finds_unused:
+                # What the forward's graph does not lead to would count as ready at once.
+                _compat.expect_gradients(self.ddp, self._zero_of(self._firing()))
+                connected = self._connected()
+                stack.enter_context(using_nothing(self.ddp, self.parameters, connected, self.accumulated, whole=False))
+            yield
+        if self.ddp.require_backward_grad_sync:
+            self.accumulated = False
+
+    def unreached(self) -> list[int]:
+        """Return the parameters, by place, that DDP takes for ready where the backward under way begins."""
+        if not self._finds_unused:
+            return []
+        places = [place for place, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        return [place for place in places if not _compat.will_accumulate(self.parameters[place])]
+
     def no_loss_output(self) -> Tensor:
         """Return the output of a forward that has come to no loss, in place of it: what `forward` returns.
 
         Raises:
             UnsupportedError: It is the first iteration under `static_graph=True`, or see `forward`.
         """
-        if self._fired == {}:
+        if self.first.is_now:
             raise UnsupportedError(
                 "A step without a loss cannot be the first one under static_graph=True, since that one decides which"
                 " parameters take part in all others. Return a loss, or use static_graph=False."
@@ -173,7 +169,15 @@ class ModelShadow:
 
     def zero(self) -> Tensor:
         """Return a scalar zero for a backward of its own, where DDP's reducer is made ready without a forward."""
-        parameters = self._connected()
+        return self._zero_of(self._connected())
+
+    def zero_of(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Return a scalar zero, whose backward hands DDP undefined gradients of these, in this order; or `None`."""
+        firing = {*map(id, self._firing())}
+        parameters = [p for p in reversed(parameters) if id(p) in firing]
+        return self._zero_of(parameters) if parameters else None
+
+    def _zero_of(self, parameters: Sequence[Tensor]) -> Tensor:
         sparse = [id(p) in self.sparse for p in parameters]
         if _compat.has_rebuilt_buckets(self.ddp):
             return zero_gradient(parameters, sparse, None)
@@ -191,12 +195,15 @@ class ModelShadow:
 
     def _connected(self) -> list[Tensor]:
         """Return the parameters that the graph of a shadow's forward leads to."""
-        parameters = [p for p in self.parameters if p.requires_grad and self._fires(p)]
+        parameters = self._firing()
         if not self._finds_unused:
             return parameters
         dense = [p for p in parameters if id(p) not in self.sparse]
         sparse = [p for p in parameters if id(p) in self.sparse]
         return [*dense[:1], *sparse]
+
+    def _firing(self) -> list[Tensor]:
+        return [p for p in self.parameters if p.requires_grad and self.first.fires(p)]
 
     def sync_buffers(self, src: int, keeps: bool = False) -> None:
         """Broadcast the model's buffers from rank `src`, as DDP would from rank 0; who `keeps` its own only helps."""
@@ -209,67 +216,12 @@ class ModelShadow:
         if buffers:
             _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
 
-    @property
-    def fired(self) -> list[int] | None:
-        """How often each parameter got a gradient in the first iteration under `static_graph=True`, if known here."""
-        return self._times() if self._fired and self.ddp not in _guessed else None
-
-    def note_fired(self, theirs: list[int] | None) -> None:
-        """Note what another rank knows, if this one does not: in a shadow, all parameters get one."""
-        if theirs is not None and self.ddp in _guessed:
-            _guessed[self.ddp] = theirs
-
-    @property
-    def shadow_only(self) -> bool:
-        """Whether this rank cannot run the model itself; see `check_fired`."""
-        return self._fired is not None and _guessed.get(self.ddp) not in (None, self._times())
-
-    def check_fired(self) -> None:
-        """Make sure that this rank can run the model itself.
-
-        Raises:
-            JoinError: DDP would wait for parameters that get no gradient.
-        """
-        mine, theirs = self._times(), _guessed.get(self.ddp)
-        if not self.shadow_only or theirs is None:
-            return
-        where = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-        raise JoinError(
-            "static_graph=True fixes in a model's first iteration how many gradients each parameter gets in all others,"
-            f" and the ranks do not agree: parameter {where}, of shape {tuple(self.parameters[where].shape)}, got"
-            f" {mine[where]} on this rank and {theirs[where]} on another. A rank that has no batch in the first"
-            " iteration takes every parameter for used once. Give each rank a batch in the first iteration, freeze"
-            " parameters that are never used before wrapping the model (requires_grad_(False)), or use"
-            " static_graph=False with find_unused_parameters=True."
-        )
-
-    def _times(self) -> list[int]:
-        return [(self._fired or {}).get(id(p), 0) for p in self.parameters]
-
     def unfrozen(self) -> list[str]:
         """Return the names of the parameters that require a gradient and did not when the model was wrapped."""
         known = {*map(id, self.parameters)}
         named = self.ddp.module.named_parameters()
         new = [name for name, p in named if p.requires_grad and id(p) not in known]
         return [name for name in new if name not in self.ddp.parameters_to_ignore]
-
-    def _fires(self, parameter: Tensor) -> bool:
-        if not self._fired:
-            return True
-        times = self._fired.get(id(parameter), 0)
-        if times > 1:
-            raise UnsupportedError(
-                f"A parameter of shape {tuple(parameter.shape)} receives {times} gradients per backward under"
-                " static_graph=True (reentrant activation checkpointing does this), which a rank without a batch"
-                " cannot repeat. Use checkpointing with use_reentrant=False, or static_graph=False."
-            )
-        return times == 1
-
-    def _watch(self, parameter: Tensor, fired: dict[int, int]) -> RemovableHandle:
-        def count(*_: Any) -> None:
-            fired[id(parameter)] = fired.get(id(parameter), 0) + 1
-
-        return get_gradient_edge(parameter).node.register_prehook(count)
 
 
 class _StandIn(nn.Module):

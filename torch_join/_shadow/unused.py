@@ -24,7 +24,11 @@ from torch_join._base.compat_c10d import changing_all_reduces
 
 @contextmanager
 def using_nothing(
-    ddp: DistributedDataParallel, parameters: Sequence[Tensor], connected: Sequence[Tensor], accumulated: bool
+    ddp: DistributedDataParallel,
+    parameters: Sequence[Tensor],
+    connected: Sequence[Tensor],
+    accumulated: bool,
+    whole: bool = True,
 ) -> Iterator[None]:
     """Put around the backward of a shadow.
 
@@ -33,21 +37,24 @@ def using_nothing(
         parameters: Those that DDP averages, in its order.
         connected: Those that the shadow's graph leads to: one, and the sparse ones.
         accumulated: Whether this rank may have used parameters without a sync since the last one.
+        whole: Whether the graph leads to no other parameters; in pieces it does, and DDP counts those that have a
+            gradient.
     """
     sparse = {*map(id, connected[1:])}
     absent = [index for index, p in enumerate(parameters) if p.grad is None and p.requires_grad and id(p) not in sparse]
-    reports = accumulated and ddp.require_backward_grad_sync and bool(absent)
+    lends = accumulated and ddp.require_backward_grad_sync and bool(absent)
+    unused = absent if lends or whole or accumulated else range(len(parameters))
     used = [False] * len(parameters)
     try:
         with ExitStack() as stack:
-            if reports:
-                for index in absent:
-                    parameters[index].grad = torch.zeros_like(parameters[index])
-                stack.enter_context(_reporting_unused(parameters, absent))
+            for index in absent if lends else ():
+                parameters[index].grad = torch.zeros_like(parameters[index])
+            if lends or not whole:
+                stack.enter_context(_reporting_unused(parameters, unused))
             yield
-        used = _compat.used_parameters(ddp) if reports else used
+        used = _compat.used_parameters(ddp) if lends else used
     finally:
-        for index in absent if reports else ():
+        for index in absent if lends else ():
             if len(used) == len(parameters) and not used[index]:
                 parameters[index].grad = None
 

@@ -1,6 +1,6 @@
 """A scalar zero that leads backward to parameters and brings them nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,27 @@ def zero_gradient(parameters: Sequence[Tensor], sparse: Sequence[bool], before: 
         before: Another such zero, whose parameters get theirs after these.
     """
     zero: Tensor = _ZeroGradient.apply(sparse, before, *parameters)  # type: ignore[no-untyped-call]
+    return zero
+
+
+class _Following(torch.autograd.Function):
+    """A scalar zero, in whose backward a joined rank follows that of the active ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, follow: Callable[[], Any], seed: Tensor) -> Tensor:
+        ctx.follow = follow
+        return torch.zeros_like(seed)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
+        with torch.enable_grad():
+            ctx.follow()
+        return None, None
+
+
+def following_zero(follow: Callable[[], Any], device: torch.device) -> Tensor:
+    """Return a scalar zero whose backward is whatever `follow` does."""
+    zero: Tensor = _Following.apply(follow, torch.zeros((), device=device, requires_grad=True))  # type: ignore[no-untyped-call]
     return zero
 
 

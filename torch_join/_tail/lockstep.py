@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
+from torch_join._shadow.synced_norms import sync_norms
 from torch_join._tail.attendance import Attendance
 from torch_join._tail.steps import StepDriver
 from torch_join.joinables._torch.joinable import WrappingJoinable
@@ -37,11 +38,14 @@ class Lockstep:
     Attributes:
         keeps_buffers: Whether each rank keeps its own buffers for now.
         no_loss: Whether this rank has a batch and no loss.
+        follows_backward: Whether joined ranks take part in each collective of a backward.
         in_loss_step: Whether the forward is under way whose output is the step's loss.
 
     Raises:
         JoinTypeError: One of `joinables` does not follow torch's protocol.
     """
+
+    follows_backward: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -194,6 +198,11 @@ class Lockstep:
     def around_step(self) -> Iterator[None]:
         """Put around forward and backward of every step, shadow or not."""
         yield
+
+    def _sync_norms(self, model: nn.Module) -> None:
+        """Give joined ranks the buffers of SyncBatchNorm as they are after a step."""
+        if self.in_tail:
+            sync_norms(model, self.active_ranks[0], self.driver.members.group)
 
     def loss_step(self) -> AbstractContextManager[None]:
         """Put around an active rank's forward whose output is the step's loss."""

@@ -42,6 +42,8 @@ class Meetings:
         step_number: The current step, counted from the loop's begin.
     """
 
+    _backward_collectives = False
+
     def __init__(self, members: Membership, objects: list[Any], tails: Tails, throws: bool) -> None:
         self.members = members
         self._objects = objects
@@ -66,6 +68,17 @@ class Meetings:
 
     def _renew_server(self) -> None:
         self.server = self.tails.server = Server(self.members, self.arrive, self.tails.check_backward)
+        self.backward_collectives = self._backward_collectives
+
+    @property
+    def backward_collectives(self) -> bool:
+        """Whether backwards are announced piece by piece before anything shows that they must be."""
+        return self._backward_collectives
+
+    @backward_collectives.setter
+    def backward_collectives(self, always: bool) -> None:
+        self._backward_collectives = self.server.backwards.always = always
+        self.server.backwards.reset()
 
     # ------------------------------------------------------------ what the parts see, and the user
 

@@ -15,7 +15,7 @@ RECORD = tuple[list[Announcement], tuple[int, ...]]  # and who is active
 _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
-    DONE: type(None),  # a step in lockstep
+    DONE: bool,  # a step in lockstep; whether its backward is one too
     # The parts' closing messages, the place in the beats, whose state all take.
     END: tuple[list[Any], tuple[int, list[tuple[int, int, int]]], int],
 }

@@ -15,11 +15,10 @@ from torch_join._control.channel import Channel, Status
 from torch_join._control.codec import foreign
 from torch_join._tail import records as _records
 from torch_join._tail.agreement import Agreement, explain, explain_counts
+from torch_join.joinables._gradients.backwards import ServedBackwards
 from torch_join.joinables.part import LoopModel, Part
 
-
-def _nothing(*_: Any) -> None:
-    pass
+_NOTHING: Callable[..., None] = lambda *_: None  # noqa: E731
 
 
 class Server:
@@ -28,23 +27,24 @@ class Server:
     Args:
         members: Who is active.
         arrive: Called before this rank looks whether it is in a tail: a meeting may have been put off.
-        check_backward: Called with each collective in backward, see `CollectiveTap`.
+        check_backward: Called with each collective in backward, see `Backwards.before_collective`.
 
     Attributes:
         parts: What answers records, by their index.
         tap: Listens to an active rank's collectives.
+        backwards: Hears of collectives in backward.
     """
 
     def __init__(
         self,
         members: Membership,
-        arrive: Callable[[], None] = _nothing,
-        check_backward: Callable[[list[int], bool], None] = _nothing,
+        arrive: Callable[[], None] = _NOTHING,
+        check_backward: Callable[[list[int], bool], None] = _NOTHING,
     ) -> None:
         self.members = members
         self.parts: list[Part] = []
         self._arrive = arrive
-        self._check_backward = check_backward
+        self.backwards = ServedBackwards(self, members, check_backward)
         self.open(Channel())
         self.reset()
 
@@ -54,6 +54,7 @@ class Server:
         self._heard: deque[_records.Announcement] = deque()  # read, and not yet answered
         self._on_all = 0  # how deep it is in `on_all_ranks`
         self._counts = False  # what it announces is compared with the other active ranks'
+        self.backwards.reset()
         self.tap = self._new_tap()
 
     def open(self, channel: Channel) -> None:
@@ -71,15 +72,20 @@ class Server:
         self.tap.remove()
         while self.parts:
             self.parts.pop().exit()
-        self._arrive, self._check_backward = _nothing, _nothing
-        self.tap = CollectiveTap(_nothing, None)
+        self._arrive, self.backwards.check = _NOTHING, _NOTHING
+        self.tap = CollectiveTap(_NOTHING, None)
 
     def _new_tap(self) -> CollectiveTap:
-        return CollectiveTap(self._announce_collective, self._has_joined, self._check_backward)
+        return CollectiveTap(self._announce_collective, self._has_joined, self.backwards)
 
     def models(self) -> list[LoopModel]:
         """Return the parts of models."""
         return [cast(LoopModel, part) for part in self.parts if part.is_model]
+
+    @property
+    def in_pieces(self) -> bool:
+        """See `Announcer`."""
+        return self.backwards.in_pieces
 
     # ------------------------------------------------------------ on an active rank
 
@@ -100,9 +106,9 @@ class Server:
             self.agreement.note(index, kind, payload)
             self._said.append((index, kind, payload))
             if not hold:
-                self._tell()
+                self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Write what has been announced."""
         if self._said:
             self._subgroups.mark(self.members.active)
@@ -124,7 +130,7 @@ class Server:
             self._on_all -= 1
 
     @contextmanager
-    def together(self, announce: Callable[[], None] = _nothing) -> Iterator[None]:
+    def together(self, announce: Callable[[], None] = _NOTHING) -> Iterator[None]:
         """Put around what all ranks do to what takes part; joined ones hear of it by an active one's `announce`."""
         if self.in_tail:
             for part in self.parts:
@@ -151,7 +157,7 @@ class Server:
         """Go on with these ranks."""
         members = self.members
         if active != members.active:
-            self._tell()  # as long as it is the same rank that writes
+            self.tell()  # as long as it is the same rank that writes
             if not members.joined and members.uneven and set(active) < set(members.active):
                 self.agreement.part(members.rank, members.active, active)
         members.change(active)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from torch_join._base.membership import Membership, Role
 from torch_join._base.weighting import Weighting
+from torch_join._collectives.backwards import late
 from torch_join._collectives.compat import in_backward
-from torch_join._collectives.tap import CollectiveTap
+from torch_join._collectives.tap import Call, CollectiveTap
 from torch_join._control.channel import Channel
 from torch_join._tail.records import DONE
 from torch_join._tail.server import Server
@@ -17,6 +18,10 @@ from torch_join.joinables._gradients.clears import Clears
 from torch_join.joinables.part import Driver, Part
 
 P = TypeVar("P", bound=Part)
+
+
+def _refuse(call: Call) -> None:
+    raise late(call.operation)
 
 
 class StepDriver:
@@ -28,6 +33,7 @@ class StepDriver:
     Args:
         channel: The channel between all ranks of the job.
         weighting: How the gradients of the active ranks are combined.
+        backward_collectives: See `DDPJoinStrategy`.
 
     Attributes:
         members: Who is active.
@@ -40,10 +46,12 @@ class StepDriver:
     clears: Sequence[Clears] = ()
     step_number = 0
 
-    def __init__(self, channel: Channel, weighting: Weighting = "world") -> None:
+    def __init__(self, channel: Channel, weighting: Weighting = "world", backward_collectives: bool = False) -> None:
         self.members = Membership(dist.group.WORLD if dist.is_initialized() else None, weighting)
         self.server = Server(self.members)
         self.server.open(channel)
+        self.server.backwards.always = backward_collectives
+        self.server.backwards.reset()
 
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Nothing to do: the ranks have met."""
@@ -91,7 +99,7 @@ class StepDriver:
             server.tap.install()
         try:
             yield
-            server.announce(-1, DONE)
+            server.announce(-1, DONE, server.in_pieces)
         finally:
             members.role = Role.EVEN
             server.tap.remove()
@@ -102,12 +110,26 @@ class StepDriver:
         Joined ranks have no counterpart to them. Others, of hooks that run before or after it, all ranks issue alike.
         """
         has_joined = self.members.has_joined
-        return self.server.listening(CollectiveTap(lambda _: None, lambda rank: in_backward() and has_joined(rank)))
+        return self.server.listening(CollectiveTap(_refuse, lambda rank: in_backward() and has_joined(rank)))
 
-    def follow(self, active: tuple[int, ...]) -> None:
-        """Answer, on a joined rank, what the active ranks announce in a step, until they are done with it."""
+    @contextmanager
+    def serving_backward(self, active: tuple[int, ...]) -> Iterator[None]:
+        """Put around autograd's part of an active rank's backward, after a step in the tail, that is a step too."""
+        server = self.server
+        with self.step(active, listens=False):
+            server.tap.install()
+            yield
+
+    def follow(self, active: tuple[int, ...]) -> bool:
+        """Answer, on a joined rank, what the active ranks announce in a step, until they are done with it.
+
+        Returns:
+            Whether their backward is such a step too.
+        """
         self.server.begin_step(active)
-        self.server.follow(DONE)
+        backwards = self.server.backwards
+        backwards.in_pieces = self.server.follow(DONE) or backwards.in_pieces
+        return backwards.in_pieces
 
     def derive(self, part: Part, kind: str, payload: Any = None) -> None:
         """Answer what every rank knows from the meeting to come next, and nobody announces."""

@@ -16,6 +16,7 @@ from torch_join._tail.server import Server
 from torch_join.joinables._gradients.clears import innermost_optimizer
 from torch_join.joinables.kinds import stateful
 from torch_join.joinables.missing_model import missing_model
+from torch_join.joinables.model import ModelPart
 
 
 class Tails:
@@ -169,13 +170,20 @@ class Tails:
         members = self.server.members
         if any({*group} <= {*team} for part in self.server.parts for team in part.teams):
             return  # of tensor parallelism: all of them have the same batch, or none
-        if not is_ddps and members.weighting == "samples" and not members.announces:
-            raise UnsupportedError(
-                "A collective in backward (of a loss over all ranks' outputs, for example) under weighting='samples':"
-                " each rank's gradients are weighted by its number of samples where they reach the parameters, and"
-                " by then those of other ranks are mixed into them. Use weighting='world' with a loss that weighs"
-                " samples itself, or a collective on detached tensors in the forward pass."
-            )
+        if not is_ddps and members.weighting == "samples":
+            if not all(isinstance(model, ModelPart) for model in self.server.models()):
+                raise UnsupportedError(
+                    "A collective in backward (of a loss over all ranks' outputs, for example) of a sharded model under"
+                    " weighting='samples': each rank's gradients are weighted by its number of samples where they reach"
+                    " the parameters, and by then those of other ranks are mixed into them. Use weighting='world' with"
+                    " a loss that weighs samples itself, or a collective on detached tensors in the forward pass."
+                )
+            if members.loss_factor == 0:
+                raise UnsupportedError(
+                    "A batch without samples under weighting='samples', with a collective in backward: what other"
+                    " ranks' losses owe to this batch would be multiplied by zero. Leave such batches out, or use"
+                    " weighting='active'."
+                )
         joined = [rank for rank in group if members.has_joined(rank)]
         if is_ddps and members.announces and joined and not any(model.in_backward for model in self.server.models()):
             raise missing_model(joined)

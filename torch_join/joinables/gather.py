@@ -6,6 +6,7 @@ one before it, and the loss on the last. So all of them have a backward on every
 of the forward's order, whether the loss uses them or not, and also where there is no loss.
 """
 
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +49,10 @@ class GatherPart(Part):
         last, self._last = self._last, None
         return loss if last is None else loss + last.to(loss)
 
+    def forget(self) -> None:
+        """Forget the gathers of this step: the active ranks announce what their backward has with others."""
+        self._last = None
+
     def exit(self) -> None:
         super().exit()
         self._last = None
@@ -82,19 +87,20 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[None, Tensor | None, None]:
         part, like = ctx.part, ctx.like
-        if part.server.in_tail:  # and not after the step, in its backward
+        in_pieces = part.server.in_pieces
+        if part.server.in_tail and not in_pieces:  # and not after the step, in its backward
             raise UnsupportedError(
                 "The step ran a backward of its own (as a rule torch.autograd.grad) through"
                 f" all_gather(sync_grads=True), while ranks {part.members.joined_ranks} have run out of batches and"
                 " cannot take part in it. Differentiate with respect to tensors behind the gather, or gather detached"
                 " ones."
             )
-        group = part.group
+        group = part.members.group if in_pieces else part.group
         # The last element counts the ranks whose loss the gather is a part of.
         flat = like.new_zeros(dist.get_world_size(group) * like.numel() + 1)
         if gradient is not None:
             flat[:-1], flat[-1] = gradient.reshape(-1), 1
-        with part.server.own_collectives():
+        with nullcontext() if in_pieces else part.server.own_collectives():
             dist.all_reduce(flat, group=group)
         if gradient is None and not flat[-1]:
             return None, None, None  # no gradient at all, which differs from zero: parameters may go unused

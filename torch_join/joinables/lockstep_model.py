@@ -1,10 +1,17 @@
 """A DDP model in a loop that a framework runs: its forward and backward are shadowed, and need no announcement."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from torch_join._base import compat as _compat
 from torch_join._shadow.model import ModelShadow
+from torch_join.joinables._gradients.pieces import FIRED, Pieces
 from torch_join.joinables.part import Driver, Part
 
 
@@ -18,13 +25,61 @@ class LockstepModelPart(Part):
         shadow: What runs in place of the model's step.
     """
 
+    kinds: ClassVar[dict[str, Any]] = Pieces.kinds
+
     def __init__(self, driver: Driver, index: int, shadow: ModelShadow) -> None:
         super().__init__(driver, index)
-        self.shadow = shadow
+        self.use(shadow)
         self._output: Tensor | None = None
 
+    def use(self, shadow: ModelShadow) -> None:
+        """Go on with another shadow."""
+        self.shadow = shadow
+        self._pieces = Pieces(self, shadow)
+
+    def exit(self) -> None:
+        super().exit()
+        self._pieces.reset()
+
+    @contextmanager
+    def backward_in_pieces(self) -> Iterator[None]:
+        """Put around an active rank's backward that syncs, which joined ranks follow piece by piece."""
+        task = -1
+
+        def came(place: int, _: Any) -> None:
+            nonlocal task
+            if task == -1:
+                self._pieces.begin(lambda: None)
+            elif task != _compat.backward_in_progress():
+                self._pieces.refuse_nested()
+            task = _compat.backward_in_progress()
+            self._pieces.came(place)
+
+        edges = [(place, get_gradient_edge(p)) for place, p in enumerate(self.shadow.parameters) if p.requires_grad]
+        watches = [edge.node.register_prehook(partial(came, place)) for place, edge in edges]
+        try:
+            yield
+        finally:
+            self._pieces.reset()
+            for watch in watches:
+                watch.remove()
+
+    def before_collective(self, ddps: bool) -> None:
+        self._pieces.before_collective(ddps)
+
+    @contextmanager
+    def following_backward(self, output: Tensor) -> Iterator[None]:
+        """Put around what a joined rank answers in such a backward; `output` is what its forward has returned."""
+        self._pieces.open(lambda: torch.autograd.backward(output))
+        try:
+            yield
+        finally:
+            self._pieces.close()
+
     def answer(self, kind: str, payload: Any) -> None:
-        if kind == "forward":
+        if kind == FIRED:
+            self._pieces.answer(payload)
+        elif kind == "forward":
             self._output = self.shadow.forward()
         else:
             self.shadow.backward(payload)  # which runs it: it is the framework's, with its hooks

@@ -9,6 +9,7 @@ penalty's `autograd.grad` too, and misses L2 terms on the parameters.
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_join._base import compat as _compat
 from torch_join._base.samples import count_samples
-from torch_join._shadow.model import ModelShadow
+from torch_join._shadow.synced_norms import sync_norms
 from torch_join.joinables._gradients.evidence import Gradients
 from torch_join.joinables._gradients.leftovers import settle
-from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
 from torch_join.joinables._gradients.second_backward import SecondBackward
-from torch_join.joinables._gradients.verdicts import CLEARED, UNKNOWN, Runs, State, common_verdict, runs_of, states_of
+from torch_join.joinables._gradients.shadowed import ShadowedSteps
+from torch_join.joinables._gradients.verdicts import Runs, common_verdict, runs_of, states_of
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
 
@@ -32,7 +33,7 @@ from torch_join.joinables.part import Driver, Part
 class ModelPart(Part):
     """A `DistributedDataParallel` model in a plain loop."""
 
-    kinds: ClassVar[dict[str, Any]] = {"forward": tuple[bool, bool, int], "backward": Runs, "gradients": Runs}
+    kinds = ShadowedSteps.kinds
     closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None]
 
     is_model = True
@@ -41,48 +42,46 @@ class ModelPart(Part):
     def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
         super().__init__(driver, index)
         self.ddp = ddp
-        self._shadow = ModelShadow(ddp, watches=False)
+        self._shadowed = ShadowedSteps(self, ddp)  # on a joined rank
+        self._shadow, self._pieces, self._others = self._shadowed.shadow, self._shadowed.pieces, self._shadowed.others
         self._parameters = self._shadow.parameters
         self.forwards = 0  # of this rank's own, since the last tail
         self.synced = 0  # of these, how many are followed by a backward that averages gradients
         self._armed = False  # the last forward will sync in backward
         self.deferred = 0  # forwards that joined ranks hear of, if there are any, when their backward begins
-        self._pending: list[Tensor] = []  # a joined rank's shadow outputs that wait for a backward
         self._task = -1  # the backward that has begun
         self._remembers = -1  # the last one that is remembered at its end
         self._factor = 1.0  # what to multiply its gradients with
         self._beginning = threading.Lock()  # for several devices the engine has several threads
-        self._gradients: Gradients  # from `enter` on
         self._second_backward = SecondBackward(self._parameters)
-        self._others = OtherVerdicts(driver, index)
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
-        self.accumulates = False  # the last backward did not sync, on some rank
-        self._authority = 0  # the lowest active rank in the last forward: it has the newest buffers
         self._watches: dict[int, RemovableHandle] = {}
         self._plumbing = ExitStack()
 
     def enter(self) -> None:
         self.configure(self.ddp)
-        self._shadow.watch()
-        self._undo.append(self._shadow.unwatch)
+        self._shadow.first.watch()
+        self._undo.append(self._shadow.first.unwatch)
         self._undo.append(self.ddp.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove)
         self._undo.append(self.ddp.register_forward_hook(Hook(self._after_forward)).remove)
         views = bool(self.ddp.gradient_as_bucket_view)
-        self._gradients = Gradients(self._parameters, self.driver.clears, views, self._shadow.sparse)
+        self._gradients = self._shadowed.gradients = Gradients(
+            self._parameters, self.driver.clears, views, self._shadow.sparse
+        )
         # What is left of a loop before this `with` may be an average, or this rank's share of one.
         left = any(p.grad is not None for p in self._parameters)
-        self.accumulates = self._shadow.accumulated = left
+        self._shadowed.accumulates = self._shadow.accumulated = left
         self.remember()
         self._undo.append(self._plumbing.close)
-        self._undo.append(self._second_backward.remove)
+        self._undo += [self._second_backward.remove, self._pieces.reset]
         if self.members.may_break:
             self._watch_gradients()
         self._undo.append(self._stop_watching)
 
     def check_can_train(self, has_batch: Callable[[], bool]) -> None:
         """Raise if this rank cannot run the model itself, and is to do so."""
-        if self._shadow.shadow_only and has_batch():
-            self._shadow.check_fired()
+        if self._shadow.first.shadow_only and has_batch():
+            self._shadow.first.check_fired()
 
     def begin_loop(self) -> None:
         """A loop over `batches` begins."""
@@ -90,7 +89,7 @@ class ModelPart(Part):
 
     def remember(self) -> None:
         """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
-        self._gradients.remember(self.accumulates)
+        self._gradients.remember(self._shadowed.accumulates)
 
     def enter_tail(self) -> None:
         if self.driver.in_loop and not self.members.may_break:
@@ -106,7 +105,7 @@ class ModelPart(Part):
     # ------------------------------------------------------------ on an active rank
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._shadow.settle()
+        self._shadow.first.settle()
         driver = self.driver
         if self.members.serves:
             return
@@ -129,10 +128,10 @@ class ModelPart(Part):
             self._armed = True
             return
         if grad:
-            self.accumulates = self._shadow.accumulated = not sync
+            self._shadowed.accumulates = self._shadow.accumulated = not sync
         if deferred:
             return
-        authority, self._authority = self._authority, self.members.leader
+        authority, self._shadowed.authority = self._shadowed.authority, self.members.leader
         if not self.server.in_tail:
             return
         if not self.ddp.require_forward_param_sync:
@@ -190,22 +189,36 @@ class ModelPart(Part):
         """Whether the backward that is under way has come to this model."""
         return self._task == _compat.backward_in_progress()
 
+    @property
+    def will_accumulate(self) -> bool:
+        """See `LoopModel`."""
+        return any(map(_compat.will_accumulate, self._parameters))
+
+    @property
+    def accumulates(self) -> bool:
+        """See `LoopModel`."""
+        return self._shadowed.accumulates
+
+    def before_collective(self, ddps: bool) -> None:
+        self._pieces.before_collective(ddps)
+
     def _watch_gradients(self) -> None:
-        for parameter in self._parameters:
+        for place, parameter in enumerate(self._parameters):
             if parameter.requires_grad and id(parameter) not in self._watches:
                 node = get_gradient_edge(parameter).node
-                self._watches[id(parameter)] = node.register_prehook(self._before_gradient)
+                self._watches[id(parameter)] = node.register_prehook(partial(self._before_gradient, place))
 
     def _stop_watching(self) -> None:
         while self._watches:
             self._watches.popitem()[1].remove()
 
-    def _before_gradient(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    def _before_gradient(self, place: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         if (task := _compat.backward_in_progress()) != self._task:
             with self._beginning:
                 if task != self._task:
                     self._begin_backward()
                     self._task = task
+        self._pieces.came(place)
         return None if self._factor == 1.0 else tuple(None if g is None else g * self._factor for g in gradients)
 
     def _begin_backward(self) -> None:
@@ -221,11 +234,21 @@ class ModelPart(Part):
             self._gradients.raise_if_changed(states, self.members.joined_ranks)
             # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
             self._others.leave(common_verdict(state.verdict for state in states), averages=self._armed)
-            # Without a sync too: what has been cleared now counts at the next one.
-            self.announce("backward" if self._armed else "gradients", runs_of(states))
+            if not self._armed:  # what has been cleared now counts at the next one
+                self.announce("gradients", runs_of(states))
+            elif self.server.in_pieces:
+                self._pieces.begin(self._end_backward)
+                self.announce("begin", runs_of(states), hold=True)
+            else:
+                self._pieces.begin_whole()
+                self.announce("backward", runs_of(states))
         if self._armed:
-            self._armed = self.accumulates = self._shadow.accumulated = False
+            self._armed = self._shadowed.accumulates = self._shadow.accumulated = False
         self._factor = self.members.loss_factor
+
+    def _end_backward(self) -> None:
+        # A hook for communication may have had no collective, before which the pieces would have been told.
+        self.announce("ended", hold=not _compat.has_comm_hook(self.ddp))
 
     def _remember_after_backward(self) -> None:
         if (task := _compat.backward_in_progress()) == self._remembers:
@@ -233,63 +256,35 @@ class ModelPart(Part):
         self._remembers = task
         _compat.after_backward(lambda: _compat.after_backward(self.remember))  # after DDP's own callback
 
-    # ------------------------------------------------------------ on a joined rank
+    # ------------------------------------------------------------ on a joined rank, and at the end
 
     def answer(self, kind: str, payload: Any) -> None:
-        if kind == "forward":
-            self._shadow_forward(*payload)
-        elif kind == "backward":
-            self._shadow_backward(states_of(payload, len(self._parameters)))
-        else:
-            self._clear(states_of(payload, len(self._parameters)), self._others.doubt)
+        self._shadowed.answer(kind, payload)
 
     def synchronizes(self, kind: str) -> bool:
-        if kind != "backward" or _compat.has_comm_hook(self.ddp):  # which may do anything, or nothing
-            return False
-        _compat.wait_for_device(self._parameters[0].device.type)
-        return True
-
-    def _shadow_forward(self, grad: bool, sync: bool, authority: int) -> None:
-        self._authority = self.members.leader
-        if authority:
-            self._shadow.sync_buffers(authority)
-        before = self.ddp.require_backward_grad_sync
-        self.ddp.require_backward_grad_sync = sync
-        try:
-            with torch.set_grad_enabled(grad):
-                output = self._shadow.forward()
-        finally:
-            self.ddp.require_backward_grad_sync = before
-        if grad and sync:
-            self._pending.append(output)
-
-    def _shadow_backward(self, states: list[State]) -> None:
-        if (verdict := self._others.settle()) == UNKNOWN:
-            self._gradients.raise_unknown()
-        for parameter in self._parameters if verdict == CLEARED else ():
-            parameter.grad = None
-        self._clear(states, self._others.ask)
-        self._shadow.backward(lambda: torch.autograd.backward(self._pending))
-        self._pending.clear()
-        self.accumulates = False
-
-    def _clear(self, states: list[State], ask: Callable[[], str]) -> None:
-        self._gradients.raise_if_differing(states, self.accumulates)
-        self._gradients.follow(states, self.accumulates, ask)
-
-    # ------------------------------------------------------------ at the end
+        return self._shadowed.synchronizes(kind)
 
     def closing_message(self) -> tuple[Runs, bool, list[int] | None]:
         _compat.check_reduction_finished(self.ddp)
-        return runs_of(self._gradients.states()), self.accumulates, self._shadow.fired
+        return runs_of(self._gradients.states()), self._shadowed.accumulates, self._shadow.first.fired
 
     def close(self, message: tuple[Runs, bool, list[int] | None], source: int) -> None:
         runs, accumulates, fired = message
         states = states_of(runs, len(self._parameters))
-        self._shadow.note_fired(fired)
-        settle(self.driver, self.ddp.process_group, self._gradients, states, source, accumulates, self.accumulates)
-        self._pending.clear()
-        self._authority = source
+        self._shadow.first.note_fired(fired)
+        if not self.ddp.broadcast_buffers:
+            sync_norms(self.ddp, source, self.members.group)
+        settle(
+            self.driver,
+            self.ddp.process_group,
+            self._gradients,
+            states,
+            source,
+            accumulates,
+            self._shadowed.accumulates,
+        )
+        self._shadowed.forget()
+        self._shadowed.authority = source
         self.forwards = self.synced = self.deferred = 0
-        self._armed, self.accumulates = False, accumulates
+        self._armed, self._shadowed.accumulates = False, accumulates
         self.remember()

@@ -27,6 +27,10 @@ class Announcer(Protocol):
     parts: "list[Part]"
 
     @property
+    def in_pieces(self) -> bool:
+        """Whether backwards are announced piece by piece, since collectives other than DDP's may come in them."""
+
+    @property
     def in_tail(self) -> bool:
         """Whether this rank is active and another one has joined; a part asks when it is about to act.
 
@@ -107,17 +111,23 @@ class LoopModel(Protocol):
         forwards: The forwards of this rank's own, since the last tail.
         synced: How many of these a backward that averages gradients follows.
         deferred: The forwards that joined ranks hear of, if there are any, when their backward begins.
-        accumulates: Whether the last backward did not sync, on some rank.
     """
 
     forwards: int
     synced: int
     deferred: int
-    accumulates: bool
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the last backward did not sync, on some rank."""
 
     @property
     def in_backward(self) -> bool:
         """Whether the backward that is under way has come to this model."""
+
+    @property
+    def will_accumulate(self) -> bool:
+        """Whether the backward that is under way adds to this model's gradients."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -234,6 +244,13 @@ class Part:
     def synchronizes(self, kind: str) -> bool:
         """Whether all ranks must have come to what was announced before this rank could finish its answer to it."""
         return False
+
+    def before_collective(self, ddps: bool) -> None:
+        """Hear, on an active rank in the tail, of a collective in backward: of DDP's, or of another one.
+
+        Raises:
+            UnsupportedError: Joined ranks cannot take part in it there.
+        """
 
     def before_all_ranks(self) -> None:
         """Tell joined ranks, in the tail, what they lack of this rank's state: all are about to do something alike."""

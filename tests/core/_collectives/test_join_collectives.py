@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core._collectives.test_neutral import FORMS, supported
@@ -155,52 +154,6 @@ def test_what_cannot_be_mirrored_raises_and_mispairs_nothing(workers: Workers) -
     for refusal in REFUSALS:
         text = f"ranks \\[0\\] have joined.*{re.escape(refusal.why)}. Use {re.escape(refusal.instead)}"
         assert all(re.search(text, message) for message in messages[refusal.what])
-
-
-class Middle(nn.Module):
-    """A collective in backward, before, among or after DDP's own."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
-        self.layers = nn.ModuleList([nn.Linear(2, 2).double() for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = layer(x)
-            if i == self.place:
-                x = differentiable.all_reduce(x.clone())
-        return x
-
-
-def in_backward(rank: int, place: int) -> None:
-    model = DistributedDataParallel(Middle(place), bucket_cap_mb=1e-5)
-    with Join([model]) as join:
-        for step in join.batches(list(range(1 + 2 * rank))):
-            model.module.place = place if len(join.active_ranks) == 1 else -1
-            model(torch.ones(3, 2, dtype=torch.float64) + step).sum().backward()
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_collective_in_the_models_own_backward_raises(workers: Workers, place: int) -> None:
-    joined, active = workers.outcomes(2, in_backward, place, timeout=4.0)
-    assert active.error.startswith("UnsupportedError: all_reduce on a process group in which ranks [0] have joined")
-    assert "in backward a joined rank cannot know its place" in active.error
-    assert joined.error.startswith("PeerFailedError: Rank 1 failed")
-    assert not joined.ends
-    assert not active.ends
-
-
-def sync_batch_norm(rank: int) -> str:
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    model.module[1] = nn.SyncBatchNorm(2)  # DDP itself takes it on accelerators only
-    with pytest.raises(UnsupportedError) as error:
-        Join([model])
-    return str(error.value)
-
-
-def test_sync_batch_norm_is_refused_on_all_ranks(workers: Workers) -> None:
-    assert all("Use BatchNorm" in text and "SyncBatchNorm" in text for text in workers.run(2, sync_batch_norm))
 
 
 def sharded_forward(rank: int, kind: str) -> list[str]:

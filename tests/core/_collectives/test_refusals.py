@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
-from torch.nn.modules import _functions
 
 from tests.support.inside import REFUSALS
 from tests.support.party import listening
@@ -27,7 +26,7 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
     factor = dist._make_nccl_premul_sum(2.0)
     integers, average = torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG
     point_to_point, joined_root, unequal, integer_average, premul_sum, *others = (refusal.what for refusal in REFUSALS)
-    backward, fsdp, dtensor, model_averaging, sync_batch_norm = others
+    fsdp, dtensor, model_averaging = others
     return {
         point_to_point: [
             lambda: dist.send(one, 0, group),
@@ -59,19 +58,9 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
             lambda: dist.reduce_scatter(integers, [integers, integers], average, group),
         ],
         premul_sum: [lambda: dist.all_reduce(one, factor, group)],
-        backward: [
-            lambda: _InBackward.apply(torch.ones(2, requires_grad=True), group).sum().backward(),
-            lambda: _with_hook(group).backward(),
-            lambda: torch.autograd.grad(_with_hook(group), _LEAF),
-        ],
         fsdp: [lambda: issue_from("fsdp", one, group)],
         dtensor: [lambda: issue_from("tensor", one, group)],
         model_averaging: [lambda: average_parameters(iter([nn.Parameter(one)]), group)],
-        sync_batch_norm: [
-            lambda: _functions.SyncBatchNorm.apply(
-                torch.empty(0, 3, 1, 1), torch.ones(3), torch.zeros(3), None, None, 1e-5, 0.1, dist.group.WORLD, 2
-            )
-        ],
     }
 
 
@@ -79,27 +68,6 @@ def issue_from(folder: str, tensor: Tensor, group: Any) -> None:
     """Issue a collective from where FSDP does, or `DTensor`; `tests/core/sharded` has real ones."""
     scope = {"dist": dist, "tensor": tensor, "group": group}
     exec(compile("dist.all_reduce(tensor, group=group)", os.path.join(dist.__path__[0], folder, "x.py"), "exec"), scope)
-
-
-_LEAF = torch.ones(2, requires_grad=True)
-
-
-class _InBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-def _with_hook(group: Any) -> Tensor:
-    squared = _LEAF**2
-    squared.register_hook(lambda gradient: dist.all_reduce(gradient, group=group))
-    return squared.sum()
 
 
 def _refused(rank: int) -> tuple[dict[str, list[str]], int, Tensor]:

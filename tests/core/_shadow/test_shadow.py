@@ -482,24 +482,6 @@ def test_a_model_that_was_not_given_is_named_at_once(workers: Workers, how: str)
         assert outcome.seconds < 10
 
 
-def differentiable(rank: int, lengths: Sequence[int], loop: str) -> None:
-    from torch.distributed.nn.functional import all_gather
-
-    ddp = DistributedDataParallel(nn.Linear(3, 2).double())
-    with Join([ddp], weighting="samples") as join:
-        steps = [batch(rank, step)[: 2 + rank] for step in range(lengths[rank])]
-        for x in steps if loop == "plain" else join.batches(steps):
-            ddp.zero_grad()
-            out = ddp(x).mean(0)
-            torch.stack(all_gather(out)).pow(2).mean().backward()  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("loop", ["sized", "plain"])
-def test_gradients_that_are_mixed_before_they_are_weighted_raise(workers: Workers, loop: str) -> None:
-    for outcome in workers.outcomes(2, differentiable, (2, 2), loop, timeout=5.0):
-        assert "A collective in backward" in outcome.error
-
-
 def average_models(rank: int) -> None:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 

@@ -63,13 +63,6 @@ def over_some_ranks(rank: int, _: str) -> None:
     Join([FullyShardedDataParallel(Recipe().model(), process_group=own, device_id=torch.device("cpu"))])
 
 
-def synced_norms(rank: int, api: str) -> None:
-    recipe = Recipe(api=api)
-    net = recipe.model()
-    net.norm = nn.SyncBatchNorm(2).double()
-    Join([shard(net, recipe)])
-
-
 def in_torchs_own(rank: int, api: str) -> None:
     training = Training(rank, Recipe(api=api))
     things: list[Any] = [JoinableState(training.model), JoinableOptimizer(training.optimizer)]
@@ -95,7 +88,6 @@ def detailed(rank: int, _: str) -> None:
         (averaged, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (averaged_beside, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (lbfgs, "LBFGS of sharded parameters", ("fsdp2", "fsdp1")),
-        (synced_norms, "SyncBatchNorm issues collectives", ("fsdp2", "fsdp1")),
         (in_torchs_own, "torch's own Join cannot have it follow", ("fsdp2", "fsdp1")),
         (detailed, "TORCH_DISTRIBUTED_DEBUG=DETAIL", ("fsdp1",)),
         (over_some_ranks, "sharded and averaged over 1 ranks", ("fsdp1",)),
@@ -274,38 +266,11 @@ def run_closure_twice(rank: int, api: str) -> None:
     ClosureTwice(rank, Recipe((2, 5), api=api)).run()
 
 
-class _Reduced(torch.autograd.Function):
-    """A collective of the user's, in backward."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        total = gradient.sum().reshape(1)
-        dist.all_reduce(total)
-        return gradient
-
-
-class ReducesInBackward(Training):
-    def __init__(self, rank: int, recipe: Recipe) -> None:
-        super().__init__(rank, recipe)
-        self.model.blocks[1].register_forward_hook(lambda *args: _Reduced.apply(args[-1]))
-
-
-def reduce_in_backward(rank: int, api: str) -> None:
-    ReducesInBackward(rank, Recipe((2, 5), api=api)).run()
-
-
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 @pytest.mark.parametrize(
     ("function", "match"),
     [
         (run_closure_twice, "runs its closure more than once in a step"),
-        # SyncBatchNorm does so too; torch has it for accelerators only.
-        (reduce_in_backward, "all_reduce .*: in backward a joined rank cannot know its place"),
     ],
 )
 def test_other_steps(workers: Workers, function: Callable[..., None], match: str, api: str) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 
 from tests.support.cases import (
     Batch,
@@ -206,8 +205,6 @@ class Raises(JointModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         hidden, out = embed(self.net, batch[0])
-        if self.kind == "functional":
-            return all_reduce(out).pow(2).mean()
         if self.kind == "penalty":
             gathered = self.all_gather(hidden, sync_grads=True)
             torch.autograd.grad(gathered.sum(), [hidden])
@@ -231,9 +228,8 @@ def fit_raising(rank: int, case: Case, kind: str) -> None:
 
 
 RAISES = {
-    "functional": "in backward a joined rank cannot know its place",
     "penalty": "ran a backward of its own",
-    "checkpoint": "in backward a joined rank cannot know its place",
+    "checkpoint": "all_gather in backward, after a forward in which no autograd function had a collective",
     "subgroup": "takes automatic optimization and the group of all ranks (here: another group)",
 }
 

@@ -45,11 +45,6 @@ class Following:
         self._teams = teams_of(model, self._part.members.global_ranks)
         self._seen: tuple[int, ...] = ()  # the active ranks that have been checked
         self.reduces = self.met = False
-        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-            raise UnsupportedError(
-                "SyncBatchNorm issues collectives in forward and backward that a rank without a batch cannot take part"
-                " in. Use plain BatchNorm, whose buffers are each rank's own."
-            )
         if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
             raise UnsupportedError(
                 "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares in which order the modules of"

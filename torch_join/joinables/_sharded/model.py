@@ -15,6 +15,7 @@ from torch_join._base.errors import JoinError
 from torch_join._base.samples import count_samples
 from torch_join._shadow._sharded import compat as _compat_sharded
 from torch_join._shadow._sharded.unit import Unit
+from torch_join._shadow.synced_norms import sync_norms
 from torch_join.joinables._gradients.evidence import Gradients, holds_something
 from torch_join.joinables._gradients.leftovers import raise_if_lost
 from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
@@ -88,6 +89,11 @@ class ShardedModelPart(Part):
     def in_backward(self) -> bool:
         """See `LoopModel`."""
         return self._task == _compat.backward_in_progress()
+
+    @property
+    def will_accumulate(self) -> bool:
+        """See `LoopModel`."""
+        return True
 
     def check_can_train(self, has_batch: Callable[[], bool]) -> None:
         """See `LoopModel`."""
@@ -265,6 +271,7 @@ class ShardedModelPart(Part):
         if self.members.rank != source:
             self.following.places = places
         self.following.settle()
+        sync_norms(self.model, source, self.members.group)
         # What the active ranks' code has set; here none has run.
         for parameter, trained in zip(self.model.parameters(), trains, strict=True):
             parameter.requires_grad_(trained)

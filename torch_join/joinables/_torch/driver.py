@@ -94,7 +94,7 @@ class HookDriver:
     # ------------------------------------------------------------ what the parts see
 
     # They ask as well what only our own Join has.
-    in_loop = in_plain_loop = awaits_others = False
+    in_loop = in_plain_loop = awaits_others = in_pieces = False
     clears: Sequence[Clears] = ()
     step_number = 0
 

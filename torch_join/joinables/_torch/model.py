@@ -4,7 +4,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._base.errors import JoinTypeError
+from torch_join._base.errors import JoinTypeError, UnsupportedError
+from torch_join._shadow.synced_norms import has_synced_norms
 from torch_join.joinables._torch.joinable import WrappingJoinable
 from torch_join.joinables.model import ModelPart
 from torch_join.joinables.part import Driver, Part
@@ -39,6 +40,11 @@ class JoinableModel(WrappingJoinable):
         super().__init__(ddp, ddp.process_group, ddp.device)
 
     def make_part(self, driver: Driver, index: int) -> Part:
+        if has_synced_norms(self.wrapped):
+            raise UnsupportedError(
+                "SyncBatchNorm has collectives in forward and backward, of which a rank that has joined hears nothing"
+                " in torch's Join. Use torch_join.Join, or BatchNorm."
+            )
         if index > 0 and not isinstance(driver.server.parts[0], ModelPart):
             raise self.misplaced("no JoinableMetric may come before it")
         part = ModelPart(driver, index, self.wrapped)

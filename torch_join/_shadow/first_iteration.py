@@ -1,0 +1,112 @@
+"""A model's first iteration, which under `static_graph=True` decides how often each parameter fires in all others."""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from torch_join._base.errors import JoinError, UnsupportedError
+
+# Which parameters fired in a model's first iteration, and how often: models outlive their shadows.
+_first_iterations: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
+# The models whose first iteration was a shadow here, and how often they fired on a rank that had a batch.
+_guessed: WeakKeyDictionary[DistributedDataParallel, list[int] | None] = WeakKeyDictionary()
+
+
+class FirstIteration:
+    """What this rank, and others, know of it.
+
+    Args:
+        ddp: The model.
+        parameters: Those that DDP averages, in its order.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+        self._ddp = ddp
+        self._parameters = parameters
+        self._fired: dict[int, int] | None = _first_iterations.setdefault(ddp, {}) if ddp.static_graph else None
+        self._watches: list[RemovableHandle] = []
+
+    @property
+    def is_now(self) -> bool:
+        """Whether it has yet to come, or to end."""
+        return self._fired == {}
+
+    def guess(self) -> None:
+        """Note that this rank runs it without a batch, if it is now."""
+        if self.is_now:
+            _guessed[self._ddp] = None
+
+    def watch(self) -> None:
+        """Watch which parameters fire in the first iteration, where it decides about all others."""
+        if self._fired == {}:  # not `None`
+            self._watches += [self._watch(p, self._fired) for p in self._parameters if p.requires_grad]
+
+    def unwatch(self) -> None:
+        """Watch no more: two who did would count twice."""
+        while self._watches:
+            self._watches.pop().remove()
+
+    def settle(self) -> None:
+        """Stop watching which parameters fire, once the first iteration has shown it."""
+        if self._fired:
+            self.unwatch()
+
+    @property
+    def fired(self) -> list[int] | None:
+        """How often each parameter got a gradient in the first iteration under `static_graph=True`, if known here."""
+        return self._times() if self._fired and self._ddp not in _guessed else None
+
+    def note_fired(self, theirs: list[int] | None) -> None:
+        """Note what another rank knows, if this one does not: in a shadow, all parameters get one."""
+        if theirs is not None and self._ddp in _guessed:
+            _guessed[self._ddp] = theirs
+
+    @property
+    def shadow_only(self) -> bool:
+        """Whether this rank cannot run the model itself; see `check_fired`."""
+        return self._fired is not None and _guessed.get(self._ddp) not in (None, self._times())
+
+    def check_fired(self) -> None:
+        """Make sure that this rank can run the model itself.
+
+        Raises:
+            JoinError: DDP would wait for parameters that get no gradient.
+        """
+        mine, theirs = self._times(), _guessed.get(self._ddp)
+        if not self.shadow_only or theirs is None:
+            return
+        where = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+        raise JoinError(
+            "static_graph=True fixes in a model's first iteration how many gradients each parameter gets in all others,"
+            f" and the ranks do not agree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got"
+            f" {mine[where]} on this rank and {theirs[where]} on another. A rank that has no batch in the first"
+            " iteration takes every parameter for used once. Give each rank a batch in the first iteration, freeze"
+            " parameters that are never used before wrapping the model (requires_grad_(False)), or use"
+            " static_graph=False with find_unused_parameters=True."
+        )
+
+    def _times(self) -> list[int]:
+        return [(self._fired or {}).get(id(p), 0) for p in self._parameters]
+
+    def fires(self, parameter: Tensor) -> bool:
+        if not self._fired:
+            return True
+        times = self._fired.get(id(parameter), 0)
+        if times > 1:
+            raise UnsupportedError(
+                f"A parameter of shape {tuple(parameter.shape)} receives {times} gradients per backward under"
+                " static_graph=True (reentrant activation checkpointing does this), which a rank without a batch"
+                " cannot repeat. Use checkpointing with use_reentrant=False, or static_graph=False."
+            )
+        return times == 1
+
+    def _watch(self, parameter: Tensor, fired: dict[int, int]) -> RemovableHandle:
+        def count(*_: Any) -> None:
+            fired[id(parameter)] = fired.get(id(parameter), 0) + 1
+
+        return get_gradient_edge(parameter).node.register_prehook(count)

@@ -1,0 +1,63 @@
+"""What becomes of collectives in backward, besides DDP's, on an active rank."""
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from torch_join._base.membership import Membership
+from torch_join.joinables.part import LoopModel, Part
+
+
+class _Server(Protocol):
+    parts: list[Part]
+
+    @property
+    def in_tail(self) -> bool: ...
+
+    def models(self) -> list[LoopModel]: ...
+
+    def tell(self) -> None: ...
+
+
+class ServedBackwards:
+    """The collectives in the backwards of a loop; see `Backwards`.
+
+    Args:
+        server: The loop's server.
+        members: Who is active.
+        check: Called with each first; see `Backwards.before_collective`.
+
+    Attributes:
+        in_pieces: Whether backwards are announced piece by piece.
+        always: Whether they are from the first one on, before anything shows that they must.
+        check: The same.
+    """
+
+    def __init__(self, server: _Server, members: Membership, check: Callable[[list[int], bool], None]) -> None:
+        self._server = weakref.proxy(server)  # a circle would keep what that refers to, after the loop
+        self._members = members
+        self.check = check
+        self.always = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, as before the first step."""
+        self.in_pieces = self.always
+
+    def before_collective(self, group: list[int], ddps: bool) -> None:
+        """See `Backwards`."""
+        self.check(group, ddps)
+        if self._server.in_tail:
+            for part in self._server.parts:
+                part.before_collective(ddps)
+            if ddps:
+                self._server.tell()
+        self.in_pieces = self.in_pieces or not ddps
+
+    @property
+    def factor(self) -> float:
+        """See `Backwards`."""
+        members = self._members
+        if members.weighting != "samples" or members.serves:
+            return 1
+        return members.loss_factor if any(model.will_accumulate for model in self._server.models()) else 1

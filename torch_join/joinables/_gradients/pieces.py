@@ -1,0 +1,140 @@
+"""A backward of a DDP model that joined ranks follow piece by piece, since other collectives come in it.
+
+Just before DDP launches a bucket, the active ranks announce which parameters' gradients have come since they last
+did; any other collective is a record of its own, in its place. A joined rank runs a backward of just these
+parameters, in which its own reducer launches the same buckets, and takes part in the others with zeros. So all
+ranks issue everything in the order of the lowest active rank, over all communicators. The reducer does not mind that
+it is several backwards: it ends its work in the one that readies its last bucket.
+
+All active ranks must write the same number of records. So a launch is one, also where nothing new has come.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from torch_join._base import compat as _compat
+from torch_join._base.errors import UnsupportedError
+from torch_join._collectives.backwards import late
+from torch_join._collectives.compat import in_reentrant_checkpoint
+from torch_join._control.codec import foreign
+from torch_join._shadow.model import ModelShadow
+from torch_join.joinables.part import Part
+
+FIRED = "fired"
+
+
+class Pieces:
+    """The backwards of one model, on an active rank and on one that has joined.
+
+    Args:
+        part: The model's part.
+        shadow: What runs in place of the model's step on a joined rank.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {FIRED: tuple[list[int], bool]}  # which parameters, and whether DDP launches
+
+    def __init__(self, part: Part, shadow: ModelShadow) -> None:
+        self._part = weakref.proxy(part)  # a circle would keep the model, and its process group, after the loop
+        self._shadow = shadow
+        self._came: list[int] | None = None  # the parameters whose gradients have come, since the last record
+        self._is_whole = False  # the backward that is under way was announced as one
+        self._due: set[int] = set()  # on a joined rank: the parameters that have yet to come
+        self._output: Callable[[], None] | None = None  # what runs all of it at once, in a first iteration
+        self._around = ExitStack()
+
+    # ------------------------------------------------------------ on an active rank
+
+    def begin(self, ended: Callable[[], None]) -> None:
+        """A backward that will sync has come to the model, and goes in pieces.
+
+        Args:
+            ended: Called at its end, before DDP waits for its buckets.
+
+        Raises:
+            UnsupportedError: It cannot.
+        """
+        if self._came is not None or in_reentrant_checkpoint():
+            self.refuse_nested()
+        self._came = self._shadow.unreached()
+        _compat.after_backward(lambda: self._end(ended))
+
+    def refuse_nested(self) -> NoReturn:
+        """Raise since there is a backward inside of another one."""
+        raise UnsupportedError(
+            "Reentrant activation checkpointing together with collectives in backward (of SyncBatchNorm, or of a"
+            " loss over all ranks' outputs), while some ranks have joined: it runs backwards inside of the"
+            " backward, which these cannot follow. Use checkpointing with use_reentrant=False."
+        )
+
+    def begin_whole(self) -> None:
+        """A backward that will sync has come to the model, and was announced as one."""
+        self._is_whole = True
+        _compat.after_backward(lambda: self._end(lambda: None))
+
+    def came(self, place: int) -> None:
+        """Note that the gradient of a parameter comes."""
+        if self._came is not None:
+            self._came.append(place)
+
+    def before_collective(self, ddps: bool) -> None:
+        """See `Part.before_collective`."""
+        if ddps and self._came is not None:
+            self._tell()
+        elif not ddps and self._is_whole:
+            raise late("A collective")
+
+    def _tell(self) -> None:
+        assert self._came is not None
+        came, self._came = self._came, []
+        self._part.announce(FIRED, (came, True), hold=True)
+
+    def _end(self, ended: Callable[[], None]) -> None:
+        if self._came is not None:
+            self._tell()
+            ended()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget a backward that is under way."""
+        self._came, self._is_whole = None, False
+        self._due.clear()
+        self._output = None
+        self._around.close()
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def open(self, run_all: Callable[[], None]) -> None:
+        """A backward begins, of which the pieces come; `run_all` runs all of it."""
+        self._around.close()
+        self._due = set(range(len(self._shadow.parameters)))
+        self._output = run_all if _compat.delays_all_reduce(self._shadow.ddp) else None
+        self._around.enter_context(self._shadow.in_pieces())
+
+    def answer(self, payload: tuple[list[int], bool]) -> None:
+        """Run what the active ranks have run since the last piece."""
+        places, launches = payload
+        parameters = self._shadow.parameters
+        if not all(0 <= place < len(parameters) for place in places):
+            raise foreign("a piece of a backward", f"parameters {places} of {len(parameters)}")
+        if self._output is not None:  # DDP counts gradients, and averages them all at the end
+            if launches and self._due:
+                self._due.clear()
+                self._output()
+            return
+        new = [place for place in places if place in self._due]
+        self._due.difference_update(new)
+        if (zero := self._shadow.zero_of([parameters[place] for place in new])) is not None:
+            torch.autograd.backward(zero)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every gradient has come, so that DDP has waited for all buckets."""
+        return not self._due
+
+    def close(self) -> None:
+        """The backward has ended."""
+        self.reset()

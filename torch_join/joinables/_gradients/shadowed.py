@@ -1,0 +1,117 @@
+"""A DDP model in a plain loop, on a rank that has joined: forwards and backwards are shadowed as they are announced."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base import compat as _compat
+from torch_join._shadow.model import ModelShadow
+from torch_join.joinables._gradients.evidence import Gradients
+from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
+from torch_join.joinables._gradients.pieces import Pieces
+from torch_join.joinables._gradients.verdicts import CLEARED, UNKNOWN, Runs, State, states_of
+from torch_join.joinables.part import Part
+
+
+class ShadowedSteps:
+    """What a joined rank does for a model, in place of its steps.
+
+    Args:
+        part: The model's part.
+        ddp: The model.
+
+    Attributes:
+        shadow: What runs in place of the model's step.
+        pieces: The backwards that come piece by piece.
+        others: What the active ranks besides the leader have seen of gradients.
+        gradients: What has become of gradients; from `ModelPart.enter` on.
+        accumulates: Whether the last backward did not sync, on some rank.
+        authority: The lowest active rank in the last forward: it has the newest buffers.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "forward": tuple[bool, bool, int],
+        **dict.fromkeys(("backward", "gradients", "begin"), Runs),
+        "ended": type(None),
+        **Pieces.kinds,
+    }
+    gradients: Gradients
+
+    def __init__(self, part: Part, ddp: DistributedDataParallel) -> None:
+        self._members = part.members
+        self._ddp = ddp
+        self.shadow = ModelShadow(ddp, watches=False)
+        self.pieces = Pieces(part, self.shadow)
+        self.others = OtherVerdicts(part.driver, part.index)
+        self.accumulates = False
+        self.authority = 0
+        self._parameters = self.shadow.parameters
+        self._pending: list[Tensor] = []  # the outputs of shadow forwards that wait for a backward
+
+    def forget(self) -> None:
+        """Forget what waits for a backward."""
+        self._pending.clear()
+
+    def answer(self, kind: str, payload: Any) -> None:
+        """See `Part.answer`."""
+        if kind == "forward":
+            self._forward(*payload)
+        elif kind == "backward":
+            self._begin_backward(payload)
+            self.shadow.backward(self._run_pending)
+            self._end_backward()
+        elif kind == "begin":
+            self._begin_backward(payload)
+            self.pieces.open(self._run_pending)
+        elif kind == "fired":
+            self.pieces.answer(payload)
+        elif kind == "ended":
+            self.pieces.close()
+            self._end_backward()
+        else:
+            self._clear(states_of(payload, len(self._parameters)), self.others.doubt)
+
+    def synchronizes(self, kind: str) -> bool:
+        """See `Part.synchronizes`."""
+        if kind not in ("backward", "fired") or _compat.has_comm_hook(self._ddp):  # which may do anything, or nothing
+            return False
+        if kind == "fired" and not self.pieces.is_done:
+            return False
+        _compat.wait_for_device(self._parameters[0].device.type)
+        return True
+
+    def _forward(self, grad: bool, sync: bool, authority: int) -> None:
+        self.authority = self._members.leader
+        if authority:
+            self.shadow.sync_buffers(authority)
+        before = self._ddp.require_backward_grad_sync
+        self._ddp.require_backward_grad_sync = sync
+        try:
+            with torch.set_grad_enabled(grad):
+                output = self.shadow.forward()
+        finally:
+            self._ddp.require_backward_grad_sync = before
+        if grad and sync:
+            self._pending.append(output)
+
+    def _begin_backward(self, runs: Runs) -> None:
+        states = states_of(runs, len(self._parameters))
+        if (verdict := self.others.settle()) == UNKNOWN:
+            self.gradients.raise_unknown()
+        for parameter in self._parameters if verdict == CLEARED else ():
+            parameter.grad = None
+        self._clear(states, self.others.ask)
+
+    def _run_pending(self) -> None:
+        torch.autograd.backward(self._pending)
+
+    def _end_backward(self) -> None:
+        self._pending.clear()
+        self.accumulates = False
+
+    def _clear(self, states: list[State], ask: Callable[[], str]) -> None:
+        self.gradients.raise_if_differing(states, self.accumulates)
+        self.gradients.follow(states, self.accumulates, ask)
