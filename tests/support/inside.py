@@ -1,5 +1,6 @@
 """What tests look at and change inside the packages, in one place: where a private name moves, this file follows."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -185,3 +186,22 @@ def bytes_unsharded(unit: Any) -> int:
     if not unit._handle.uses_sharded_strategy or not hasattr(flat, "_full_param_padded"):
         return 0
     return int(flat._full_param_padded.untyped_storage().size())
+
+
+def recorded_collectives() -> list[tuple[str, str, Any]]:
+    """Return what torch's flight recorder holds: each collective's process group, name and sizes, in order."""
+    from torch._C import _distributed_c10d
+
+    entries = json.loads(_distributed_c10d._dump_fr_trace_json(True, False)).get("entries", [])  # type: ignore[attr-defined]
+    return [(entry["process_group"][0], entry["profiling_name"], entry["input_sizes"]) for entry in entries]
+
+
+def slow_to_follow(seconds: float) -> AbstractContextManager[Any]:
+    """Within this, this rank waits before it reads each record."""
+    follow = StoreChannel.follow
+
+    def late(self: StoreChannel, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return follow(self, *args, **kwargs)
+
+    return mock.patch.object(StoreChannel, "follow", late)

@@ -154,8 +154,13 @@ def is_shard(tensor: Tensor) -> bool:
 
 def will_accumulate(parameter: Tensor) -> bool:
     """Whether the backward that is under way in this thread adds to the gradient of `parameter`."""
+    return will_run(get_gradient_edge(parameter).node)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that is under way in this thread comes to a node that adds to a parameter's gradient."""
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # `autograd.grad` asks for this very gradient
         return False
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torch_join._base.errors import UnsupportedError
+from torch_join._collectives import compat as _compat_c10d
 
 
 class Backwards(Protocol):
@@ -28,18 +28,67 @@ class Backwards(Protocol):
             ddps: Whether it is DistributedDataParallel's.
         """
 
+    def before_differentiable(self, group: list[int], operation: str) -> None:
+        """Hear of a collective of an autograd function's forward; what this raises, the collective raises.
+
+        Args:
+            group: The global ranks of its process group.
+            operation: Its name.
+        """
+
+    @property
+    def weighs(self) -> bool:
+        """Whether gradients are weighted, by rank, where they reach the parameters."""
+
     @property
     def factor(self) -> float:
-        """What the gradients of the backward that is under way are multiplied with where they reach the parameters."""
+        """What the gradients of the backward that is under way are multiplied with there.
+
+        Raises:
+            UnsupportedError: That backward does not come to the parameters.
+        """
 
 
-def late(operation: str) -> UnsupportedError:
+def late(
+    operation: str, where: str = " in backward, after a forward in which no autograd function had a collective"
+) -> UnsupportedError:
     """Return the error of a collective that comes in a backward which was announced as a whole."""
     return UnsupportedError(
-        f"{operation} in backward, after a forward in which no autograd function had a collective, while some ranks"
-        " have joined: those have gone through the whole backward already. Set backward_collectives=True (of Join, or"
-        " of the strategy), so that they follow every backward piece by piece; or use a collective on detached tensors"
-        " in the forward pass."
+        f"{operation}{where}, while some ranks have joined: those may have gone through the whole backward already. Set"
+        " backward_collectives=True (of Join, or of the strategy), so that they follow every backward piece by piece,"
+        " or use a collective on detached tensors in the forward pass."
+    )
+
+
+_MOVES = ("gather", "scatter", "broadcast", "all_to_all")  # without a reduction, or with a sum
+
+
+def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool) -> bool:
+    """Return whether a collective in backward is one of gradients that are weighted later.
+
+    Args:
+        operation: Its name.
+        args: The arguments of its operator.
+        is_adjoint: Whether the backward of an autograd function issues it.
+
+    Raises:
+        UnsupportedError: Nobody can tell, or there is no way to weigh it.
+    """
+    given = [
+        value for name, value in args.items() if name.startswith(("input", "output", "tensor")) and "split" not in name
+    ]
+    if "barrier" in operation or not any(True for _ in _floating(given)):
+        return False
+    adds = "reduce_op" not in args or _compat_c10d.unbox_reduce_op(args["reduce_op"]) in ("SUM", "AVG")
+    known = any(move in operation for move in _MOVES) or "reduce" in operation
+    if is_adjoint and adds and known:
+        return True
+    where = "" if is_adjoint else ", in a hook,"
+    raise UnsupportedError(
+        f"{operation} in backward{where} under weighting='samples': each rank's gradients are weighted by its number of"
+        " samples only where they reach the parameters, and what this mixes or compares has no weight yet. Only sums"
+        " and moves of gradients in the backward of an autograd function are weighted. Use weighting='world' with a"
+        " loss that weighs samples itself."
     )
 
 
@@ -67,10 +116,14 @@ def issue_weighted(issue: Callable[..., Any], args: dict[str, Any], factor: floa
         else:
             args = {name: _multiplied(value, factor) if name in sends else value for name, value in args.items()}
         result = issue(*args.values())
-        dist.Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
-        for tensor in _floating([args[name] for name in receives]):
+        *others, work = result if isinstance(result, (tuple, list)) else (result,)
+        _compat_c10d.unbox_work(work).wait()
+        received = list(_floating([args[name] for name in receives]))
+        for tensor in received:
             tensor.div_(factor)
-    return result
+    # Another one, that is done: to wait again may write what was received again (gloo's `reduce_scatter` does).
+    done = _compat_c10d.finished_work(received)
+    return (*others, done) if others else done
 
 
 def _multiplied(value: Any, factor: float) -> Any:

@@ -12,7 +12,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import graph
 from torch.distributed import _functional_collectives, c10d_logger, distributed_c10d
 from torch.utils import checkpoint
@@ -49,7 +51,7 @@ AllgatherOptions = distributed_c10d.AllgatherOptions  # the one of its kind that
 
 _ENGINE = graph._engine_run_backward.__code__
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_REENTRANT = checkpoint.CheckpointFunction.backward.__code__
+_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 _CHECKPOINT_FILE = checkpoint.__file__
 _FUNCTIONAL_FILE = _functional_collectives.__file__
 _C10D_FILE = distributed_c10d.__file__
@@ -76,6 +78,19 @@ def argument_names(name: str) -> tuple[str, ...]:
 def unbox_group(boxed: Any) -> dist.ProcessGroup:
     """Return the process group that an operator was given."""
     return dist.ProcessGroup.unbox(boxed)
+
+
+def unbox_work(boxed: Any) -> dist.Work:
+    """Return the work that an operator has returned."""
+    work: dist.Work = dist.Work.unbox(boxed)
+    return work
+
+
+def finished_work(result: list[Tensor]) -> Any:
+    """Return, as an operator does, a work that is done."""
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return _c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
 
 
 def unbox_reduce_op(boxed: Any) -> str:
@@ -133,7 +148,7 @@ def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
 def differentiates(caller: FrameType | None) -> bool:
     """Whether a collective in a forward is one of an autograd function, whose backward may come and have some too."""
     return any(
-        (frame.f_code is _APPLY and any(getattr(arg, "requires_grad", False) for arg in frame.f_locals["args"]))
+        (frame.f_code is _APPLY and any(getattr(arg, "requires_grad", False) for arg in frame.f_locals.get("args", ())))
         or (frame.f_code.co_filename == _FUNCTIONAL_FILE and frame.f_code.co_name.endswith("_autograd"))
         for frame in _callers(caller)
     )
@@ -144,10 +159,14 @@ def recomputes(caller: FrameType | None) -> bool:
     return any(frame.f_code.co_filename == _CHECKPOINT_FILE for frame in _callers(caller))
 
 
-def in_reentrant_checkpoint() -> bool:
-    """Whether this is the backward of a part of the model, which a checkpoint runs inside of the model's."""
-    frame = sys._getframe()
-    return any(each.f_code is _REENTRANT for each in _all_callers(frame))
+def is_adjoint(caller: FrameType | None) -> bool:
+    """Whether a collective in a backward is one of an autograd function's backward, and not of a hook's."""
+    return any(frame.f_code is _BACKWARD for frame in _callers(caller))
+
+
+def in_nested_backward() -> bool:
+    """Whether this is a backward inside of another one, as reentrant checkpointing runs for a part of the model."""
+    return sum(frame.f_code is _ENGINE for frame in _all_callers(sys._getframe())) > 1
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from torch_join._base import compat_c10d as _dispatch
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._collectives import compat as _compat_c10d
-from torch_join._collectives.backwards import Backwards, issue_weighted
+from torch_join._collectives.backwards import Backwards, check_weighted, issue_weighted
 from torch_join._collectives.call import OBJECT_OPERATIONS, Call, describe, refusal, scale_inputs, starts_objects
 
 __all__ = ["Call", "CollectiveTap"]
@@ -125,28 +125,31 @@ class CollectiveTap:
                 # Trailing arguments that have their default are left out.
                 named = dict(zip(names, args, strict=False))
                 if tap._backwards is not None and "process_group" in named:
-                    tap._tell(tap._backwards, named, caller, ddps)
+                    tap._tell(tap._backwards, operation or operator, named, caller, ddps)
                 if not ddps:
                     named = tap._see(operator, named, caller)
-                    if backward and (factor := tap._factor(caller)) != 1:
+                    if backward and (factor := tap._factor(operation, named, caller)) != 1:
                         return issue_weighted(partial(op.redispatch, _dispatch.below(keyset)), named, factor)
                     args = tuple(named.values())
             return op.redispatch(_dispatch.below(keyset), *args)
 
         return kernel
 
-    def _tell(self, backwards: Backwards, args: dict[str, Any], caller: FrameType | None, ddps: bool) -> None:
+    def _tell(
+        self, backwards: Backwards, operation: str, args: dict[str, Any], caller: FrameType | None, ddps: bool
+    ) -> None:
         if _compat_c10d.in_backward():
-            ranks = _compat_c10d.group_ranks(_compat_c10d.unbox_group(args["process_group"]))
             with self.ignoring():
-                backwards.before_collective(ranks, ddps)
-        elif not backwards.in_pieces:
-            # Whatever the group, and whoever has joined: all active ranks must come to the same.
-            backwards.in_pieces = _compat_c10d.differentiates(caller)
+                backwards.before_collective(_ranks(args), ddps)
+        elif not backwards.in_pieces and _compat_c10d.differentiates(caller):
+            # Whoever has joined: all active ranks must come to the same.
+            backwards.before_differentiable(_ranks(args), operation)
 
-    def _factor(self, caller: FrameType | None) -> float:
+    def _factor(self, operation: str | None, args: dict[str, Any], caller: FrameType | None) -> float:
         """Return what gradients are multiplied with only after this collective, which is in backward."""
-        if self._backwards is None or _compat_c10d.recomputes(caller):
+        if self._backwards is None or not self._backwards.weighs or _compat_c10d.recomputes(caller):
+            return 1
+        if operation is None or not check_weighted(operation, args, _compat_c10d.is_adjoint(caller)):
             return 1
         return self._backwards.factor
 
@@ -195,3 +198,8 @@ class CollectiveTap:
             factor = len(ranks) / (len(ranks) - len(joined))
             return scale_inputs(call, args, factor, is_destination=root == ranks[group.rank()])
         return args
+
+
+def _ranks(args: dict[str, Any]) -> list[int]:
+    """Return the global ranks of the process group that an operator was given."""
+    return _compat_c10d.group_ranks(_compat_c10d.unbox_group(args["process_group"]))

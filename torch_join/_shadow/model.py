@@ -111,9 +111,10 @@ class ModelShadow:
             stack.enter_context(self.step(shadow=True))
             if self._finds_unused:
                 # What the forward's graph does not lead to would count as ready at once.
-                _compat.expect_gradients(self.ddp, self._zero_of(self._firing()))
+                with torch.enable_grad():
+                    _compat.expect_gradients(self.ddp, self._zero_of(self._firing()))
                 connected = self._connected()
-                stack.enter_context(using_nothing(self.ddp, self.parameters, connected, self.accumulated, whole=False))
+                stack.enter_context(using_nothing(self.ddp, self.parameters, connected, self.accumulated))
             yield
         if self.ddp.require_backward_grad_sync:
             self.accumulated = False
@@ -171,11 +172,9 @@ class ModelShadow:
         """Return a scalar zero for a backward of its own, where DDP's reducer is made ready without a forward."""
         return self._zero_of(self._connected())
 
-    def zero_of(self, parameters: Sequence[Tensor]) -> Tensor | None:
-        """Return a scalar zero, whose backward hands DDP undefined gradients of these, in this order; or `None`."""
-        firing = {*map(id, self._firing())}
-        parameters = [p for p in reversed(parameters) if id(p) in firing]
-        return self._zero_of(parameters) if parameters else None
+    def zero_of(self, places: Sequence[int]) -> Tensor:
+        """Return a scalar zero, whose backward hands DDP undefined gradients of these parameters, in this order."""
+        return self._zero_of([self.parameters[place] for place in reversed(places)])
 
     def _zero_of(self, parameters: Sequence[Tensor]) -> Tensor:
         sparse = [id(p) in self.sparse for p in parameters]
@@ -202,8 +201,13 @@ class ModelShadow:
         sparse = [p for p in parameters if id(p) in self.sparse]
         return [*dense[:1], *sparse]
 
+    @property
+    def firing(self) -> list[int]:
+        """The parameters, by place, of which DDP expects a gradient in a backward."""
+        return [place for place, p in enumerate(self.parameters) if p.requires_grad and self.first.fires(p)]
+
     def _firing(self) -> list[Tensor]:
-        return [p for p in self.parameters if p.requires_grad and self.first.fires(p)]
+        return [self.parameters[place] for place in self.firing]
 
     def sync_buffers(self, src: int, keeps: bool = False) -> None:
         """Broadcast the model's buffers from rank `src`, as DDP would from rank 0; who `keeps` its own only helps."""

@@ -4,7 +4,8 @@ DDP counts a parameter as used on a rank if its hook fires there while it has a 
 a sync; the count lasts until the next sync. Parameters that are not in the graph of a forward it averages
 without counting them. So a shadow's graph leads to one parameter only (and to the sparse ones, which DDP takes for
 used). With a zero there DDP counts it as used, and leaves zeros to all: the active ranks have zeros too, unless it is
-this rank's own share of an accumulation.
+this rank's own share of an accumulation. (A backward in pieces leads to all of them. There a gradient that is not this
+rank's own share is the same on all ranks, or none, and counting it as used changes nothing.)
 
 What was counted and then cleared would still be reported as used, and where the gradient is `None` by then, DDP
 raises ("undefined, but still allreduced"). Such parameters get a zero for the time of the backward, and the report
@@ -24,37 +25,30 @@ from torch_join._base.compat_c10d import changing_all_reduces
 
 @contextmanager
 def using_nothing(
-    ddp: DistributedDataParallel,
-    parameters: Sequence[Tensor],
-    connected: Sequence[Tensor],
-    accumulated: bool,
-    whole: bool = True,
+    ddp: DistributedDataParallel, parameters: Sequence[Tensor], connected: Sequence[Tensor], accumulated: bool
 ) -> Iterator[None]:
     """Put around the backward of a shadow.
 
     Args:
         ddp: The model.
         parameters: Those that DDP averages, in its order.
-        connected: Those that the shadow's graph leads to: one, and the sparse ones.
+        connected: Those that the graph of a shadow's forward leads to: one, and the sparse ones.
         accumulated: Whether this rank may have used parameters without a sync since the last one.
-        whole: Whether the graph leads to no other parameters; in pieces it does, and DDP counts those that have a
-            gradient.
     """
     sparse = {*map(id, connected[1:])}
     absent = [index for index, p in enumerate(parameters) if p.grad is None and p.requires_grad and id(p) not in sparse]
-    lends = accumulated and ddp.require_backward_grad_sync and bool(absent)
-    unused = absent if lends or whole or accumulated else range(len(parameters))
+    reports = accumulated and ddp.require_backward_grad_sync and bool(absent)
     used = [False] * len(parameters)
     try:
         with ExitStack() as stack:
-            for index in absent if lends else ():
-                parameters[index].grad = torch.zeros_like(parameters[index])
-            if lends or not whole:
-                stack.enter_context(_reporting_unused(parameters, unused))
+            if reports:
+                for index in absent:
+                    parameters[index].grad = torch.zeros_like(parameters[index])
+                stack.enter_context(_reporting_unused(parameters, absent))
             yield
-        used = _compat.used_parameters(ddp) if lends else used
+        used = _compat.used_parameters(ddp) if reports else used
     finally:
-        for index in absent if lends else ():
+        for index in absent if reports else ():
             if len(used) == len(parameters) and not used[index]:
                 parameters[index].grad = None
 

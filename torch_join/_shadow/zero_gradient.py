@@ -46,8 +46,7 @@ class _Following(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
-        with torch.enable_grad():
-            ctx.follow()
+        ctx.follow()
         return None, None
 
 

@@ -78,7 +78,7 @@ class Meetings:
     @backward_collectives.setter
     def backward_collectives(self, always: bool) -> None:
         self._backward_collectives = self.server.backwards.always = always
-        self.server.backwards.reset()
+        self.server.backwards.in_pieces = always or self.server.backwards.in_pieces
 
     # ------------------------------------------------------------ what the parts see, and the user
 

@@ -16,8 +16,8 @@ _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
     DONE: bool,  # a step in lockstep; whether its backward is one too
-    # The parts' closing messages, the place in the beats, whose state all take.
-    END: tuple[list[Any], tuple[int, list[tuple[int, int, int]]], int],
+    # The parts' closing messages, the place in the beats, whose state all take, whether backwards go in pieces.
+    END: tuple[list[Any], tuple[int, list[tuple[int, int, int]]], int, bool],
 }
 _MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
 

@@ -176,7 +176,7 @@ class Server:
         """Tell the joined ranks, on the last active ones, that the tail is over; return the parts' closing messages."""
         words = [part.closing_message() for part in self.parts]
         self._subgroups.mark(self.members.before)
-        end = -1, _records.END, (words, self.channel.position, self.members.leader)
+        end = -1, _records.END, (words, self.channel.position, self.members.leader, self.in_pieces)
         self.channel.announce(([end], ()), leads=self.members.leads)
         self.channel.forget(delete=False)
         self.leave_tail()

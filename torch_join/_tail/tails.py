@@ -81,7 +81,8 @@ class Tails:
         if not members.announces:
             self._look(at_top)
         self.server.join()
-        words, position, leader = self.server.follow(END)
+        words, position, leader, in_pieces = self.server.follow(END)
+        self.server.backwards.in_pieces = in_pieces or self.server.backwards.in_pieces
         if not members.deletes:
             channel.forget(delete=False)  # the lowest does, once all have read this one
         self.server.change(())
@@ -173,10 +174,10 @@ class Tails:
         if not is_ddps and members.weighting == "samples":
             if not all(isinstance(model, ModelPart) for model in self.server.models()):
                 raise UnsupportedError(
-                    "A collective in backward (of a loss over all ranks' outputs, for example) of a sharded model under"
-                    " weighting='samples': each rank's gradients are weighted by its number of samples where they reach"
-                    " the parameters, and by then those of other ranks are mixed into them. Use weighting='world' with"
-                    " a loss that weighs samples itself, or a collective on detached tensors in the forward pass."
+                    "A collective in backward of a sharded model under weighting='samples': each rank's gradients are"
+                    " weighted by its number of samples where they reach the parameters, and by then those of other"
+                    " ranks are mixed into them. Use weighting='world' with a loss that weighs samples itself, or a"
+                    " collective on detached tensors in the forward pass."
                 )
             if members.loss_factor == 0:
                 raise UnsupportedError(

@@ -26,6 +26,7 @@ class LockstepModelPart(Part):
     """
 
     kinds: ClassVar[dict[str, Any]] = Pieces.kinds
+    in_pieces = True
 
     def __init__(self, driver: Driver, index: int, shadow: ModelShadow) -> None:
         super().__init__(driver, index)
@@ -51,7 +52,7 @@ class LockstepModelPart(Part):
             if task == -1:
                 self._pieces.begin(lambda: None)
             elif task != _compat.backward_in_progress():
-                self._pieces.refuse_nested()
+                self._pieces.check_nested()
             task = _compat.backward_in_progress()
             self._pieces.came(place)
 

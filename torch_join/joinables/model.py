@@ -36,7 +36,7 @@ class ModelPart(Part):
     kinds = ShadowedSteps.kinds
     closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None]
 
-    is_model = True
+    is_model = in_pieces = True
     meets = True  # its forward is where ranks in a plain loop meet
 
     def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
@@ -56,6 +56,7 @@ class ModelPart(Part):
         self._second_backward = SecondBackward(self._parameters)
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
         self._watches: dict[int, RemovableHandle] = {}
+        self._nodes: list[Any] = []  # that are watched: they add to the parameters' gradients
         self._plumbing = ExitStack()
 
     def enter(self) -> None:
@@ -109,6 +110,8 @@ class ModelPart(Part):
         driver = self.driver
         if self.members.serves:
             return
+        if _compat.backward_in_progress() == -1:
+            self._pieces.before_forward()
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
         # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
         # second one, which may not be followed by a backward either.
@@ -192,7 +195,7 @@ class ModelPart(Part):
     @property
     def will_accumulate(self) -> bool:
         """See `LoopModel`."""
-        return any(map(_compat.will_accumulate, self._parameters))
+        return any(map(_compat.will_run, self._nodes))
 
     @property
     def accumulates(self) -> bool:
@@ -207,10 +210,12 @@ class ModelPart(Part):
             if parameter.requires_grad and id(parameter) not in self._watches:
                 node = get_gradient_edge(parameter).node
                 self._watches[id(parameter)] = node.register_prehook(partial(self._before_gradient, place))
+                self._nodes.append(node)
 
     def _stop_watching(self) -> None:
         while self._watches:
             self._watches.popitem()[1].remove()
+        self._nodes.clear()
 
     def _before_gradient(self, place: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         if (task := _compat.backward_in_progress()) != self._task:
@@ -229,6 +234,8 @@ class ModelPart(Part):
         if in_tail or not self.driver.in_loop:
             self._remember_after_backward()
         if in_tail:
+            if self._pieces.under_way:
+                self._pieces.check_nested()
             self._announce_deferred()
             states = self._gradients.states()
             self._gradients.raise_if_changed(states, self.members.joined_ranks)

@@ -156,12 +156,14 @@ class Part:
         kinds: What it may announce, and of which type the payload is: `Any` for what it checks itself.
         closing: Of which type its closing message is.
         is_model: Whether it is a model's, and a `LoopModel`.
+        in_pieces: Whether backwards must be announced piece by piece where other collectives come in them.
         teams: The global ranks, by team, that compute each batch together.
     """
 
     kinds: ClassVar[dict[str, Any]] = {}
     closing: ClassVar[Any] = None
     is_model: ClassVar[bool] = False
+    in_pieces: ClassVar[bool] = False
     teams: Sequence[Sequence[int]] = ()
 
     def __init__(self, driver: Driver, index: int) -> None:

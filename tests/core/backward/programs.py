@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dnn
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -58,6 +60,8 @@ class Net(nn.Module):
         self.second, self.norm2 = nn.Linear(16, 16, bias=False), norm(16)
         self.last = nn.Linear(16, 4)
         self.extra = nn.Linear(4, 4) if "unused" in options else None
+        if "frozen" in options:
+            self.second.requires_grad_(False)
         self.double()
 
     def _block(self, x: Tensor) -> Tensor:
@@ -76,6 +80,30 @@ def optimizer_of(program: Program, net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
 
 
+def second_of(program: Program) -> Net | None:
+    """Return another model, if the program has one."""
+    net = Net(program) if {"summed", "chained"} & program.options else None
+    for parameter in net.parameters() if net is not None else ():
+        parameter.data.mul_(0.7)
+    return net
+
+
+def outputs_of(program: Program, first: Any, second: Any, x: Tensor, step: int) -> Tensor:
+    out = first(x, step)
+    if "summed" in program.options:
+        out = out + second(x, step)
+    if "chained" in program.options:
+        out = second(torch.cat([out, out], 1), step)
+    return out  # type: ignore[no-any-return]
+
+
+def penalty_of(program: Program, out: Tensor, x: Tensor) -> Tensor:
+    if "penalty" not in program.options:
+        return torch.zeros((), dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return gradient.square().mean()
+
+
 def _contrast(mine: Tensor, everyone: Tensor, first: int) -> Tensor:
     targets = torch.arange(first, first + len(mine))
     return nn.functional.cross_entropy(mine @ everyone.t() / 4, targets)
@@ -83,14 +111,15 @@ def _contrast(mine: Tensor, everyone: Tensor, first: int) -> Tensor:
 
 def reference(program: Program) -> Net:
     """Train in one process: with batch norms over the union, and the ranks' weighted losses added up."""
-    net, options = Net(program), program.options
-    optimizer = optimizer_of(program, net)
+    net, second, options = Net(program), second_of(program), program.options
+    optimizer = optimizer_of(program, nn.ModuleList([net, second] if second is not None else [net]))
     for epoch in range(program.epochs):
         cleared = True
         for step in range(max(program.lengths)):
             active = program.active(step)
             batches = {rank: program.batch(rank, step, epoch) for rank in active}
             sizes = {rank: len(batches[rank][0]) for rank in active}
+            inputs = {rank: batches[rank][0].requires_grad_("penalty" in options) for rank in active}
             if cleared:
                 optimizer.zero_grad()
             if "evaluates" in options:
@@ -100,11 +129,12 @@ def reference(program: Program) -> Net:
             teams = [[r for r in active if r < 2], [r for r in active if r >= 2]] if "subgroup" in options else [active]
             outputs: dict[int, Tensor] = {}
             for team in filter(None, teams):
-                joint = net(torch.cat([batches[rank][0] for rank in team]), step)
+                joint = outputs_of(program, net, second, torch.cat([inputs[rank] for rank in team]), step)
                 outputs.update(zip(team, joint.split([sizes[rank] for rank in team]), strict=True))
             total = torch.zeros((), dtype=torch.float64)
             for place, rank in enumerate(active):
                 loss = (outputs[rank] - batches[rank][1]).square().mean()
+                loss = loss + penalty_of(program, outputs[rank], inputs[rank])
                 if "contrast" in options:
                     everyone = torch.cat([outputs[other][:ROWS] for other in active])
                     loss = loss + _contrast(outputs[rank][:ROWS], everyone, place * ROWS)
@@ -145,13 +175,18 @@ def train(rank: int, program: Program) -> list[Tensor]:
         groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, program.world_size)))]
         group = groups[rank >= 2]
     net = Net(program, group)
-    ddp = wrapped(net, program)
-    optimizer = optimizer_of(program, ddp)
+    ddp = wrapped(torch.compile(net, backend="aot_eager") if "compiled" in options else net, program)
+    other = None if (second := second_of(program)) is None else wrapped(second, program)
+    models = [model for model in (ddp, other) if model is not None]
+    optimizer = optimizer_of(program, nn.ModuleList(models))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if "scaler" in options else None  # type: ignore[attr-defined]
     if "hook" in options:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    with Join([ddp, optimizer], weighting=program.weighting, heartbeat="heartbeat" in options) as join:  # type: ignore[arg-type]
+    if "fp16 hook" in options:
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    given = [*models, optimizer, *([] if scaler is None else [scaler])]
+    with Join(given, weighting=program.weighting, heartbeat="heartbeat" in options) as join:  # type: ignore[arg-type]
+        join.backward_collectives = "subgroup" in options and "no switch" not in options
         for epoch in range(program.epochs):
             batches = [program.batch(rank, step, epoch) for step in range(program.lengths[rank])]
             cleared = True
@@ -166,10 +201,14 @@ def train(rank: int, program: Program) -> list[Tensor]:
                     net.train()
                 cleared = program.syncs(step)
                 with nullcontext() if cleared else ddp.no_sync():
-                    output = ddp(x, step)
-                    loss = (output - y).square().mean()
+                    x.requires_grad_("penalty" in options)
+                    output = outputs_of(program, ddp, other, x, step)
+                    loss = (output - y).square().mean() + penalty_of(program, output, x)
                     if "contrast" in options:
-                        if "ours" in options:
+                        if "functional" in options:
+                            every = all_gather_tensor_autograd(output[:ROWS].contiguous(), 0, dist.group.WORLD)
+                            everyone = torch.cat([every[r * ROWS : (r + 1) * ROWS] for r in active])
+                        elif "ours" in options:
                             everyone = join.all_gather(output[:ROWS], sync_grads=True).flatten(0, 1)
                         else:
                             parts = dnn.all_gather(output[:ROWS])  # type: ignore[no-untyped-call]
@@ -178,7 +217,10 @@ def train(rank: int, program: Program) -> list[Tensor]:
                     if "mean" in options:
                         mean = dnn.all_reduce(output.mean(0)) / len(active)  # type: ignore[no-untyped-call]
                         loss = loss + mean.square().sum()
-                    loss.backward()
-                if cleared:
+                    (loss if scaler is None else scaler.scale(loss)).backward()
+                if cleared and scaler is not None:
+                    scaler.step(optimizer)
+                    scaler.update()
+                elif cleared:
                     optimizer.step()
     return [*whole_parameters(net, ddp), *(b.detach().clone() for b in net.buffers())]

@@ -32,6 +32,13 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]] = {
     "norms, buffers of each rank's own": ((), (("broadcast_buffers", False),)),
     "norms, streams": (("stream",), ()),
     "norms, heartbeat": (("heartbeat",), ()),
+    "norms, frozen parameters": (("frozen",), ()),
+    "norms, scaler": (("scaler",), ()),
+    "norms, two models summed": (("summed",), ()),
+    "norms, two models chained": (("chained",), ()),
+    "mean over ranks, gradient penalty": (("no norm", "mean", "penalty"), ()),
+    "contrastive loss, compiled": (("no norm", "contrast", "compiled"), (("bucket_cap_mb", 25),)),
+    "contrastive loss by a functional collective": (("no norm", "contrast", "functional"), ()),
     "contrastive loss": (("no norm", "contrast"), ()),
     "contrastive loss by our gather": (("no norm", "contrast", "ours"), ()),
     "mean over ranks": (("no norm", "mean"), ()),
@@ -57,6 +64,14 @@ def test_parameters_are_those_of_one_process(workers: Workers, kind: str, weight
     for lengths in LENGTHS:
         program = Program(lengths, weighting, frozenset(options), wrapper=wrapper)
         assert_exact(program, workers.run(program.world_size, train, program))
+
+
+def test_a_hook_that_compresses(workers: Workers) -> None:
+    program = Program((2, 5, 3), options=frozenset({"fp16 hook"}))
+    results = workers.run(3, train, program)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
+    for ours, theirs in zip(results[0], reference(program).parameters(), strict=False):
+        assert (ours - theirs).abs().max() < 2e-2
 
 
 @pytest.mark.parametrize(

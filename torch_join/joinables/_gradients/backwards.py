@@ -4,7 +4,9 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from torch_join._base.errors import UnsupportedError
 from torch_join._base.membership import Membership
+from torch_join._collectives.backwards import late
 from torch_join.joinables.part import LoopModel, Part
 
 
@@ -54,10 +56,29 @@ class ServedBackwards:
                 self._server.tell()
         self.in_pieces = self.in_pieces or not ddps
 
+    def before_differentiable(self, group: list[int], operation: str) -> None:
+        """See `Backwards`."""
+        if not any(part.in_pieces for part in self._server.parts):
+            return
+        if {*self._members.global_ranks} <= {*group}:
+            self.in_pieces = True
+        elif self._server.in_tail:
+            raise late(operation, f", on a process group of ranks {group} only: others may not know of it")
+
+    @property
+    def weighs(self) -> bool:
+        """See `Backwards`."""
+        members = self._members
+        models = [part for part in self._server.parts if part.is_model and part.in_pieces]
+        return members.weighting == "samples" and not members.serves and bool(models)
+
     @property
     def factor(self) -> float:
         """See `Backwards`."""
-        members = self._members
-        if members.weighting != "samples" or members.serves:
-            return 1
-        return members.loss_factor if any(model.will_accumulate for model in self._server.models()) else 1
+        if any(model.will_accumulate for model in self._server.models()):
+            return self._members.loss_factor
+        raise UnsupportedError(
+            "A collective in a backward that does not come to the model's parameters (torch.autograd.grad; gradients of"
+            " detached outputs) under weighting='samples': what it mixes is weighted by ranks' numbers of samples only"
+            " later. Use weighting='world' with a loss that weighs samples itself, or one backward."
+        )

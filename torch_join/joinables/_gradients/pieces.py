@@ -12,14 +12,14 @@ All active ranks must write the same number of records. So a launch is one, also
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
 from torch_join._collectives.backwards import late
-from torch_join._collectives.compat import in_reentrant_checkpoint
+from torch_join._collectives.compat import in_nested_backward
 from torch_join._control.codec import foreign
 from torch_join._shadow.model import ModelShadow
 from torch_join.joinables.part import Part
@@ -41,12 +41,19 @@ class Pieces:
         self._part = weakref.proxy(part)  # a circle would keep the model, and its process group, after the loop
         self._shadow = shadow
         self._came: list[int] | None = None  # the parameters whose gradients have come, since the last record
+        self._delays = False  # DDP averages at the end of the backward that comes
         self._is_whole = False  # the backward that is under way was announced as one
         self._due: set[int] = set()  # on a joined rank: the parameters that have yet to come
+        self.is_done = False  # on a joined rank: the last ones have just come, and DDP has waited for all buckets
         self._output: Callable[[], None] | None = None  # what runs all of it at once, in a first iteration
         self._around = ExitStack()
 
     # ------------------------------------------------------------ on an active rank
+
+    def before_forward(self) -> None:
+        """Begin anew: the last backward may have raised."""
+        self.reset()
+        self._delays = _compat.delays_all_reduce(self._shadow.ddp)
 
     def begin(self, ended: Callable[[], None]) -> None:
         """A backward that will sync has come to the model, and goes in pieces.
@@ -57,13 +64,25 @@ class Pieces:
         Raises:
             UnsupportedError: It cannot.
         """
-        if self._came is not None or in_reentrant_checkpoint():
-            self.refuse_nested()
+        self.check_nested()
+        models = [part for part in self._part.server.parts if part.is_model]
+        if len(models) > 1 and self._delays:
+            raise UnsupportedError(
+                "The first iteration of a model with static_graph=True, of several models, has collectives in backward"
+                " while some ranks have joined: DDP averages that model's gradients at the end of backward, in an order"
+                " that these cannot follow. Give each rank a batch in the first iteration, or use static_graph=False."
+            )
         self._came = self._shadow.unreached()
         _compat.after_backward(lambda: self._end(ended))
 
-    def refuse_nested(self) -> NoReturn:
-        """Raise since there is a backward inside of another one."""
+    def check_nested(self) -> None:
+        """Raise if the backward that is under way is inside of another one.
+
+        Raises:
+            UnsupportedError: So it is.
+        """
+        if not in_nested_backward():
+            return
         raise UnsupportedError(
             "Reentrant activation checkpointing together with collectives in backward (of SyncBatchNorm, or of a"
             " loss over all ranks' outputs), while some ranks have joined: it runs backwards inside of the"
@@ -79,6 +98,11 @@ class Pieces:
         """Note that the gradient of a parameter comes."""
         if self._came is not None:
             self._came.append(place)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a backward has begun whose pieces are announced."""
+        return self._came is not None
 
     def before_collective(self, ddps: bool) -> None:
         """See `Part.before_collective`."""
@@ -110,30 +134,30 @@ class Pieces:
     def open(self, run_all: Callable[[], None]) -> None:
         """A backward begins, of which the pieces come; `run_all` runs all of it."""
         self._around.close()
-        self._due = set(range(len(self._shadow.parameters)))
+        self._due = set(self._shadow.firing)
         self._output = run_all if _compat.delays_all_reduce(self._shadow.ddp) else None
         self._around.enter_context(self._shadow.in_pieces())
 
     def answer(self, payload: tuple[list[int], bool]) -> None:
         """Run what the active ranks have run since the last piece."""
         places, launches = payload
+        self.is_done = False  # what follows may be empty: such a record is nothing that all ranks must have come to
         parameters = self._shadow.parameters
         if not all(0 <= place < len(parameters) for place in places):
             raise foreign("a piece of a backward", f"parameters {places} of {len(parameters)}")
         if self._output is not None:  # DDP counts gradients, and averages them all at the end
             if launches and self._due:
                 self._due.clear()
-                self._output()
+                with torch.enable_grad():
+                    self._output()
+                self.is_done = True
             return
         new = [place for place in places if place in self._due]
         self._due.difference_update(new)
-        if (zero := self._shadow.zero_of([parameters[place] for place in new])) is not None:
-            torch.autograd.backward(zero)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every gradient has come, so that DDP has waited for all buckets."""
-        return not self._due
+        if new:
+            with torch.enable_grad():  # it may be inside of another backward
+                torch.autograd.backward(self._shadow.zero_of(new))
+            self.is_done = not self._due
 
     def close(self) -> None:
         """The backward has ended."""

@@ -92,8 +92,8 @@ class ShardedModelPart(Part):
 
     @property
     def will_accumulate(self) -> bool:
-        """See `LoopModel`."""
-        return True
+        """See `LoopModel`; collectives whose gradients would have to be weighted are refused."""
+        return False
 
     def check_can_train(self, has_batch: Callable[[], bool]) -> None:
         """See `LoopModel`."""
