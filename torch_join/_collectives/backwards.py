@@ -36,9 +36,8 @@ class Backwards(Protocol):
             operation: Its name.
         """
 
-    @property
-    def weighs(self) -> bool:
-        """Whether gradients are weighted, by rank, where they reach the parameters."""
+    def weighs(self, group: list[int]) -> bool:
+        """Whether these ranks' gradients (global ones, of a process group) are weighted where they reach parameters."""
 
     @property
     def factor(self) -> float:

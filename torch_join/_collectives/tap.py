@@ -147,7 +147,9 @@ class CollectiveTap:
 
     def _factor(self, operation: str | None, args: dict[str, Any], caller: FrameType | None) -> float:
         """Return what gradients are multiplied with only after this collective, which is in backward."""
-        if self._backwards is None or not self._backwards.weighs or _compat_c10d.recomputes(caller):
+        if self._backwards is None or "process_group" not in args or not self._backwards.weighs(_ranks(args)):
+            return 1
+        if _compat_c10d.recomputes(caller):
             return 1
         if operation is None or not check_weighted(operation, args, _compat_c10d.is_adjoint(caller)):
             return 1

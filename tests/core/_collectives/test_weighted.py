@@ -125,13 +125,17 @@ OPERATIONS: tuple[Callable[[Tensor], Tensor | None], ...] = (
 class Weights:
     """Tells a tap that gradients are multiplied by a factor later."""
 
-    in_pieces = weighs = True
+    in_pieces = True
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
     def before_collective(self, group: list[int], ddps: bool) -> None:
         """Nothing is to be told."""
+
+    def weighs(self, group: list[int]) -> bool:
+        """All of them are."""
+        return True
 
     def before_differentiable(self, group: list[int], operation: str) -> None:
         """Nothing is to be told."""

@@ -138,6 +138,52 @@ def test_a_backward_inside_of_a_backward_raises(workers: Workers) -> None:
         assert "use_reentrant=False" in outcome.error
 
 
+class Alone(torch.autograd.Function):
+    """Communicates in forward and backward, in a group in which no other rank of the loop is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        dist.all_reduce(x := x.clone(), group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dist.all_reduce(gradient := gradient.clone(), group=ctx.group)
+        return gradient, None
+
+
+class WithOthers(nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.first, self.last = group, nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x if self.group is None else Alone.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def beside(rank: int, communicates: bool, weighting: Any) -> list[Tensor]:
+    groups = [dist.new_group([each]) for each in range(2)]
+    torch.manual_seed(0)
+    model = ddp(WithOthers(groups[rank] if communicates else None))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Join([model, optimizer], weighting=weighting) as join:
+        for x in join.batches([batch(rank, step) for step in range(1 + 3 * rank)]):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("weighting", ["world", "samples"])
+def test_a_group_without_other_ranks_of_the_loop_is_left_alone(workers: Workers, weighting: str) -> None:
+    with_group, without = workers.run(2, beside, True, weighting), workers.run(2, beside, False, weighting)
+    for ours, theirs in zip(with_group, without, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 # ---------------------------------------------------------------- what others know
 
 

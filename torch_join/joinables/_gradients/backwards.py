@@ -49,6 +49,8 @@ class ServedBackwards:
     def before_collective(self, group: list[int], ddps: bool) -> None:
         """See `Backwards`."""
         self.check(group, ddps)
+        if not ddps and self._is_apart(group):
+            return
         if self._server.in_tail:
             for part in self._server.parts:
                 part.before_collective(ddps)
@@ -58,19 +60,22 @@ class ServedBackwards:
 
     def before_differentiable(self, group: list[int], operation: str) -> None:
         """See `Backwards`."""
-        if not any(part.in_pieces for part in self._server.parts):
+        if self._is_apart(group) or not any(part.in_pieces for part in self._server.parts):
             return
         if {*self._members.global_ranks} <= {*group}:
             self.in_pieces = True
         elif self._server.in_tail:
             raise late(operation, f", on a process group of ranks {group} only: others may not know of it")
 
-    @property
-    def weighs(self) -> bool:
+    def _is_apart(self, group: list[int]) -> bool:
+        """Whether this rank is the only one of the loop's in a group (of tensor parallelism, say): none can join it."""
+        return len({*self._members.global_ranks} & {*group}) < 2
+
+    def weighs(self, group: list[int]) -> bool:
         """See `Backwards`."""
-        members = self._members
-        models = [part for part in self._server.parts if part.is_model and part.in_pieces]
-        return members.weighting == "samples" and not members.serves and bool(models)
+        if self._members.weighting != "samples" or self._members.serves or self._is_apart(group):
+            return False
+        return any(part.is_model and part.in_pieces for part in self._server.parts)
 
     @property
     def factor(self) -> float:
