@@ -154,7 +154,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 def will_accumulate(parameter: Tensor) -> bool:
     """Whether the backward that is under way in this thread adds to the gradient of `parameter`."""
-    return will_run(get_gradient_edge(parameter).node)
+    return parameter.requires_grad and will_run(get_gradient_edge(parameter).node)
 
 
 def will_run(node: Any) -> bool:
