@@ -47,7 +47,7 @@ class ShardedLockstepJoin(Lockstep):
         make = partial(LockstepShardedPart, model=model)
         super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
         self._device = next(model.parameters()).device
-        self._following_model = model
+        self._module = model
 
     def _known(self) -> list[int]:
         return [number for place in self._following.places for number in place]
@@ -66,7 +66,7 @@ class ShardedLockstepJoin(Lockstep):
     @contextmanager
     def around_step(self) -> Iterator[None]:
         yield
-        self._sync_norms(self._following_model)
+        self._sync_norms(self._module)
 
     @contextmanager
     def active_step(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import pytest
 from torch import Tensor
 
-from tests.core.backward.programs import ROWS, Net, Program, _contrast, optimizer_of
+from tests.core.backward.programs import ROWS, Net, Program, contrast, optimizer_of
 from tests.core.backward.test_exact import assert_exact
 from tests.support.accelerated import accelerator_of
 from tests.support.workers import Workers
@@ -21,7 +21,7 @@ def train(rank: int, program: Program) -> list[Tensor]:
                     loss = (output - y).square().mean()
                     if "contrast" in program.options:
                         everyone = join.all_gather(output[:ROWS], sync_grads=True).flatten(0, 1)
-                        loss = loss + _contrast(output[:ROWS], everyone, join.active_ranks.index(rank) * ROWS)
+                        loss = loss + contrast(output[:ROWS], everyone, join.active_ranks.index(rank) * ROWS)
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()

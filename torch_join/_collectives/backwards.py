@@ -1,13 +1,13 @@
 """Collectives in backward: who has to know of one before it is issued, and how it is weighted."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from torch_join._base.errors import UnsupportedError
 from torch_join._collectives import compat as _compat_c10d
+from torch_join._collectives.call import is_inexact, multiplied, tensors_in
 
 
 class Backwards(Protocol):
@@ -59,6 +59,7 @@ def late(
     )
 
 
+_SENT = ("input", "tensor")  # how the names of arguments begin that hold what is sent
 _MOVES = ("gather", "scatter", "broadcast", "all_to_all")  # without a reduction, or with a sum
 
 
@@ -73,10 +74,7 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool) -> bo
     Raises:
         UnsupportedError: Nobody can tell, or there is no way to weigh it.
     """
-    given = [
-        value for name, value in args.items() if name.startswith(("input", "output", "tensor")) and "split" not in name
-    ]
-    if "barrier" in operation or not any(True for _ in _floating(given)):
+    if "barrier" in operation or not any(map(is_inexact, tensors_in(args, *_SENT, "output"))):
         return False
     adds = "reduce_op" not in args or _compat_c10d.unbox_reduce_op(args["reduce_op"]) in ("SUM", "AVG")
     known = any(move in operation for move in _MOVES) or "reduce" in operation
@@ -102,42 +100,20 @@ def issue_weighted(issue: Callable[..., Any], args: dict[str, Any], factor: floa
         args: The arguments of its operator.
         factor: The factor, not zero.
     """
-    sends = [name for name in args if name.startswith("input") and "split" not in name]
-    receives = [name for name in args if name.startswith("output") and "split" not in name]
-    if not sends and not receives:
-        sends = receives = [name for name in args if name.startswith("tensor")]
-    elif not sends:
-        sends = [name for name in args if name.startswith("tensor")]
+    in_place = not tensors_in(args, "input", "output")
+    received = list(filter(is_inexact, tensors_in(args, *(_SENT if in_place else ("output",)))))
     with torch.no_grad():
-        if sends == receives:
-            for tensor in _floating([args[name] for name in sends]):
+        if in_place:
+            for tensor in received:
                 tensor.mul_(factor)
         else:
-            args = {name: _multiplied(value, factor) if name in sends else value for name, value in args.items()}
+            sent = [name for name in args if name.startswith(_SENT) and "split" not in name]
+            args = {name: multiplied(value, factor) if name in sent else value for name, value in args.items()}
         result = issue(*args.values())
         *others, work = result if isinstance(result, (tuple, list)) else (result,)
         _compat_c10d.unbox_work(work).wait()
-        received = list(_floating([args[name] for name in receives]))
         for tensor in received:
             tensor.div_(factor)
     # Another one, that is done: to wait again may write what was received again (gloo's `reduce_scatter` does).
     done = _compat_c10d.finished_work(received)
     return (*others, done) if others else done
-
-
-def _multiplied(value: Any, factor: float) -> Any:
-    if isinstance(value, Tensor):
-        return value * factor if _is_floating(value) else value
-    return [_multiplied(each, factor) for each in value]
-
-
-def _floating(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if not isinstance(value, Tensor):
-            yield from _floating(value)
-        elif _is_floating(value):
-            yield value
-
-
-def _is_floating(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -138,7 +138,7 @@ class Call:
 
 def describe(operation: str, group: str, root: int | None, args: dict[str, Any]) -> Call:
     """Describe a collective by its operator's arguments; an object collective by its first operator's."""
-    inputs, outputs = _tensors(args, "input", "tensor"), _tensors(args, "output")
+    inputs, outputs = tensors_in(args, "input", "tensor"), tensors_in(args, "output")
     device = next((tensor.device.type for tensor in (*inputs, *outputs)), "cpu")
     if operation in OBJECT_OPERATIONS:
         return Call(operation, group, device, root=root, objects=inputs[0].numel())
@@ -160,7 +160,7 @@ def starts_objects(name: str, operation: str, args: dict[str, Any]) -> bool:
     if operation != ("all_gather" if "gather" in name else "broadcast"):
         return False
     # It is the exchange of sizes; the next one of its kind carries bytes.
-    return _tensors(args, "input", "tensor")[0].dtype == torch.int64
+    return tensors_in(args, "input", "tensor")[0].dtype == torch.int64
 
 
 def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _compat_c10d.Origin) -> Refusal | None:
@@ -194,7 +194,7 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
 
 
 def scale_inputs(call: Call, args: dict[str, Any], factor: float, is_destination: bool) -> dict[str, Any]:
-    """Multiply what a collective sends and return its operator's arguments with that.
+    """Multiply what a reducing collective sends and return its operator's arguments with that.
 
     A tensor is changed only where its content is lost to the result anyway.
     """
@@ -207,13 +207,21 @@ def scale_inputs(call: Call, args: dict[str, Any], factor: float, is_destination
         return args
     with torch.no_grad():
         return {
-            name: _multiplied(value, factor) if name.startswith(("input", "tensor")) else value
+            name: multiplied(value, factor) if name.startswith(("input", "tensor")) else value
             for name, value in args.items()
         }
 
 
-def _multiplied(value: Any, factor: float) -> Any:
-    return value * factor if isinstance(value, Tensor) else [_multiplied(v, factor) for v in value]
+def multiplied(value: Any, factor: float) -> Any:
+    """Return an operator's argument, a tensor or nested lists of such, times `factor`; whole numbers as they are."""
+    if isinstance(value, Tensor):
+        return value * factor if is_inexact(value) else value
+    return [multiplied(each, factor) for each in value]
+
+
+def is_inexact(tensor: Tensor) -> bool:
+    """Whether a tensor holds real or complex numbers, which can be weighted."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_equal_exchange(call: Call, args: dict[str, Any]) -> bool:
@@ -223,7 +231,8 @@ def _is_equal_exchange(call: Call, args: dict[str, Any]) -> bool:
     return call.inputs == call.outputs and len(splits) <= 1
 
 
-def _tensors(args: dict[str, Any], *prefixes: str) -> list[Tensor]:
+def tensors_in(args: dict[str, Any], *prefixes: str) -> list[Tensor]:
+    """Return the tensors in those arguments of an operator whose names begin so; lists are flattened."""
     return list(_flat([value for name, value in args.items() if name.startswith(prefixes) and "split" not in name]))
 
 

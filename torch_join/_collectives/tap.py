@@ -128,7 +128,7 @@ class CollectiveTap:
                     tap._tell(tap._backwards, operation or operator, named, caller, ddps)
                 if not ddps:
                     named = tap._see(operator, named, caller)
-                    if backward and (factor := tap._factor(operation, named, caller)) != 1:
+                    if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
                         return issue_weighted(partial(op.redispatch, _dispatch.below(keyset)), named, factor)
                     args = tuple(named.values())
             return op.redispatch(_dispatch.below(keyset), *args)
@@ -145,15 +145,13 @@ class CollectiveTap:
             # Whoever has joined: all active ranks must come to the same.
             backwards.before_differentiable(_ranks(args), operation)
 
-    def _factor(self, operation: str | None, args: dict[str, Any], caller: FrameType | None) -> float:
+    def _factor(self, operation: str, args: dict[str, Any], caller: FrameType | None) -> float:
         """Return what gradients are multiplied with only after this collective, which is in backward."""
         if self._backwards is None or "process_group" not in args or not self._backwards.weighs(_ranks(args)):
             return 1
         if _compat_c10d.recomputes(caller):
             return 1
-        if operation is None or not check_weighted(operation, args, _compat_c10d.is_adjoint(caller)):
-            return 1
-        return self._backwards.factor
+        return self._backwards.factor if check_weighted(operation, args, _compat_c10d.is_adjoint(caller)) else 1
 
     def _is_ours(self) -> bool:
         if threading.get_ident() == self._thread:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
+from torch_join._collectives.gather import stack_of_all
 from torch_join.joinables.part import Driver, Part
 
 
@@ -77,11 +78,9 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: GatherPart, tensor: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         ctx.part = part
         ctx.set_materialize_grads(False)
-        tensor = tensor.contiguous()
-        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(part.group))]
-        dist.all_gather(gathered, tensor, group=part.group)
+        gathered = stack_of_all(tensor, part.group)
         ctx.like = gathered[0]
-        return torch.stack(gathered), torch.zeros_like(before)
+        return gathered, torch.zeros_like(before)
 
     @staticmethod
     @once_differentiable

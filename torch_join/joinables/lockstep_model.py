@@ -75,7 +75,7 @@ class LockstepModelPart(Part):
         try:
             yield
         finally:
-            self._pieces.close()
+            self._pieces.reset()
 
     def answer(self, kind: str, payload: Any) -> None:
         if kind == FIRED:

@@ -104,7 +104,7 @@ def penalty_of(program: Program, out: Tensor, x: Tensor) -> Tensor:
     return gradient.square().mean()
 
 
-def _contrast(mine: Tensor, everyone: Tensor, first: int) -> Tensor:
+def contrast(mine: Tensor, everyone: Tensor, first: int) -> Tensor:
     targets = torch.arange(first, first + len(mine))
     return nn.functional.cross_entropy(mine @ everyone.t() / 4, targets)
 
@@ -137,7 +137,7 @@ def reference(program: Program) -> Net:
                 loss = loss + penalty_of(program, outputs[rank], inputs[rank])
                 if "contrast" in options:
                     everyone = torch.cat([outputs[other][:ROWS] for other in active])
-                    loss = loss + _contrast(outputs[rank][:ROWS], everyone, place * ROWS)
+                    loss = loss + contrast(outputs[rank][:ROWS], everyone, place * ROWS)
                 if "mean" in options:
                     loss = loss + (sum(outputs[r].mean(0) for r in active) / len(active)).square().sum()  # type: ignore[union-attr]
                 shares = {"world": 1 / program.world_size, "active": 1 / len(active)}
@@ -213,7 +213,7 @@ def train(rank: int, program: Program) -> list[Tensor]:
                         else:
                             parts = dnn.all_gather(output[:ROWS])  # type: ignore[no-untyped-call]
                             everyone = torch.cat([parts[r] for r in active])
-                        loss = loss + _contrast(output[:ROWS], everyone, active.index(rank) * ROWS)
+                        loss = loss + contrast(output[:ROWS], everyone, active.index(rank) * ROWS)
                     if "mean" in options:
                         mean = dnn.all_reduce(output.mean(0)) / len(active)  # type: ignore[no-untyped-call]
                         loss = loss + mean.square().sum()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.core.backward.recipes import draw, reference, train
+from tests.support.sharded_verdict import CASES
 from tests.support.workers import Workers
 
-CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))  # of a long run
 FEW = range(12)
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy, ModelParallelJoinStrategy
-from tests.core.backward.programs import ROWS, Net, Program, _contrast, optimizer_of
+from tests.core.backward.programs import ROWS, Net, Program, contrast, optimizer_of
 from tests.core.backward.test_exact import OnlyBackward, assert_exact
 from tests.support.sharded_fits import KINDS as SHARDED
 from tests.support.sharded_fits import build_strategy, on_cpus, whole
@@ -39,7 +39,7 @@ class Synced(pl.LightningModule):
         active = list(self.trainer.strategy.join.active_ranks)  # type: ignore[union-attr]
         if "contrast" in self.program.options:
             everyone: Any = self.all_gather(out[:ROWS], sync_grads=True)
-            loss = loss + _contrast(out[:ROWS], everyone.flatten(0, 1), active.index(self.global_rank) * ROWS)
+            loss = loss + contrast(out[:ROWS], everyone.flatten(0, 1), active.index(self.global_rank) * ROWS)
         if "mean" in self.program.options:
             loss = loss + (dnn.all_reduce(out.mean(0)) / len(active)).square().sum()  # type: ignore[no-untyped-call]
         return loss

@@ -35,7 +35,7 @@ class Pieces:
         shadow: What runs in place of the model's step on a joined rank.
     """
 
-    kinds: ClassVar[dict[str, Any]] = {FIRED: tuple[list[int], bool]}  # which parameters, and whether DDP launches
+    kinds: ClassVar[dict[str, Any]] = {FIRED: list[int]}  # which parameters, by place
 
     def __init__(self, part: Part, shadow: ModelShadow) -> None:
         self._part = weakref.proxy(part)  # a circle would keep the model, and its process group, after the loop
@@ -114,7 +114,7 @@ class Pieces:
     def _tell(self) -> None:
         assert self._came is not None
         came, self._came = self._came, []
-        self._part.announce(FIRED, (came, True), hold=True)
+        self._part.announce(FIRED, came, hold=True)
 
     def _end(self, ended: Callable[[], None]) -> None:
         if self._came is not None:
@@ -138,15 +138,14 @@ class Pieces:
         self._output = run_all if _compat.delays_all_reduce(self._shadow.ddp) else None
         self._around.enter_context(self._shadow.in_pieces())
 
-    def answer(self, payload: tuple[list[int], bool]) -> None:
-        """Run what the active ranks have run since the last piece."""
-        places, launches = payload
+    def answer(self, places: list[int]) -> None:
+        """Run what the active ranks have run since the last piece: the gradients of these parameters have come."""
         self.is_done = False  # what follows may be empty: such a record is nothing that all ranks must have come to
         parameters = self._shadow.parameters
         if not all(0 <= place < len(parameters) for place in places):
             raise foreign("a piece of a backward", f"parameters {places} of {len(parameters)}")
         if self._output is not None:  # DDP counts gradients, and averages them all at the end
-            if launches and self._due:
+            if self._due:
                 self._due.clear()
                 with torch.enable_grad():
                     self._output()
@@ -158,7 +157,3 @@ class Pieces:
             with torch.enable_grad():  # it may be inside of another backward
                 torch.autograd.backward(self._shadow.zero_of(new))
             self.is_done = not self._due
-
-    def close(self) -> None:
-        """The backward has ended."""
-        self.reset()

@@ -69,7 +69,7 @@ class ShadowedSteps:
         elif kind == "fired":
             self.pieces.answer(payload)
         elif kind == "ended":
-            self.pieces.close()
+            self.pieces.reset()
             self._end_backward()
         else:
             self._clear(states_of(payload, len(self._parameters)), self.others.doubt)
