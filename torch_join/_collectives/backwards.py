@@ -28,12 +28,13 @@ class Backwards(Protocol):
             ddps: Whether it is DistributedDataParallel's.
         """
 
-    def before_differentiable(self, group: list[int], operation: str) -> None:
-        """Hear of a collective of an autograd function's forward; what this raises, the collective raises.
+    def before_differentiable(self, group: list[int]) -> None:
+        """Hear of a collective of an autograd function's forward, while `in_pieces` is false.
+
+        All active ranks must come to the same: where only some of them know of it, it shows nothing.
 
         Args:
             group: The global ranks of its process group.
-            operation: Its name.
         """
 
     def weighs(self, group: list[int]) -> bool:
@@ -48,14 +49,13 @@ class Backwards(Protocol):
         """
 
 
-def late(
-    operation: str, where: str = " in backward, after a forward in which no autograd function had a collective"
-) -> UnsupportedError:
+def late(operation: str) -> UnsupportedError:
     """Return the error of a collective that comes in a backward which was announced as a whole."""
     return UnsupportedError(
-        f"{operation}{where}, while some ranks have joined: those may have gone through the whole backward already. Set"
-        " backward_collectives=True (of Join, or of the strategy), so that they follow every backward piece by piece,"
-        " or use a collective on detached tensors in the forward pass."
+        f"{operation} in backward, after a forward in which no autograd function had a collective of all ranks, while"
+        " some ranks have joined: those may have gone through the whole backward already. Set backward_collectives=True"
+        " (of Join, or of the strategy), so that they follow every backward piece by piece, or use a collective on"
+        " detached tensors in the forward pass."
     )
 
 

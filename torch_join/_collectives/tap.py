@@ -125,7 +125,7 @@ class CollectiveTap:
                 # Trailing arguments that have their default are left out.
                 named = dict(zip(names, args, strict=False))
                 if tap._backwards is not None and "process_group" in named:
-                    tap._tell(tap._backwards, operation or operator, named, caller, ddps)
+                    tap._tell(tap._backwards, named, caller, ddps)
                 if not ddps:
                     named = tap._see(operator, named, caller)
                     if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
@@ -135,15 +135,12 @@ class CollectiveTap:
 
         return kernel
 
-    def _tell(
-        self, backwards: Backwards, operation: str, args: dict[str, Any], caller: FrameType | None, ddps: bool
-    ) -> None:
+    def _tell(self, backwards: Backwards, args: dict[str, Any], caller: FrameType | None, ddps: bool) -> None:
         if _compat_c10d.in_backward():
             with self.ignoring():
                 backwards.before_collective(_ranks(args), ddps)
         elif not backwards.in_pieces and _compat_c10d.differentiates(caller):
-            # Whoever has joined: all active ranks must come to the same.
-            backwards.before_differentiable(_ranks(args), operation)
+            backwards.before_differentiable(_ranks(args))
 
     def _factor(self, operation: str, args: dict[str, Any], caller: FrameType | None) -> float:
         """Return what gradients are multiplied with only after this collective, which is in backward."""

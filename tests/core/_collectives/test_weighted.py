@@ -137,7 +137,7 @@ class Weights:
         """All of them are."""
         return True
 
-    def before_differentiable(self, group: list[int], operation: str) -> None:
+    def before_differentiable(self, group: list[int]) -> None:
         """Nothing is to be told."""
 
 

@@ -100,6 +100,24 @@ def test_a_group_of_which_not_all_ranks_know_takes_the_switch(workers: Workers) 
     assert any("UnsupportedError" in error and "backward_collectives=True" in error for error in errors)
 
 
+def before_any_gradient(rank: int) -> None:
+    """Ranks 1 and 2 sum up in the loss's hook, of which rank 0, which leads, knows nothing; rank 2 joins first."""
+    pair = dist.new_group([1, 2])
+    model = ddp()
+    with Join([model]) as join:
+        for x in join.batches([batch(0, step) for step in range((5, 5, 1)[rank])]):
+            out = model(x)
+            if rank:
+                out.register_hook(lambda gradient: dist.all_reduce(gradient.clone(), group=pair) and None)
+            out.sum().backward()
+
+
+def test_what_only_some_active_ranks_know_of_is_no_evidence(workers: Workers) -> None:
+    errors = [outcome.error for outcome in workers.outcomes(3, before_any_gradient, timeout=6.0)]
+    assert all("of ranks [1, 2], of which others may not know" in error for error in errors)
+    assert all("backward_collectives=True" in error for error in errors)
+
+
 class Checkpoint(torch.autograd.Function):
     """Runs a backward inside of the backward, as some libraries' checkpoints do."""
 

@@ -229,7 +229,7 @@ def fit_raising(rank: int, case: Case, kind: str) -> None:
 
 RAISES = {
     "penalty": "ran a backward of its own",
-    "checkpoint": "all_gather in backward, after a forward in which no autograd function had a collective",
+    "checkpoint": "all_gather in backward, after a forward in which no autograd function had a collective of all ranks",
     "subgroup": "takes automatic optimization and the group of all ranks (here: another group)",
 }
 

@@ -51,21 +51,21 @@ class ServedBackwards:
         self.check(group, ddps)
         if not ddps and self._is_apart(group):
             return
-        if self._server.in_tail:
+        in_tail = self._server.in_tail
+        if in_tail:
             for part in self._server.parts:
                 part.before_collective(ddps)
             if ddps:
                 self._server.tell()
-        self.in_pieces = self.in_pieces or not ddps
-
-    def before_differentiable(self, group: list[int], operation: str) -> None:
-        """See `Backwards`."""
-        if self._is_apart(group) or not any(part.in_pieces for part in self._server.parts):
+        if ddps or self.in_pieces:
             return
-        if {*self._members.global_ranks} <= {*group}:
-            self.in_pieces = True
-        elif self._server.in_tail:
-            raise late(operation, f", on a process group of ranks {group} only: others may not know of it")
+        self.before_differentiable(group)
+        if in_tail and not self.in_pieces and any(part.in_pieces for part in self._server.parts):
+            raise late(f"A collective of ranks {group}, of which others may not know,")
+
+    def before_differentiable(self, group: list[int]) -> None:
+        """See `Backwards`."""
+        self.in_pieces = {*self._members.global_ranks} <= {*group}
 
     def _is_apart(self, group: list[int]) -> bool:
         """Whether this rank is the only one of the loop's in a group (of tensor parallelism, say): none can join it."""
