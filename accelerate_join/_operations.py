@@ -219,16 +219,16 @@ class Operations(Part):
 
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
         kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
-        header = [crc32(" ".join(kinds).encode()), len(tensors[0])]
-        headers = _compat.gather(torch.tensor([header], device=tensors[0].device)).tolist()
-        if any(kinds_there != header[0] for kinds_there, _ in headers):
+        mine = crc32(" ".join(kinds).encode()), [len(tensor) for tensor in tensors]
+        # Over the channel, so that no rank waits for its device.
+        plain = self.driver.in_plain_loop and not self.members.serves
+        everyone = self.server.channel.gather(mine, plain, tuple[int, list[int]])
+        if any(kinds_there != mine[0] for kinds_there, _ in everyone):
             raise JoinError(
                 f"The tensors to gather differ between the ranks in more than their number of rows: rank"
                 f" {self.members.rank} has {', '.join(kinds)}. Call pad_across_processes on the other dimensions first."
             )
-        rows = [[count] for _, count in headers]
-        if len(tensors) > 1:
-            rows = _compat.gather(torch.tensor([[*map(len, tensors)]], device=tensors[0].device)).tolist()
+        rows = [counts for _, counts in everyone]
         return [self._gather_rows(tensor, [row[index] for row in rows]) for index, tensor in enumerate(tensors)]
 
     def _gather_rows(self, tensor: Tensor, rows: list[int]) -> Tensor:

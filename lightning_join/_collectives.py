@@ -64,17 +64,17 @@ class StepCollectives(ParallelStrategy):
         ranks, join = self.step_ranks, self.join
         everyone = group is None or group == dist.group.WORLD
         with_backward = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
-        if with_backward and everyone and join is not None and join.in_loss_step:
-            gathered = join.gathers.gather(tensor)
-        elif with_backward and ranks is not None and not (everyone and join is not None and join.follows_backward):
+        follows = everyone and join is not None and join.follows_backward
+        if with_backward and follows:
+            join.note_gather()  # type: ignore[union-attr]
+        if with_backward and ranks is not None and not follows:
             raise UnsupportedError(
                 "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
                 f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'})."
                 " Gather detached tensors (sync_grads=False)."
             )
-        else:
-            # Detached: what has no backward must not look as if it had one.
-            gathered = super().all_gather(tensor if with_backward else tensor.detach(), group, sync_grads)
+        # Detached: what has no backward must not look as if it had one.
+        gathered = super().all_gather(tensor if with_backward else tensor.detach(), group, sync_grads)
         return gathered[list(ranks)] if everyone and ranks is not None else gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
@@ -92,7 +92,7 @@ class StepCollectives(ParallelStrategy):
         """
         with telling_failures(self.channel):
             yield
-        # Whoever hosts the channel's store must not exit while others still read from it.
-        self.barrier("join")
         if last:
-            self.channel.close()
+            self.channel.finish()
+        else:
+            self.channel.gather(None)

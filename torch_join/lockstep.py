@@ -1,6 +1,6 @@
 """Join for a DDP model in a loop that a framework drives."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -50,7 +50,7 @@ class LockstepJoin(Lockstep):
         super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
         self._in_pieces = False  # the backward of this step, which this rank follows
         self._no_loss = NoLossCount(self.channel)
-        self._sends_nothing = False
+        self._has_gathered = False  # in this step, with gradients
 
     def _known(self) -> list[int] | None:
         return self._shadow.first.fired
@@ -93,8 +93,7 @@ class LockstepJoin(Lockstep):
         self._in_pieces = self.driver.follow(self.active_ranks)
         output = self._model.take_output()
         if not self._in_pieces:
-            return self.gathers.chain(output)
-        self.gathers.forget()
+            return output
         return following_zero(partial(self._follow_backward, output), output.device)
 
     def _follow_backward(self, output: Tensor) -> None:
@@ -105,37 +104,33 @@ class LockstepJoin(Lockstep):
     def loss_step(self) -> Iterator[None]:
         """Put around an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
 
-        It makes gathers through which gradients flow (`gathers.gather`) a part of the loss. In place of `None`
-        comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in backward. Then
-        `no_loss` is true.
+        In place of `None` comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in
+        backward. Then `no_loss` is true.
         """
-        self.no_loss = self._sends_nothing = False
+        self.no_loss = self._has_gathered = False
         if self.channel.world_size == 1:
             yield
             return
-        self.in_loss_step = True
+        self.follows_backward = True
         try:
             with self._shadow.completing(self._complete):
                 yield
         finally:
-            self.in_loss_step = False
+            self.follows_backward = False
+
+    def note_gather(self) -> None:
+        self._has_gathered = True
 
     def _complete(self, output: Any) -> Any:
         if output is None and self._has_collectives_in_backward:
             raise UnsupportedError(
                 "training_step returned None, and the other ranks' backward has collectives (of SyncBatchNorm, or of a"
-                " loss over all ranks' outputs) that need this rank's. Return a loss of zero that depends on the"
-                " model's output (`0.0 * output.sum()`), or leave such batches out of the dataloader."
+                " loss over all ranks' outputs) that need this rank's. Return a loss of zero that depends on what the"
+                " others' losses do (`0.0 * loss`), or leave such batches out of the dataloader."
             )
-        if output is None and (self._syncs or self.gathers.pending):
+        if output is None and self._syncs:
             self.no_loss = True
-            # The others' losses may depend on what this rank has given to a gather.
-            self._sends_nothing = not self.gathers.pending
-            return self.gathers.chain(self._shadow.no_loss_output())
-        if isinstance(output, Tensor):
-            return self.gathers.chain(output)
-        if self.gathers.pending and isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-            return {**output, "loss": self.gathers.chain(output["loss"])}
+            return self._shadow.no_loss_output()
         return output
 
     def backward(self, backward: Callable[[], None]) -> bool:
@@ -153,11 +148,8 @@ class LockstepJoin(Lockstep):
             self._no_loss.add(any(p.grad is not None for p in parameters))
         if self.joined and self._in_pieces:
             self._listening_to(backward)  # which follows
-        elif self.joined or self._sends_nothing:
-            self.driver.derive(self._model, "backward", partial(self._listening_to, backward))
         else:
-            with self._shadow.step(shadow=False):
-                self._listening_to(backward)
+            self.driver.derive(self._model, "backward", partial(self._listening_to, backward))
         if not syncs:
             return True
         _compat.wait_for_device(parameters[0].device.type)
@@ -178,12 +170,16 @@ class LockstepJoin(Lockstep):
             yield
             return
         pieces = self._model.backward_in_pieces() if self._syncs else nullcontext()
-        with self.driver.serving_backward(self.active_ranks), pieces:
-            yield
+        self.follows_backward = True
+        try:
+            with self.driver.serving_backward(self.active_ranks), pieces:
+                yield
+        finally:
+            self.follows_backward = False
 
     @property
     def _has_collectives_in_backward(self) -> bool:
-        return self.driver.server.in_pieces or has_synced_norms(self._shadow.inner)
+        return self._has_gathered or self.driver.server.in_pieces or has_synced_norms(self._shadow.inner)
 
     def check_reduced(self) -> None:
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""

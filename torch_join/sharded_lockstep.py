@@ -33,8 +33,6 @@ class ShardedLockstepJoin(Lockstep):
         UnsupportedError: The model cannot be followed.
     """
 
-    follows_backward = True
-
     def __init__(
         self,
         driver: StepDriver,
@@ -46,6 +44,7 @@ class ShardedLockstepJoin(Lockstep):
     ) -> None:
         make = partial(LockstepShardedPart, model=model)
         super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
+        self.follows_backward = True
         self._device = next(model.parameters()).device
         self._module = model
 

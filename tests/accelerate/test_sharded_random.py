@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accelerate_join import join_uneven_inputs
+from tests.emulator import place
 from tests.support.accelerated_sharded import Sharded, sharding_accelerator
 from tests.support.batches import Batches, Places, Stream
 from tests.support.sharded import EPOCHS, Batch, Recipe, Trained
@@ -36,7 +37,7 @@ class Accelerated(Training):
         self.epoch = 0
         if recipe.scaled:
             make = torch.amp.GradScaler if recipe.api == "fsdp2" else ShardedGradScaler
-            accelerator.scaler = make("cpu", init_scale=recipe.scaled, growth_interval=2)
+            accelerator.scaler = make(place().type, init_scale=recipe.scaled, growth_interval=2)
         net: Any = recipe.model()
         if not recipe.options.get("original", True):  # the optimizer is of flat parameters
             net = accelerator.prepare(net)

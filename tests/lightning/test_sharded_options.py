@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from tests.emulator import place
 from tests.support import sharded_fits as sharded
 from tests.support.cases import Case, Net, Result, assert_exact, difference, reference
 from tests.support.sharded_fits import KINDS, ShardedModule, build_strategy
@@ -100,7 +101,7 @@ def test_two_dimensions(workers: Workers) -> None:
 class Hybrid(ShardedModule):
     def configure_model(self) -> None:
         if self.trainer.strategy.strategy_name.startswith("model_parallel"):  # type: ignore[attr-defined]
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+            mesh = init_device_mesh(place().type, (2, 2), mesh_dim_names=("replicas", "shards"))
             fully_shard(self.net.first, mesh=mesh)
             fully_shard(self.net, mesh=mesh)
 
@@ -108,7 +109,7 @@ class Hybrid(ShardedModule):
 def fit_hybrid(rank: int, kind: str, cases: list[Case]) -> list[Result]:
     options: dict[str, Any] = {}
     if kind == "fsdp":
-        options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": init_device_mesh("cpu", (2, 2))}
+        options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": init_device_mesh(place().type, (2, 2))}
     return [sharded.fit(rank, kind, case, Hybrid, strategy=build_strategy(kind, case, **options)) for case in cases]
 
 

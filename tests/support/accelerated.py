@@ -22,6 +22,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate_join import Accelerator, join_uneven_inputs
+from tests.emulator import place
+from tests.emulator.frameworks import accelerate_options
 
 FEATURES, CLASSES = 4, 3
 
@@ -119,7 +121,7 @@ def accelerator_of(rank: int, kind: type[accelerate.Accelerator] = Accelerator, 
     before = dict(os.environ)  # of which Accelerate sets more
     os.environ.update(names)
     try:
-        yield kind(cpu=True, **kwargs)
+        yield kind(**accelerate_options(), **kwargs)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -170,7 +172,7 @@ def train(rank: int, script: Script) -> Trained:
     ) as accelerator:
         torch.manual_seed(5)
         if script.scaler:
-            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+            accelerator.scaler = torch.amp.GradScaler(place().type, init_scale=8.0, growth_interval=3)
         net = network(script.norm)
         optimizer: Any = make_optimizer(script.optimizer, net.parameters())
         scheduler: Any = make_scheduler(optimizer)

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accelerate_join import Accelerator, join_uneven_inputs
+from tests.emulator import place
 from tests.support import accelerated
 from tests.support.accelerated import (
     FEATURES,
@@ -87,7 +88,7 @@ def fsdp_on_cpu() -> Iterator[None]:
             self.fsdp_plugin = fsdp_plugin
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        fsdp(self, *args, **{**kwargs, "device_id": torch.device("cpu")})  # a device of CUDA is its default
+        fsdp(self, *args, **{**kwargs, "device_id": place()})  # a device of CUDA is its default
 
     with (
         mock.patch.object(AcceleratorState, "__init__", state),
@@ -143,7 +144,7 @@ class Session:
         torch.manual_seed(5)
         if script.scaler:
             kind = torch.amp.GradScaler if script.version == 2 else ShardedGradScaler  # as Accelerate does
-            accelerator.scaler = kind("cpu", init_scale=8.0, growth_interval=3)
+            accelerator.scaler = kind(place().type, init_scale=8.0, growth_interval=3)
         net = network(script)
         if not script.plugin.get("use_orig_params", True):  # the optimizer is of flat parameters
             net = accelerator.prepare(net)

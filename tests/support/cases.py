@@ -17,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import lightning_join
+from tests.emulator.frameworks import lightning_accelerator
 
 TOLERANCE = 1e-10
 FEATURES, CLASSES, ROWS = 4, 3, 6
@@ -312,7 +313,7 @@ class Result:
 def build_trainer(case: Case, **overrides: Any) -> pl.Trainer:
     strategy = overrides.pop("strategy", None) or lightning_join.DDPJoinStrategy(weighting=case.weighting, **case.ddp)
     options = {
-        "accelerator": "cpu",
+        "accelerator": lightning_accelerator(),
         "devices": case.world_size,
         "strategy": strategy,
         "max_epochs": case.epochs,

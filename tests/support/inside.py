@@ -36,7 +36,7 @@ from torch_join.joinables.model import ModelPart
 MODEL_AVERAGING_FOLDER = _compat_c10d._MODEL_AVERAGING_FOLDER
 PASSING_ON, concatenates = _compat_metrics._PASSING_ON, _compat_metrics._concatenates
 REVIVERS, dtypes = _codec._REVIVERS, _codec._dtypes
-LARGE, buckets_of, cpu_groups = _transfer._LARGE, _transfer._buckets, _transfer._cpu_groups
+LARGE, buckets_of = _transfer._LARGE, _transfer._buckets
 FULL, TILE = _beats._FULL, _digest._TILE
 Override = Hook
 REFUSALS = tuple(value for value in vars(_call).values() if isinstance(value, _call.Refusal))

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_join import FSDPJoinStrategy, JoinCallback, ModelParallelJoinStrategy
+from tests.emulator.frameworks import lightning_accelerator
 from tests.support.batches import Batches, Places, Stream
 from tests.support.sharded import EPOCHS, Batch, Block, Recipe, Trained
 from tests.support.sharded_fits import Double, on_cpus, plain
@@ -110,7 +111,7 @@ def _fit(recipe: Recipe, callbacks: list[Any], checkpoint: str | None = None) ->
     if framework.get("callback"):
         callbacks = [*callbacks, JoinCallback(weighting=recipe.weighting)]  # type: ignore[arg-type]
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=lightning_accelerator(),
         devices=recipe.world_size * recipe.team,
         strategy=strategy,
         max_epochs=EPOCHS,

@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.emulator import place
 from tests.support.cases import Batch, flatten, weights
 from tests.support.cases import Case as DataCase
 from torch_join import Join, JoinableModel, JoinableOptimizer, JoinableState
@@ -147,7 +148,7 @@ class Training:
         parts = [self.models] if len(kinds) == 1 else [self.models.encoder, self.models.head]
         self.optimizers = [build_optimizer(k, m.parameters(), sharded) for k, m in zip(kinds, parts, strict=True)]
         self.scheduler = build_scheduler(program, self.optimizers[0])
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if program.scaler else None
+        self.scaler = torch.amp.GradScaler(place().type, init_scale=8.0, growth_interval=2) if program.scaler else None
 
     @property
     def lr(self) -> list[float]:

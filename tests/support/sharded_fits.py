@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch.strategies.fsdp as lightning_fsdp
-import torch
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_join import FSDPJoinStrategy, ModelParallelJoinStrategy
+from tests.emulator import place
 from tests.support.cases import Case, Module, Result, build_trainer, progress_of
 
 KINDS = ("fsdp", "model_parallel")
@@ -29,7 +29,7 @@ _wrap = FullyShardedDataParallel.__init__
 
 
 def _on_the_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
-    _wrap(self, *args, **{**kwargs, "device_id": torch.device("cpu")})
+    _wrap(self, *args, **{**kwargs, "device_id": place()})
 
 
 def _whole_state(module: Any, world_size: int, rank0_only: bool = True) -> AbstractContextManager[Any]:

@@ -28,6 +28,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from tests.emulator import place
 from tests.support.sharded import EPOCHS, Batch, Block, Net, Recipe, Step, Trained, weights
 from torch_join import Join
 
@@ -42,7 +43,7 @@ def shard(net: Net, recipe: Recipe) -> Any:
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    return init_device_mesh(place().type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
 def shard_fully(net: Net, options: dict[str, Any], mesh: Any = None) -> Any:
@@ -94,7 +95,7 @@ def _wrap(net: Net, options: dict[str, Any]) -> Any:
     for block in net.blocks if options.get("compiled") else []:
         block.compile(backend=options["compiled"])
     policy = ModuleWrapPolicy({Block})
-    return FSDP(net, device_id=torch.device("cpu"), auto_wrap_policy=policy, **flat_options(options))
+    return FSDP(net, device_id=place(), auto_wrap_policy=policy, **flat_options(options))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ class Training:
         self.scaler: Any = None
         if recipe.scaled:
             make = ShardedGradScaler if recipe.api == "fsdp1" else torch.amp.GradScaler
-            self.scaler = make("cpu", init_scale=recipe.scaled, growth_interval=2)
+            self.scaler = make(place().type, init_scale=recipe.scaled, growth_interval=2)
         self.norms: dict[Step, float] = {}
         self.losses: dict[int, list[float]] = {}
 

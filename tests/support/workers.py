@@ -24,6 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import emulator
+from tests.emulator.mode import OnDevice
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one while there is no process group: ShardedGradScaler takes for its own the one that there is at its import.
 _SCALER = "torch.distributed.fsdp.sharded_grad_scaler"
@@ -54,9 +57,14 @@ class Outcome:
 
 
 class Workers:
-    """Up to `most` processes that run functions as the ranks of a process group."""
+    """Up to `most` processes that run functions as the ranks of a process group.
 
-    def __init__(self, most: int) -> None:
+    With `device="fakegpu"` what they make is on the emulated device of their rank, if it says nothing else, and their
+    process groups are of its backend.
+    """
+
+    def __init__(self, most: int, device: str = os.environ.get("TORCH_JOIN_TEST_DEVICE", "cpu")) -> None:
+        self._device = device
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._processes: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}
@@ -142,7 +150,9 @@ class Workers:
         if rank in self._processes:
             return
         ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_serve, args=(theirs, rank, self._stack_file(rank)), daemon=True)
+        process = _CONTEXT.Process(
+            target=_serve, args=(theirs, rank, self._stack_file(rank), self._device), daemon=True
+        )
         process.start()
         theirs.close()
         self._processes[rank], self._connections[rank] = process, ours
@@ -169,10 +179,13 @@ class Workers:
         self._connections.clear()
 
 
-def _serve(connection: Connection, rank: int, stack_file: str) -> None:
+def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> None:
     stacks = open(stack_file, "a")  # noqa: SIM115  faulthandler needs it open for good
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
+    backend, place = "gloo", torch.device("cpu")
+    if device != "cpu":
+        backend, place = emulator.BACKEND, emulator.install(rank)
     while True:
         try:
             function, args, world_size, rendezvous, store, timeout = connection.recv()
@@ -185,12 +198,13 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
         connected = None
         try:
             if store:
-                connected = _join_group(rank, world_size, rendezvous, store, timeout)
+                connected = _join_group(rank, world_size, rendezvous, store, timeout, backend)
         except BaseException as error:
             connection.send(Outcome(error=_describe(error), trace=traceback.format_exc(), ends=True))
             return
         try:
-            value = function(rank, *args)
+            with OnDevice(place) if place.type != "cpu" else contextlib.nullcontext():
+                value = function(rank, *args)
             if dist.is_initialized():
                 dist.barrier()  # nobody hangs up on a rank that is still reading
             outcome = Outcome(value)
@@ -216,7 +230,7 @@ def _is_worn_out() -> bool:
     return tasks.exists() and len([*tasks.iterdir()]) > _MOST_THREADS
 
 
-def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout: float) -> dist.Store:
+def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout: float, backend: str) -> dist.Store:
     """Begin a process group; return a store in which each rank notes that it is connected."""
     limit = timedelta(seconds=60)  # to begin: a worker may have to start first
     file: dist.Store = dist.FileStore(rendezvous, world_size)
@@ -228,8 +242,11 @@ def _join_group(rank: int, world_size: int, rendezvous: str, store: str, timeout
             meeting.set("port", str(server.port))
         port = int(meeting.get("port"))
         meeting = server or dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=limit)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world_size, timeout=limit)
+    if backend == emulator.BACKEND:
+        emulator.set_timeout(dist.group.WORLD, timedelta(seconds=timeout))
+    else:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
     file.set(f"connected/{rank}", "")
     return file
 

@@ -3,8 +3,9 @@
 `tests/core/_base/test_compat.py` notices when one of them goes.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
+
+from torch_join._base.errors import UnsupportedError
 
 _PROBE_TAG = 0x7001
 
@@ -33,14 +36,6 @@ def innermost_store(store: dist.Store) -> dist.Store:
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], bucket_bytes: int, src: int) -> None:
     """Broadcast `tensors` in place from rank `src` of `group`, packed as DDP packs its buffers."""
     dist._broadcast_coalesced(group, list(tensors), bucket_bytes, src)
-
-
-def another_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
-    """Create a process group of the same ranks, backend and timeout; all ranks of the job call this."""
-    group = group or cast(dist.ProcessGroup, dist.group.WORLD)
-    timeout = group._get_backend(device).options._timeout
-    members, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
-    return cast(dist.ProcessGroup, dist.new_group(members, timeout=timeout, backend=backend))
 
 
 def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:
@@ -73,6 +68,32 @@ def wait_for_device(kind: str) -> None:
     """Wait until an accelerator has done all that was queued: its collectives return before they have run."""
     if kind != "cpu":
         torch.accelerator.current_stream().synchronize()
+
+
+def own_device(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+    """Make the device of the first of these modules' parameters the current one inside.
+
+    What active ranks say names kinds of devices, since each rank has its own; whoever has not called
+    `torch.cuda.set_device` is on the first one otherwise, as all ranks are.
+    """
+    found = next((p.device for module in modules for p in module.parameters()), None)
+    if found is None or found.type == "cpu" or found.index is None:
+        return nullcontext()
+    return torch.accelerator.device_index(found.index)
+
+
+def check_not_captured(parameter: Tensor) -> None:
+    """Raise if a CUDA graph captures a forward of the model of this parameter.
+
+    Raises:
+        UnsupportedError: So it does.
+    """
+    if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "A CUDA graph captures a forward of a model that was given to Join: its replays would pass by the hooks"
+            " that weigh gradients, and tell ranks without a batch what comes. Capture parts of the model without its"
+            " DistributedDataParallel, outside of the loop, or run without graphs."
+        )
 
 
 def backward_hooks(parameter: Tensor) -> dict[int, Any]:

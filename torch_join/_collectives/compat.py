@@ -7,14 +7,16 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.autograd import graph
 from torch.distributed import _functional_collectives, c10d_logger, distributed_c10d
 from torch.utils import checkpoint
@@ -60,6 +62,7 @@ _TENSOR_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "tensor", "")
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 _MODEL_AVERAGING_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "algorithms", "model_averaging", "")
 _LOGGER_FILE = c10d_logger.__file__
+_OVERRIDES_FILE = overrides.__file__
 
 
 @functools.cache
@@ -165,8 +168,13 @@ def is_adjoint(caller: FrameType | None) -> bool:
 
 
 def in_nested_backward() -> bool:
-    """Whether this is a backward inside of another one, as reentrant checkpointing runs for a part of the model."""
-    return sum(frame.f_code is _ENGINE for frame in _all_callers(sys._getframe())) > 1
+    """Whether this is a backward inside of another one, as reentrant checkpointing runs for a part of the model.
+
+    The outer one may run in a thread of the engine's, where it has no frame: for it another thread waits.
+    """
+    here = threading.get_ident()
+    waiting = any(frame.f_code is _ENGINE for thread, frame in sys._current_frames().items() if thread != here)
+    return waiting + sum(frame.f_code is _ENGINE for frame in _all_callers(sys._getframe())) > 1
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
@@ -215,13 +223,56 @@ class Origin(NamedTuple):
 def origin(caller: FrameType | None) -> Origin:
     """Find out where a collective comes from, given the innermost Python frame."""
     function = None
-    while caller is not None and caller.f_code.co_filename in (_C10D_FILE, _LOGGER_FILE):
+    while caller is not None and (caller.f_code.co_filename in (_C10D_FILE, _LOGGER_FILE) or _overrides(caller)):
         if caller.f_code.co_filename == _C10D_FILE:
             function = caller
         caller = caller.f_back
     if function is not None and function.f_code.co_name.startswith("_"):
         function = None
     return Origin(function, caller)
+
+
+def _overrides(frame: FrameType) -> bool:
+    """Whether a frame passes a call on: under `torch.set_default_device` or another mode there are such in between."""
+    return frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename == _OVERRIDES_FILE
+
+
+def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
+    """Have `refuse` called before a CUDA graph is captured or replayed; return what ends that.
+
+    What a graph replays passes by every hook, and the dispatcher: nobody hears of its collectives.
+    """
+    kind: Any = torch.cuda.CUDAGraph
+    methods = {name: getattr(kind, name) for name in ("capture_begin", "replay")}
+
+    def refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def first(*args: Any, **kwargs: Any) -> Any:
+            refuse()
+            return method(*args, **kwargs)
+
+        return first
+
+    for name, method in methods.items():
+        setattr(kind, name, refusing(method))
+
+    def end() -> None:
+        for name, method in methods.items():
+            setattr(kind, name, method)
+
+    return end
+
+
+def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+    """End what a `_coalescing_manager` has begun: torch leaves it open if something raises inside.
+
+    The next collective of the group would then wait to be launched by an end that does not come.
+    """
+    open_groups = distributed_c10d._world.pg_coalesce_state
+    for each in [each for each in open_groups if each.group_name == group.group_name]:
+        del open_groups[each]
+        for device in {tensor.device for tensor in tensors}:
+            with suppress(RuntimeError):  # it was begun without a device
+                each._end_coalescing(device)
 
 
 def gather_object_destination(frame: FrameType) -> int:

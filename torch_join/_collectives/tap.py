@@ -19,7 +19,15 @@ from torch_join._base import compat_c10d as _dispatch
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.backwards import Backwards, check_weighted, issue_weighted
-from torch_join._collectives.call import OBJECT_OPERATIONS, Call, describe, refusal, scale_inputs, starts_objects
+from torch_join._collectives.call import (
+    OBJECT_OPERATIONS,
+    Call,
+    describe,
+    refusal,
+    scale_inputs,
+    starts_objects,
+    tensors_in,
+)
 
 __all__ = ["Call", "CollectiveTap"]
 
@@ -84,6 +92,7 @@ class CollectiveTap:
             )
         CollectiveTap._installed = self
         self._thread = threading.get_ident()
+        self._allow_graphs = _compat_c10d.refuse_graphs(self._refuse_graph)
         self._library = _dispatch.c10d_library()
         try:
             for operator in _compat_c10d.operators():
@@ -98,6 +107,7 @@ class CollectiveTap:
             return
         library, self._library = self._library, None
         CollectiveTap._installed = None
+        self._allow_graphs()
         _dispatch.destroy(library)
 
     @contextmanager
@@ -127,7 +137,7 @@ class CollectiveTap:
                 if tap._backwards is not None and "process_group" in named:
                     tap._tell(tap._backwards, named, caller, ddps)
                 if not ddps:
-                    named = tap._see(operator, named, caller)
+                    named = tap._see_or_leave(operator, named, caller)
                     if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
                         return issue_weighted(partial(op.redispatch, _dispatch.below(keyset)), named, factor)
                     args = tuple(named.values())
@@ -150,11 +160,28 @@ class CollectiveTap:
             return 1
         return self._backwards.factor if check_weighted(operation, args, _compat_c10d.is_adjoint(caller)) else 1
 
+    def _refuse_graph(self) -> None:
+        if not self._ignoring and self._is_ours():
+            raise UnsupportedError(
+                "A CUDA graph is captured or replayed (by torch.cuda.graph, make_graphed_callables, or torch.compile"
+                " with mode='reduce-overhead' or 'max-autotune') while some ranks have joined, or under"
+                " weighting='samples': nothing tells of the collectives in it, and no hook weighs its gradients. Use"
+                " another mode, or run without graphs."
+            )
+
     def _is_ours(self) -> bool:
         if threading.get_ident() == self._thread:
             return True
         # For an accelerator's tensors the engine runs backward in threads of its own.
         return _compat_c10d.in_backward() and _compat_c10d.waits_for_backward(self._thread)
+
+    def _see_or_leave(self, operator: str, args: dict[str, Any], caller: FrameType | None) -> dict[str, Any]:
+        try:
+            return self._see(operator, args, caller)
+        except BaseException:
+            group = _compat_c10d.unbox_group(args["process_group"])
+            _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
+            raise
 
     def _see(self, operator: str, args: dict[str, Any], caller: FrameType | None) -> dict[str, Any]:
         operation = _compat_c10d.OPERATORS.get(operator)

@@ -201,4 +201,19 @@ class Channel:
         """Answer no more roll calls."""
 
     def close(self) -> None:
-        """Leave, and delete what the last messages left in the store; all ranks must have read them."""
+        """Leave, and delete what the last messages left in the store: rank 0, which goes last, what all others gave."""
+
+    def finish(self) -> None:
+        """Close, when all ranks have come here; rank 0, whose process may host the store, when all others have left.
+
+        Not by a barrier of the process group: on an accelerator that needs to be told of a device, or takes the first.
+        """
+        self.gather(None)
+        if self.add("finished", 1) == self.world_size:
+            self.delete("finished")
+            if self.rank != 0:
+                self.post("all finished", None)
+        elif self.rank == 0:
+            self.read("all finished")
+            self.delete("all finished")
+        self.close()

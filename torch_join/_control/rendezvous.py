@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from torch_join._base import compat as _compat
-from torch_join._base.errors import JoinTimeoutError
+from torch_join._base.errors import JoinTimeoutError, UnsupportedError
 from torch_join._control.channel import Channel
 from torch_join._control.codec import foreign
 from torch_join._control.quiesce import quiesce_at_exit
@@ -38,6 +38,7 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
 
     Raises:
         JoinTimeoutError: The group's first rank did not open its store in time.
+        UnsupportedError: The job has no store.
 
     """
     if dist.is_initialized():
@@ -47,6 +48,11 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     job: Any = _compat.group_store(group)
+    if type(job) is dist.Store:
+        raise UnsupportedError(
+            "The job's process group has no key-value store, over which ranks tell each other who has a batch: MPI's"
+            " has none. Begin the job with another backend (`torchrun`, init_process_group('gloo') or 'nccl')."
+        )
     # Each rank counts its own calls in the job's store, so that all mean the same channel.
     name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
     is_tcp = isinstance(_compat.innermost_store(job), dist.TCPStore)

@@ -177,8 +177,11 @@ class StoreChannel(WaitingChannel, Channel):
 
     def close(self) -> None:
         self.leave()
-        for index in range(max(0, self._gathers - 2), self._gathers):
-            self.delete(f"gather/{index}/{self.rank}")
+        # Others may have yet to read what this rank gave to the last ones: who goes last deletes it.
+        last = range(max(0, self._gathers - 2), self._gathers) if self.rank == 0 else ()
+        for index in last:
+            for rank in range(self.world_size):
+                self.delete(f"gather/{index}/{rank}")
         self._all_have_met()
         self._beats.close()
         with suppress(RuntimeError):  # whoever hosts the store may be gone already

@@ -4,14 +4,11 @@
 """
 
 import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.constants import default_pg_timeout
 
 
 def scale_device(scaler: GradScaler) -> str | None:
@@ -50,13 +47,3 @@ def has_own_state(optimizer: Any) -> bool:
         or not {"state_dict", "load_state_dict"}.isdisjoint(vars(optimizer))
         or any(getattr(optimizer, f"_optimizer_{hook}_hooks", None) for hook in hooks)
     )
-
-
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of `group`'s collectives, or the default where its backend does not tell."""
-    device = dist.get_backend_config(group).split(",")[0].split(":")[0]
-    try:
-        options: Any = group._get_backend(torch.device(device)).options
-        return timedelta(seconds=options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return default_pg_timeout

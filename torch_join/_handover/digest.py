@@ -4,6 +4,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Digests:
     def __init__(self, trees: Mapping[str, Sequence[Any]], tensors: Sequence[Tensor]) -> None:
         self._trees = trees
         self._specs = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in tensors]
-        self._sums = _sums(tensors, exact=True)
+        self._sums = unread_checksums(tensors)
 
     def read(self) -> dict[str, int]:
         """Return a number from 0 to 2**63 - 1 for each name."""
@@ -74,11 +75,11 @@ def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
         tensors: The tensors.
         exact: Whether every bit counts; otherwise -0.0 is 0.0, and any NaN is any other.
     """
-    return _read(_sums(tensors, exact))
+    return _read(unread_checksums(tensors, exact))
 
 
-def _sums(tensors: Sequence[Tensor], exact: bool) -> list[tuple[list[int], Tensor]]:
-    """Return the checksums on each device, and the places of those tensors."""
+def unread_checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[tuple[list[int], Tensor]]:
+    """Return the checksums on each device, and the places of those tensors; nothing waits for a device."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         by_device[tensor.device].append(index)
@@ -104,6 +105,18 @@ def _small_sums(tensors: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
     counts = [each.numel() for each in words]
     weighted = _mixed(torch.cat(words)).mul_(torch.cat([weights[:count] for count in counts]))
     return [part.sum() for part in torch.split(weighted, counts)]
+
+
+def read_flags(flags: Sequence[Tensor]) -> list[list[bool]]:
+    """Return what is in tensors of booleans, with one transfer for each device."""
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(flags):
+        by_device[tensor.device].append(index)
+    found: dict[int, list[bool]] = {}
+    for indices in by_device.values():
+        values = iter(torch.cat([flags[index].reshape(-1) for index in indices]).tolist())
+        found.update({index: list(islice(values, flags[index].numel())) for index in indices})
+    return [found[index] for index in range(len(flags))]
 
 
 def _read(sums: Sequence[tuple[list[int], Tensor]]) -> list[int]:

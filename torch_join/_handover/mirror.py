@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._control.codec import closed
-from torch_join._handover.digest import checksums
+from torch_join._handover.digest import read_flags, unread_checksums
 
 Known = tuple["weakref.ref[Tensor]", tuple[int, int]] | None  # a gradient, and its versions at some moment
 
@@ -48,7 +48,7 @@ class StepMirror:
         self._parameters = [p for name, p in named if name not in ddp.parameters_to_ignore]
         self._places = {id(p): place for place, p in enumerate(self._parameters)}
         self._gradients: list[Known] = []
-        self._sums: list[int] = []
+        self._sums: list[tuple[list[int], Tensor]] = []
         self._local: set[int] = set()  # gradients that were accumulated without a sync: each rank has its own
 
     def remember(self) -> None:
@@ -86,7 +86,7 @@ class StepMirror:
             JoinError: A gradient of this rank's own was changed, so that others cannot do the same.
             UnsupportedError: A sparse gradient was changed.
         """
-        found = Changes([], [], [], [])
+        found, asked = Changes([], [], [], []), []
         for place, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if is_known(gradient, self._gradients[place]):
@@ -98,20 +98,27 @@ class StepMirror:
                     f"A sparse gradient (of a parameter of shape {tuple(parameter.shape)}) was changed by hand, which"
                     " a rank that has no more batches cannot repeat. Leave it as backward made it, or use sparse=False."
                 )
-            elif not gradient.any():
+            else:
+                asked.append((place, gradient.detach().any()))
+        before, now = self._sums, self._checksums() if with_parameters else self._sums
+        differ = [theirs != mine for (_, theirs), (_, mine) in zip(before, now, strict=True)] if with_parameters else []
+        flags = read_flags([*(flag for _, flag in asked), *differ])  # all that is read of the device
+        for (place, _), (holds_something,) in zip(asked, flags, strict=False):
+            if not holds_something:
                 found.zeroed.append(place)
             elif place in self._local:
                 raise JoinError(
-                    f"A gradient (of a parameter of shape {tuple(parameter.shape)}) was changed by hand (clipping,"
-                    " scaling, noise) between backwards without a sync, where each rank has its own: ranks that have"
-                    " no more batches cannot do the same. Change gradients after a backward that syncs."
+                    f"A gradient (of a parameter of shape {tuple(self._parameters[place].shape)}) was changed by hand"
+                    " (clipping, scaling, noise) between backwards without a sync, where each rank has its own: ranks"
+                    " that have no more batches cannot do the same. Change gradients after a backward that syncs."
                 )
             else:
                 found.gradients.append(place)
         self._local.difference_update(found.cleared, found.zeroed)
-        if with_parameters:
-            before, self._sums = self._sums, self._checksums()
-            found.parameters.extend(i for i, (a, b) in enumerate(zip(before, self._sums, strict=True)) if a != b)
+        self._sums = now
+        for (places, _), changed in zip(now, flags[len(asked) :], strict=False):
+            found.parameters.extend(place for place, is_so in zip(places, changed, strict=True) if is_so)
+        found.parameters.sort()
         return found
 
     def take(self, changes: Changes, src: int) -> None:
@@ -136,9 +143,9 @@ class StepMirror:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
-    def _checksums(self) -> list[int]:
+    def _checksums(self) -> list[tuple[list[int], Tensor]]:
         # By value: `parameter.data.clamp_()` leaves no other trace.
-        return checksums([p.detach() for p in self._parameters])
+        return unread_checksums([p.detach() for p in self._parameters])
 
 
 def known(gradient: Tensor | None) -> Known:

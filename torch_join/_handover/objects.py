@@ -4,18 +4,32 @@ Whoever is in the process group is trusted, as torch trusts it: its object colle
 the group enter, those that have joined in answer to a record that says so, and never between the begin of a
 backward and its last bucket.
 
-The contents travel as bytes of CPU tensors, over a gloo group of the same ranks where the group itself has no backend
-for these: no object waits for an accelerator, nor depends on which device is the current one.
+The contents travel as bytes of CPU tensors, or over the device of a group that sends no CPU tensors.
 """
 
+import io
 import pickle
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_join._base.errors import JoinTypeError
 from torch_join._control.codec import closed
 from torch_join._handover import transfer as _transfer
+
+
+class _Pickler(pickle.Pickler):
+    """Takes tensors from an accelerator: they come to the reader's own, not to the one of the same number."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
+            return _at_home, (value.detach().cpu(), value.device.type)
+        return NotImplemented
+
+
+def _at_home(tensor: Tensor, kind: str) -> Tensor:
+    return tensor.to(kind)
 
 
 @closed("apart")
@@ -29,8 +43,10 @@ def pack(value: Any, what: str) -> bytes:
     Raises:
         JoinTypeError: It cannot be pickled.
     """
+    buffer = io.BytesIO()
     try:
-        return pickle.dumps(value)
+        _Pickler(buffer).dump(value)
+        return buffer.getvalue()
     except Exception as error:
         raise JoinTypeError(f"{what} cannot be pickled: {error}") from error
 
@@ -45,5 +61,5 @@ def broadcast(packed: bytes | None, source: int, group: dist.ProcessGroup | None
     """
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)
     found = [packed]
-    dist.broadcast_object_list(found, group_src=source, group=_transfer._group_for("cpu", group))
+    dist.broadcast_object_list(found, group_src=source, group=group, device=_transfer.carrier("cpu", group))
     return pickle.loads(cast(bytes, found[0]))

@@ -8,22 +8,17 @@ tensor that is not laid out alike on all ranks takes memory, while it is under w
 
 from collections.abc import Iterator, Sequence
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_join._base.specs import TensorSpec, storage_view
-from torch_join._handover import compat as _compat_state
 
 BUCKET_BYTES = 25 * 2**20
 # From here on a broadcast of its own costs less than copying into a bucket and out of it.
 _LARGE = 4 * 2**20
 _ALIGNMENT = 16  # bytes: the size of the largest element
-
-# For groups without a backend for CPU tensors: a gloo group of the same ranks, as long as the group lives.
-_cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def broadcast(
@@ -40,9 +35,8 @@ def broadcast(
     """
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)
     for device in sorted({spec.device for spec in specs}):
-        backend = _group_for(device, group)
         for indices in _buckets(specs, device):
-            _broadcast_bucket([(specs[i], tensors[i]) for i in indices], source, backend)
+            _broadcast_bucket([(specs[i], tensors[i]) for i in indices], source, group)
 
 
 def _buckets(specs: Sequence[TensorSpec], device: str) -> Iterator[list[int]]:
@@ -69,7 +63,7 @@ def _broadcast_bucket(
 ) -> None:
     spec, tensors = bucket[0]
     if len(bucket) == 1 and (memory := _memory(tensors[0], spec)) is not None:
-        dist.broadcast(memory, group_src=source, group=group)
+        _broadcast(memory, source, group)
         if dist.get_rank(group) != source:
             torch.autograd.graph.increment_version(tensors[0])  # autograd knows nothing of a broadcast
             _copy_to_others(tensors)
@@ -81,7 +75,7 @@ def _broadcast_bucket(
         for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
             view = storage_view(tensors[0], spec)
             piece.view(spec.dtype).view(view.shape).copy_(view)
-    dist.broadcast(packed, group_src=source, group=group)
+    _broadcast(packed, source, group)
     if dist.get_rank(group) == source:
         return
     for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
@@ -113,18 +107,22 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _group_for(device: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
+def carrier(kind: str, group: dist.ProcessGroup) -> torch.device | None:
+    """Return where tensors on a kind of device have to be for the group to send them, `None` for where they are.
+
+    A job with NCCL alone sends no CPU tensors. A gloo group for these would have to be made late, which fails on
+    clusters whose hosts' names resolve to loopback addresses.
+    """
     served = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    if device != "cpu" or "cpu" in served:
-        return group
-    if group not in _cpu_groups:
-        _cpu_groups[group] = cast(
-            dist.ProcessGroup,
-            dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=_compat_state.group_timeout(group),
-                backend="gloo",
-                use_local_synchronization=True,  # the ranks outside the group are not here
-            ),
-        )
-    return _cpu_groups[group]
+    return None if kind in served else torch.device(served[0])
+
+
+def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    place = carrier(flat.device.type, group)
+    if place is None:
+        dist.broadcast(flat, group_src=source, group=group)
+        return
+    for piece in torch.split(flat, BUCKET_BYTES):
+        carried = piece.to(place)
+        dist.broadcast(carried, group_src=source, group=group)
+        piece.copy_(carried)

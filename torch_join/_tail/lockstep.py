@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
@@ -15,7 +15,6 @@ from torch_join._tail.attendance import Attendance
 from torch_join._tail.steps import StepDriver
 from torch_join.joinables._torch.joinable import WrappingJoinable
 from torch_join.joinables.custom import CustomPart
-from torch_join.joinables.gather import GatherPart
 from torch_join.joinables.part import Driver, Part
 
 
@@ -38,14 +37,11 @@ class Lockstep:
     Attributes:
         keeps_buffers: Whether each rank keeps its own buffers for now.
         no_loss: Whether this rank has a batch and no loss.
-        follows_backward: Whether joined ranks take part in each collective of a backward.
-        in_loss_step: Whether the forward is under way whose output is the step's loss.
+        follows_backward: Whether joined ranks take part in each collective of the backward of what is computed now.
 
     Raises:
         JoinTypeError: One of `joinables` does not follow torch's protocol.
     """
-
-    follows_backward: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -67,11 +63,13 @@ class Lockstep:
         self.weighting = driver.members.weighting
         self._throw = throw_on_early_termination
         self._model: Part = driver.add(make_model)
-        self.gathers = driver.add(GatherPart)
         self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
         self._attendance = Attendance(self.channel.world_size)
         self._samples = self._total_samples = 0
-        self.no_loss = self.in_loss_step = self.keeps_buffers = False
+        self.no_loss = self.follows_backward = self.keeps_buffers = False
+
+    def note_gather(self) -> None:
+        """Note that a gather through which gradients flow is part of what is computed now."""
 
     @property
     def active_ranks(self) -> tuple[int, ...]:

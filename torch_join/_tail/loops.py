@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
@@ -97,11 +95,8 @@ class LoopDriver(Meetings):
             for part in self.server.parts:
                 part.after_all(self.members.last_joiner)
             compare(self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters))
-            # Whoever hosts the channel's store must not be gone while others still read from it.
-            if self.members.world_size > 1:
-                dist.barrier(self.members.group)
             self.server.channel.forget()
-            self.server.channel.close()
+            self.server.channel.finish()
 
     def leave(self) -> None:
         """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""

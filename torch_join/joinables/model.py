@@ -106,6 +106,7 @@ class ModelPart(Part):
     # ------------------------------------------------------------ on an active rank
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _compat.check_not_captured(self._parameters[0])
         self._shadow.first.settle()
         driver = self.driver
         if self.members.serves:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.core._collectives.test_neutral import FORMS, supported
 from tests.core._collectives.test_refusals import issue_refused
+from tests.emulator import place
 from tests.support.collectives import BY_OPERATION, DTYPES, REDUCING, WITHOUT_TENSORS, Case, Results, check
 from tests.support.inside import REFUSALS
 from tests.support.workers import Workers
@@ -164,12 +165,12 @@ def sharded_forward(rank: int, kind: str) -> list[str]:
     # The outermost one keeps its parameters after the forward, others gather them in each.
     other: Any
     if kind == "FSDP":
-        cpu = torch.device("cpu")
+        cpu = place()
         other = nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2), device_id=cpu), nn.Linear(2, 2))
         other = FullyShardedDataParallel(other, device_id=cpu)
     else:
         other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(place().type, (2,))
         for module in (other[0], other):
             fully_shard(module, mesh=mesh)
     texts = []

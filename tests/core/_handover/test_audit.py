@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DistributedSampler
 
+from tests.emulator import place
 from tests.support.inside import PLACES_PLACE, SET_TRAINING_PLACE, TILES_PLACE, rank_of
 from tests.support.workers import Workers
 from torch_join import Join
@@ -192,7 +193,7 @@ def at_a_join(rank: int, kind: str) -> list[str]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Net())
     optimizer: Any = Adam(ddp.parameters(), 0.1)
-    things: list[Any] = [ddp, optimizer, StepLR(optimizer, 1), torch.amp.GradScaler("cpu")]
+    things: list[Any] = [ddp, optimizer, StepLR(optimizer, 1), torch.amp.GradScaler(place().type)]
     ddp(torch.ones(2, 2)).sum().backward()
     optimizer.step()
     weight = ddp.module.first.weight
@@ -326,7 +327,7 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
     sharded = kind == "a sharded optimizer"
     parameters = [p for p in ddp.parameters() if p.requires_grad]
     optimizer: Any = ZeroRedundancyOptimizer(parameters, Adam, lr=0.1) if sharded else Adam(parameters, 0.1)
-    scaler = torch.amp.GradScaler("cpu", enabled=kind == "a scaler", growth_interval=2)
+    scaler = torch.amp.GradScaler(place().type, enabled=kind == "a scaler", growth_interval=2)
     scheduler = StepLR(optimizer, 2)
     things: list[Any] = [ddp, optimizer, scheduler, scaler]
     metric = torchmetrics.MeanMetric()

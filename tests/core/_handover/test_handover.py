@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
+from tests.emulator import place
 from tests.support.inside import checksum, transfer_sizes
 from tests.support.workers import Workers
 from torch_join._handover import compat as _compat_state
@@ -136,7 +137,7 @@ class Run:
             self.model.to(case.dtype)
         self.optimizer = case.optimizer(list(self.model.parameters()))
         self.scheduler = case.scheduler(self.optimizer) if case.scheduler else None
-        self.scaler = torch.amp.GradScaler("cpu", enabled=case.scaler, growth_interval=2)
+        self.scaler = torch.amp.GradScaler(place().type, enabled=case.scaler, growth_interval=2)
         self.dtype = case.dtype
 
     @property
@@ -250,7 +251,7 @@ def test_the_private_names_of_torch_are_there() -> None:
     optimizer.step()
     assert _compat_state.was_stepped(optimizer)
     assert scheduler.optimizer is optimizer
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(place().type)
     assert vars(scaler)["_scale"] is None
     scaler.scale(torch.ones(()))
     assert _compat_state.scale_device(scaler) == "cpu"

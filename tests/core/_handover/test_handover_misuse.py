@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.core._handover.test_handover import mlp
 from tests.core._handover.test_handover_objects import Holder
+from tests.emulator import place
 from tests.support.inside import buckets_of, checksum
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
@@ -55,7 +56,7 @@ def misuse(rank: int, what: str) -> None:
     elif rank == 0 and what == "groups":
         optimizer.add_param_group({"params": [torch.zeros(1)]})
     elif what == "scaler":
-        objects.append(torch.amp.GradScaler("cpu", enabled=rank == 0))
+        objects.append(torch.amp.GradScaler(place().type, enabled=rank == 0))
     elif what == "no counterpart":
         objects.append(Holder(model if rank == 1 else ()))
     before = checksum([model, optimizer])

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from tests.core._handover.test_handover import freeze, mlp
-from tests.support.inside import checksum, cpu_groups, transfer_sizes
+from tests.emulator import place
+from tests.support.inside import checksum, transfer_sizes
 from tests.support.workers import Workers
-from torch_join._handover import compat as _compat_state
 from torch_join._handover.handover import hand_over
 from torch_join.integration import open_channel
 
@@ -179,7 +179,7 @@ def test_a_scheduler_keeps_its_own_objects(workers: Workers) -> None:
 def epoch_schedule(rank: int) -> str:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scheduler, scaler = StepLR(optimizer, 1), torch.amp.GradScaler("cpu")
+    scheduler, scaler = StepLR(optimizer, 1), torch.amp.GradScaler(place().type)
     if rank == 1:
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
         scaler.step(optimizer)
@@ -318,39 +318,6 @@ def in_a_group(rank: int) -> Any:
 @pytest.mark.parametrize("large", [4 * 2**20, 4])
 def test_the_source_is_a_rank_of_the_group(workers: Workers, large: int) -> None:
     assert workers.run(3, with_large, large, in_a_group) == [2, 1, 2]
-
-
-def without_a_cpu_backend(rank: int) -> Any:
-    group = dist.new_group([0, 2])
-    if rank == 1:
-        return 1.0, True
-    config = dist.get_backend_config
-    dist.get_backend_config = lambda g=None: "cuda:nccl" if g is group else config(g)
-    try:
-        model = nn.Linear(1, 1)
-        with torch.no_grad():
-            model.weight.fill_(rank)
-        channel = open_channel(group)
-        hand_over([model], 1, channel, group)
-        made = cpu_groups[group]
-        hand_over([model], 0, channel, group)
-        assert cpu_groups[group] is made
-        return model.weight.item(), dist.get_backend(made) == "gloo"
-    finally:
-        dist.get_backend_config = config
-
-
-def test_cpu_tensors_of_a_group_without_cpu_backend_get_a_gloo_group(workers: Workers) -> None:
-    assert workers.run(3, without_a_cpu_backend) == [(2, True), (1, True), (2, True)]
-
-
-def test_the_gloo_group_waits_as_long_as_the_group(workers: Workers) -> None:
-    assert workers.run(2, timeout_of_world) == [30, 30]
-
-
-def timeout_of_world(rank: int) -> float:
-    assert dist.group.WORLD is not None
-    return _compat_state.group_timeout(dist.group.WORLD).total_seconds()
 
 
 def hand_shared_tensor_over(rank: int) -> Any:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.core.backward.synced import SyncNorm
+from tests.emulator import place
 from torch_join import Join
 
 ROWS = 3  # of each rank, in a contrastive loss
@@ -132,12 +133,12 @@ def reference(program: Program) -> Net:
                 joint = outputs_of(program, net, second, torch.cat([inputs[rank] for rank in team]), step)
                 outputs.update(zip(team, joint.split([sizes[rank] for rank in team]), strict=True))
             total = torch.zeros((), dtype=torch.float64)
-            for place, rank in enumerate(active):
+            for position, rank in enumerate(active):
                 loss = (outputs[rank] - batches[rank][1]).square().mean()
                 loss = loss + penalty_of(program, outputs[rank], inputs[rank])
                 if "contrast" in options:
                     everyone = torch.cat([outputs[other][:ROWS] for other in active])
-                    loss = loss + contrast(outputs[rank][:ROWS], everyone, place * ROWS)
+                    loss = loss + contrast(outputs[rank][:ROWS], everyone, position * ROWS)
                 if "mean" in options:
                     loss = loss + (sum(outputs[r].mean(0) for r in active) / len(active)).square().sum()  # type: ignore[union-attr]
                 shares = {"world": 1 / program.world_size, "active": 1 / len(active)}
@@ -155,7 +156,7 @@ def wrapped(net: Net, program: Program) -> Any:
             fully_shard(layer)
         return fully_shard(net)
     if "fsdp1" in program.options:
-        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+        return FullyShardedDataParallel(net, device_id=place(), use_orig_params=True)
     return DistributedDataParallel(net, **{"bucket_cap_mb": 0.0005, **dict(program.wrapper)})
 
 
@@ -179,7 +180,7 @@ def train(rank: int, program: Program) -> list[Tensor]:
     other = None if (second := second_of(program)) is None else wrapped(second, program)
     models = [model for model in (ddp, other) if model is not None]
     optimizer = optimizer_of(program, nn.ModuleList(models))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if "scaler" in options else None  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler(place().type, init_scale=2.0**10) if "scaler" in options else None  # type: ignore[attr-defined]
     if "hook" in options:
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     if "fp16 hook" in options:

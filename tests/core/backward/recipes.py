@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.core.backward.programs import whole_parameters
 from tests.core.backward.synced import SyncNorm
+from tests.emulator import place
 from torch_join import Join
 
 WIDTH, ROWS = 6, 2
@@ -106,12 +107,12 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(x.new_ones(3))
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        dist.all_reduce(torch.ones(5))
+        dist.all_reduce(gradient.new_ones(5))
         return gradient
 
 
@@ -224,7 +225,7 @@ def train(rank: int, recipe: Recipe) -> list[Tensor]:
                 fully_shard(layer)
         model = fully_shard(net)
     elif recipe.api == "fsdp1":
-        model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+        model = FullyShardedDataParallel(net, device_id=place(), use_orig_params=True)
     else:
         model = DistributedDataParallel(net, **dict(recipe.wrapper))
     optimizer = _optimizer(recipe, model)

@@ -59,8 +59,8 @@ def _backward_elements(
 
 
 @functools.cache
-def register(key: str = "CPU") -> None:
-    """Give torch the kernels, in this process."""
+def register() -> None:
+    """Give torch the kernels, in this process; for the emulated device too."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     for name, kernel in (
@@ -70,7 +70,8 @@ def register(key: str = "CPU") -> None:
         ("batch_norm_backward_reduce", _backward_reduce),
         ("batch_norm_backward_elemt", _backward_elements),
     ):
-        library.impl(name, kernel, key)
+        for key in ("CPU", "PrivateUse1"):
+            library.impl(name, kernel, key)
     # DDP takes these modules on accelerators only.
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.emulator import place
 from tests.support.cases import difference
 from tests.support.workers import Workers
 from torch_join import Join
@@ -209,7 +210,7 @@ def test_a_joined_ranks_zeros_are_kept(workers: Workers, loop: str, own: int) ->
 def overflow(rank: int) -> Tensor:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(3, 2).double())
-    optimizer, scaler = torch.optim.SGD(ddp.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer, scaler = torch.optim.SGD(ddp.parameters(), lr=0.1), torch.amp.GradScaler(place().type, init_scale=8.0)
     with Join([ddp, optimizer, scaler]) as join:
         for _ in join.batches(range(1 + rank)):
             optimizer.zero_grad()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.loops.test_join_protocol import AllReducer
+from tests.emulator import place
 from tests.support.workers import Workers
 from torch_join import Join, JoinError, JoinTypeError, UnsupportedError
 
@@ -22,7 +23,7 @@ def kinds() -> dict[str, Callable[[], list[Any]]]:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor import distribute_tensor
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(place().type, (dist.get_world_size(),))
 
     def sharded() -> Any:
         return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh)
@@ -38,7 +39,7 @@ def kinds() -> dict[str, Callable[[], list[Any]]]:
         return model
 
     return {
-        "FSDP": lambda: [FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))],
+        "FSDP": lambda: [FullyShardedDataParallel(nn.Linear(4, 4), device_id=place())],
         "fully_shard": lambda: [sharded()],
         "a part": lambda: [part_sharded()],
         "DTensor": lambda: [tensors()],

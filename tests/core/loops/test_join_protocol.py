@@ -16,6 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.emulator import place
 from tests.support.inside import entered_joins, installed_tap
 from tests.support.workers import Workers
 from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError
@@ -52,7 +53,7 @@ class AllReducer(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return torch.device("cpu")
+        return place()
 
     @property
     def join_process_group(self) -> Any:

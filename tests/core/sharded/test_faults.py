@@ -24,6 +24,7 @@ from tests.core.loops.test_join_faults import (
     resume,
     train,
 )
+from tests.emulator import place
 from tests.support.workers import Workers, connect
 from torch_join import Join
 from torch_join._base import compat_c10d as _dispatch
@@ -55,7 +56,7 @@ class ShardedTraining(Training):
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         policy = ModuleWrapPolicy({nn.Sequential})
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+        return FullyShardedDataParallel(model, device_id=place(), auto_wrap_policy=policy)
 
     def run(self) -> None:
         with Join([self.model, self.optimizer], timeout=timedelta(seconds=TIMEOUT)) as self.join:

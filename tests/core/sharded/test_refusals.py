@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from tests.emulator import place
 from tests.support.sharded import Recipe
 from tests.support.sharding import PATIENCE, Training, shard
 from tests.support.workers import Workers
@@ -27,7 +28,7 @@ def ignored(_: int, api: str) -> None:
     model: Any = (
         fully_shard(net, ignored_params=left_out)
         if api == "fsdp2"
-        else FullyShardedDataParallel(net, device_id=torch.device("cpu"), ignored_states=left_out, use_orig_params=True)
+        else FullyShardedDataParallel(net, device_id=place(), ignored_states=left_out, use_orig_params=True)
     )
     Join([model, torch.optim.SGD(model.parameters(), lr=0.1)])
 
@@ -60,7 +61,7 @@ def lbfgs(rank: int, api: str) -> None:
 
 def over_some_ranks(rank: int, _: str) -> None:
     own = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
-    Join([FullyShardedDataParallel(Recipe().model(), process_group=own, device_id=torch.device("cpu"))])
+    Join([FullyShardedDataParallel(Recipe().model(), process_group=own, device_id=place())])
 
 
 def in_torchs_own(rank: int, api: str) -> None:

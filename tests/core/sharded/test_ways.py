@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.core.sharded.test_exactness import check
+from tests.emulator import place
 from tests.support.sharded import Recipe, Trained, differences, reference
 from tests.support.sharding import PATIENCE, Training, whole
 from tests.support.workers import Workers
@@ -77,7 +78,7 @@ class Parallel(Training):
 
     def __init__(self, rank: int, recipe: Recipe) -> None:
         self.rank, self.recipe = rank // 2, recipe
-        mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        mesh: Any = init_device_mesh(place().type, (2, 2), mesh_dim_names=("data", "tensor"))
         model = recipe.model()
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})

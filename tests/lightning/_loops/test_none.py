@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
+from tests.emulator import place
 from tests.support.cases import (
     Batch,
     Case,
@@ -109,7 +110,7 @@ class SingleSilent(Silent):
 
 def fit_scaled(rank: int, case: Case) -> tuple[Any, int]:
     module = SingleSilent(case).float()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler(place().type, init_scale=4.0)
     trainer = build_trainer(case, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     trainer.fit(module)
     return scaler.state_dict(), trainer.global_step

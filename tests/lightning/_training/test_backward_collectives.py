@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_join import DDPJoinStrategy, ModelParallelJoinStrategy
 from tests.core.backward.programs import ROWS, Net, Program, contrast, optimizer_of
 from tests.core.backward.test_exact import OnlyBackward, assert_exact
+from tests.emulator.frameworks import lightning_accelerator
 from tests.support.sharded_fits import KINDS as SHARDED
 from tests.support.sharded_fits import build_strategy, on_cpus, whole
 from tests.support.workers import Workers
@@ -50,7 +51,7 @@ class Synced(pl.LightningModule):
 
 def trainer_of(program: Program, strategy: Any) -> pl.Trainer:
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=lightning_accelerator(),
         devices=program.world_size,
         strategy=strategy,
         max_epochs=program.epochs,

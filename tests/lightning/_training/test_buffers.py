@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy
+from tests.emulator.frameworks import lightning_accelerator
 from tests.support.workers import Workers
 
 LENGTHS = (0, 4, 4)
@@ -46,7 +47,7 @@ def fit(rank: int) -> list[float]:
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(
         strategy=DDPJoinStrategy(),
-        accelerator="cpu",
+        accelerator=lightning_accelerator(),
         devices=len(LENGTHS),
         max_epochs=1,
         accumulate_grad_batches=WINDOW,

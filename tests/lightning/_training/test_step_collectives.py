@@ -20,7 +20,6 @@ from tests.support.cases import (
 )
 from tests.support.joint import JointModule, joint_reference, returns_none
 from tests.support.workers import Workers
-from torch_join._base.compat import another_group
 from torch_join._collectives.compat import groups_of_this_rank
 
 
@@ -38,8 +37,6 @@ def embed(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
 class Contrastive(JointModule):
     """Gathers twice with gradients that are used, once with gradients that are not, and without gradients."""
 
-    silent = False  # returns None at some steps
-
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         x, y = batch
         hidden, out = embed(self.net, x)
@@ -50,54 +47,40 @@ class Contrastive(JointModule):
         targets = self.all_gather(y, sync_grads=True)
         assert not targets.requires_grad
         assert torch.equal(all_out.detach(), self.all_gather(out))
-        if self.silent and returns_none(self.case, self.trainer.global_rank, *self.place):
-            return None
         loss = contrast(hidden, all_hidden) + contrast(out, all_out) + (all_out - targets).pow(2).mean()
         return {"loss": loss} if batch_idx % 2 else loss
 
 
-class SilentContrastive(Contrastive):
-    silent = True
+def losses(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor | None]:
+    embedded = {rank: embed(net, batch[0]) for rank, batch in batches.items()}
+    hidden, out = (torch.stack([pair[i] for pair in embedded.values()]) for i in range(2))
+    errors = (out - torch.stack([batch[1] for batch in batches.values()])).pow(2).mean()
+    return {rank: contrast(mine[0], hidden) + contrast(mine[1], out) + errors for rank, mine in embedded.items()}
 
 
-def losses(case: Case, silent: bool) -> Any:
-    def of(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor | None]:
-        embedded = {rank: embed(net, batch[0]) for rank, batch in batches.items()}
-        hidden, out = (torch.stack([pair[i] for pair in embedded.values()]) for i in range(2))
-        errors = (out - torch.stack([batch[1] for batch in batches.values()])).pow(2).mean()
-        return {
-            rank: None
-            if silent and returns_none(case, rank, epoch, step)
-            else contrast(mine[0], hidden) + contrast(mine[1], out) + errors
-            for rank, mine in embedded.items()
-        }
-
-    return of
-
-
-def fit_contrastive(rank: int, case: Case, silent: bool) -> Result:
-    module = (SilentContrastive if silent else Contrastive)(case)
+def fit_contrastive(rank: int, case: Case) -> Result:
+    module = Contrastive(case)
     trainer = build_trainer(case)
     trainer.fit(module)
-    assert len(groups_of_this_rank()) == 1, "the gathers' own group has been left behind"
+    assert len(groups_of_this_rank()) == 1, "a group has been left behind"
     return result_of(trainer, module)
 
 
 TINY: dict[str, Any] = {"bucket_cap_mb": 1e-5}
 CONTRASTS = [
-    (Case((4, 4), optimizer="sgd"), False),
-    (Case((2, 5), optimizer="sgd", accumulate=2, ddp=TINY), False),
-    (Case((4, 0, 2), model="unused", optimizer="adamw", ddp={**TINY, "find_unused_parameters": True}), False),
-    (Case((1, 4), weighting="samples", ddp={**TINY, "static_graph": True}), False),
-    (Case((2, 6), optimizer="adamw", ddp=TINY), True),
-    (Case((5, 3, 0), optimizer="sgd", weighting="active", accumulate=2, ddp=TINY), True),
+    Case((4, 4), optimizer="sgd"),
+    Case((2, 5), optimizer="sgd", accumulate=2, ddp=TINY),
+    Case((4, 0, 2), model="unused", optimizer="adamw", ddp={**TINY, "find_unused_parameters": True}),
+    Case((1, 4), weighting="samples", ddp={**TINY, "static_graph": True}),
+    Case((2, 6), optimizer="adamw", ddp=TINY),
+    Case((5, 3, 0), optimizer="sgd", weighting="active", accumulate=2, ddp=TINY),
 ]
 
 
-@pytest.mark.parametrize(("case", "silent"), CONTRASTS, ids=str)
-def test_a_contrastive_loss(workers: Workers, case: Case, silent: bool) -> None:
-    expected = joint_reference(case, losses(case, silent))
-    results = workers.run(case.world_size, fit_contrastive, case, silent)
+@pytest.mark.parametrize("case", CONTRASTS, ids=str)
+def test_a_contrastive_loss(workers: Workers, case: Case) -> None:
+    expected = joint_reference(case, losses)
+    results = workers.run(case.world_size, fit_contrastive, case)
     assert_same_bits(results)
     for result in results:
         assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
@@ -117,17 +100,24 @@ def test_even_inputs_train_as_under_ddp(workers: Workers) -> None:
     assert difference(ours.parameters, stock.parameters) < 1e-12
 
 
-def another_timeout(rank: int) -> list[float]:
-    group = another_group(None, torch.device("cpu"))
-    backends = [g._get_backend(torch.device("cpu")) for g in (dist.group.WORLD, group)]
-    assert dist.get_world_size(group) == 2
-    dist.barrier(group)  # nobody hangs up on a rank that still connects
-    dist.destroy_process_group(group)
-    return [backend.options._timeout.total_seconds() for backend in backends]
+class SilentContrastive(Contrastive):
+    """Returns `None` after a gather through which the others' gradients come."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if (self.trainer.global_rank, batch_idx) == (1, 1) else loss
 
 
-def test_the_gathers_own_group_has_the_timeout_of_the_job(workers: Workers) -> None:
-    assert workers.run(2, another_timeout) == [[30.0, 30.0]] * 2
+def fit_silent(rank: int, lengths: tuple[int, ...]) -> None:
+    build_trainer(Case(lengths)).fit(SilentContrastive(Case(lengths)))
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (1, 3, 3)])
+def test_no_loss_after_a_gather_with_gradients_raises(workers: Workers, lengths: tuple[int, ...]) -> None:
+    outcomes = workers.outcomes(len(lengths), fit_silent, lengths, timeout=5.0)
+    assert outcomes[1].error.startswith("UnsupportedError: training_step returned None")
+    assert "0.0 * loss" in outcomes[1].error
+    assert all(outcome.error.startswith(("UnsupportedError", "PeerFailedError")) for outcome in outcomes)
 
 
 # ---------------------------------------------------------------- without gradients
@@ -197,6 +187,41 @@ def test_collectives_are_over_the_ranks_that_have_a_batch(workers: Workers, case
         assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
 
 
+class Sloped(JointModule):
+    """Differentiates in the step, through a gather; another one is in a checkpoint."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        hidden, out = embed(self.net, batch[0])
+        gathered: Any = self.all_gather(hidden, sync_grads=True)
+        out = torch.utils.checkpoint.checkpoint(self.gather, out, use_reentrant=False)
+        (slope,) = torch.autograd.grad(gathered.sum(), [hidden], retain_graph=True)
+        loss: Tensor = (gathered.mean() + out.mean()) ** 2 * slope.mean()
+        return loss
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor + self.all_gather(tensor.sin(), sync_grads=True).sin().mean()  # type: ignore[union-attr]
+
+
+def sloped(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor | None]:
+    embedded = {rank: embed(net, batch[0]) for rank, batch in batches.items()}
+    gathered = torch.stack([hidden for hidden, _ in embedded.values()])
+    common = torch.stack([out.sin() for _, out in embedded.values()]).sin().mean()
+    return {rank: (gathered.mean() + (out + common).mean()) ** 2 * len(batches) for rank, (_, out) in embedded.items()}
+
+
+def fit_sloped(rank: int, case: Case) -> Result:
+    module, trainer = Sloped(case), build_trainer(case)
+    trainer.fit(module)
+    return result_of(trainer, module)
+
+
+@pytest.mark.parametrize("case", [Case((1, 4), optimizer="sgd"), Case((4, 0, 2), optimizer="sgd")], ids=str)
+def test_gathers_in_a_gradient_of_the_step_and_in_a_checkpoint(workers: Workers, case: Case) -> None:
+    expected = joint_reference(case, sloped)
+    for result in workers.run(case.world_size, fit_sloped, case):
+        assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
+
+
 # ---------------------------------------------------------------- what raises
 
 
@@ -205,17 +230,9 @@ class Raises(JointModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         hidden, out = embed(self.net, batch[0])
-        if self.kind == "penalty":
-            gathered = self.all_gather(hidden, sync_grads=True)
-            torch.autograd.grad(gathered.sum(), [hidden])
-        if self.kind == "checkpoint":
-            gathered = torch.utils.checkpoint.checkpoint(self.gather, hidden, use_reentrant=False)
         if self.kind == "subgroup":
             gathered = self.all_gather(hidden, group=self.subgroup, sync_grads=True)
         return (gathered.mean() + out.mean()) ** 2
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return self.all_gather(tensor.sin(), sync_grads=True).sin()  # type: ignore[union-attr]
 
     def on_fit_start(self) -> None:
         self.subgroup = dist.new_group([0, 1]) if self.kind == "subgroup" else None
@@ -228,8 +245,6 @@ def fit_raising(rank: int, case: Case, kind: str) -> None:
 
 
 RAISES = {
-    "penalty": "ran a backward of its own",
-    "checkpoint": "all_gather in backward, after a forward in which no autograd function had a collective of all ranks",
     "subgroup": "takes automatic optimization and the group of all ranks (here: another group)",
 }
 

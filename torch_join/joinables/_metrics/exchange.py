@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -61,14 +61,15 @@ class Exchange:
         if len(self._schemas) == 1:
             return ()
         size = max(sum(spec.nbytes for spec in _specs(schema, device)) for schema in self._schemas)
-        place = self._place(device)
+        group = self._driver.members.group or cast(dist.ProcessGroup, dist.group.WORLD)
+        place = _transfer.carrier(device, group) or self._place(device)
         raw = [raw_bytes(t) for state in self._states.values() for t in state.tensors if t.device.type == device]
         padding = torch.zeros(size - sum(map(len, raw)), dtype=torch.uint8, device=place)
         packed = torch.cat([*(part.to(place) for part in raw), padding])
         rows = [torch.empty_like(packed) for _ in self._schemas]
         with torch.no_grad(), self._driver.server.own_collectives():
-            dist.all_gather(rows, packed, group=_transfer._group_for(device, self._driver.members.group))
-        return rows
+            dist.all_gather(rows, packed, group=group)
+        return rows if place.type == device else [row.to(self._place(device)) for row in rows]
 
     def _unpack(self, rank: int, schema: _Schema) -> dict[str, State]:
         starts = dict.fromkeys(self._rows, 0)

@@ -196,10 +196,9 @@ class HookDriver:
                         part.receive_closing(theirs, self.members.leader)
                     states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated()]
                     hand_over(states, self.members.leader, self.channel, self.members.group)
+                self.channel.finish()
         finally:
             self.close()
-        # Whoever hosts the channel's store must not be gone while others still read from it.
-        dist.barrier(self.members.group)
 
     # ------------------------------------------------------------ who is there
 

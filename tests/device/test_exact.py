@@ -1,0 +1,89 @@
+"""What holds on CPUs holds on an accelerator: parameters are those of one process, bit for bit alike on all ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.core.backward import programs, recipes
+from tests.core.backward.test_exact import KINDS, assert_exact
+from tests.device.jobs import BLOCKING, SERIAL, Job, assert_one_order
+from tests.support import loops
+from tests.support.cases import difference
+from tests.support.loops import Program
+from tests.support.workers import Workers
+
+PLAIN: dict[str, Program] = {
+    "Adam": Program((2, 5, 3), ragged=True),
+    "samples": Program((0, 4, 2), weighting="samples", optimizer="sgd"),
+    "active, streams": Program((4, 0), weighting="active", loop="iterable"),
+    "a plain for": Program((3, 1), loop="plain"),
+    "heartbeat": Program((1, 4), loop="heartbeat"),
+    "ZeRO and SGD": Program((2, 5, 1), optimizer="zero+sgd"),
+    "schedulers, clipping": Program((5, 2), scheduler="plateau", clip=0.1),
+    "a scaler": Program((2, 4), scaler=True, clip=0.5),
+    "accumulation": Program((2, 5), accumulate=2),
+    "BatchNorm, evaluation": Program((2, 5), norm=True, evaluation="no_grad", one_context=True),
+    "two models": Program((2, 4), loss="two models"),
+    "a gradient penalty": Program((1, 3), loss="penalty"),
+    "gradients of zeros": Program((1, 3), clear="before, zeros", optimizer="adamw"),
+    "leaving early": Program((3, 3), leaves=True),
+    "even": Program((3, 3)),
+    **{f"{kind} in each step": Program((1, 4, 2), collective=kind) for kind in ("sum", "avg", "all_gather", "objects")},
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_loops(devices: Workers, name: str) -> None:
+    program = PLAIN[name]
+    models, expected = loops.reference(program)
+    outcomes = devices.run(program.world_size, loops.train, program)
+    for outcome in outcomes:
+        assert difference(outcome.parameters, list(models.parameters())) < 1e-10
+        assert outcome.lr == expected.lr
+        assert all(map(torch.equal, outcome.parameters, outcomes[0].parameters))
+
+
+BOTH = Job(backend="cpu:gloo,fakegpu:fakenccl")
+# torch.compile does not run under the mode that has these programs make their tensors on the device.
+BACKWARDS = [kind for kind in KINDS if "compiled" not in kind]
+
+
+@pytest.mark.parametrize("kind", BACKWARDS)
+def test_collectives_in_backward_in_one_order(devices: Workers, kind: str, tmp_path: Path) -> None:
+    options, wrapper = KINDS[kind]
+    program = programs.Program((0, 4, 2), "world", frozenset(options), wrapper=wrapper)
+    results = SERIAL.run(devices, 3, tmp_path, programs.train, program)
+    assert_exact(program, [tensors for tensors, _ in results])
+    assert_one_order([log for _, log in results])
+
+
+def in_order(devices: Workers, job: Job, recipe: recipes.Recipe, folder: Path) -> None:
+    expected = recipes.reference(recipe)
+    results = job.run(devices, recipe.world_size, folder, recipes.train, recipe)
+    for tensors, _ in results:
+        assert difference(tensors, expected) < 1e-10
+    assert_one_order([log for _, log in results])
+
+
+@pytest.mark.parametrize("seed", range(300, 312))
+def test_random_programs_in_one_order(devices: Workers, seed: int, tmp_path: Path) -> None:
+    in_order(devices, (SERIAL, BLOCKING, BOTH)[seed % 3], recipes.draw(seed), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_more_random_programs(devices: Workers, seed: int, tmp_path: Path) -> None:
+    in_order(devices, (SERIAL, BLOCKING)[seed % 2], recipes.draw(seed), tmp_path)
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("options", [("no norm",), (), ("contrast", "mean"), ("checkpoint", "adam")], ids=str)
+def test_sharded_models(devices: Workers, api: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    program = programs.Program((2, 5, 0), "active", frozenset((api, *options)))
+    results: Any = SERIAL.run(devices, 3, tmp_path, programs.train, program)
+    tensors: list[list[Tensor]] = [each for each, _ in results]
+    assert_exact(program, tensors)
+    assert_one_order([log for _, log in results])

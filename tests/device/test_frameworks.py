@@ -1,0 +1,55 @@
+"""Lightning and Accelerate on an accelerator."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.core.backward.programs import Program
+from tests.core.backward.test_exact import assert_exact as assert_exact_programs
+from tests.lightning._training import test_backward_collectives as backwards
+from tests.support import accelerated
+from tests.support.accelerated import Script
+from tests.support.cases import Case, assert_exact, difference, fit
+from tests.support.workers import Workers
+
+CASES = {
+    "Adam": Case((2, 5)),
+    "samples, ragged": Case((4, 0, 2), weighting="samples", ragged=True),
+    "accumulation, clipping": Case((5, 2), accumulate=2, clip=0.1, scheduler="step"),
+    "streams": Case((1, 3, 3), iterable=True, optimizer="sgd"),
+    "ZeRO": Case((2, 4), optimizer="zero"),
+    "unused": Case((2, 4), model="unused", ddp={"find_unused_parameters": True}),
+    "even": Case((3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lightning(devices: Workers, name: str) -> None:
+    case = CASES[name]
+    assert_exact(case, devices.run(case.world_size, fit, case))
+
+
+@pytest.mark.parametrize("kind", backwards.KINDS)
+def test_lightning_with_collectives_in_backward(devices: Workers, kind: str) -> None:
+    options, wrapper = backwards.KINDS[kind]
+    program = Program((0, 4, 2), "active", frozenset(options), wrapper=wrapper)
+    assert_exact_programs(program, devices.run(3, backwards.fit, program))
+
+
+SCRIPTS: dict[str, Any] = {
+    "DDP": Script(lengths=(2, 5)),
+    "samples": Script(lengths=(4, 0, 2), weighting="samples"),
+    "accumulation, clipping": Script(lengths=(5, 2), accumulate=2, clip=0.1),
+    "a scaler": Script(lengths=(2, 4), scaler=True),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_accelerate(devices: Workers, name: str) -> None:
+    script = SCRIPTS[name]
+    results = devices.run(script.world_size, accelerated.train, script)
+    net, *_ = accelerated.reference(script, [result.seen for result in results])
+    for result in results:
+        assert difference(result.parameters, list(net.parameters())) < 1e-10
+        assert all(map(torch.equal, result.parameters, results[0].parameters))

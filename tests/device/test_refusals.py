@@ -1,0 +1,91 @@
+"""What cannot be followed on an accelerator raises, and leaves nothing open."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.workers import Workers
+from torch_join import Join, UnsupportedError
+
+
+def exchanging(rank: int) -> str:
+    """Point-to-point operations, which torch coalesces, are refused; then all ranks go on."""
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    said = ""
+    with Join([ddp]) as join:
+        for step in join.batches(range([1, 3, 3][rank])):
+            if step == 2:
+                x, other = torch.ones(2), 3 - rank
+                pairs = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.ones(2), other)]
+                with pytest.raises(UnsupportedError) as raised:
+                    dist.batch_isend_irecv(pairs)
+                said = str(raised.value)
+            ddp(torch.ones(1, 2)).sum().backward()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 3
+    return said
+
+
+def test_a_refused_exchange_leaves_no_coalesced_group_open(devices: Workers) -> None:
+    joined, *active = devices.run(3, exchanging)
+    assert joined == ""
+    assert all("batch_isend_irecv" in said for said in active)
+
+
+def replaying(rank: int, weighting: Any, lengths: tuple[int, ...]) -> str:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    graph: Any = torch.cuda.CUDAGraph
+    with Join([ddp], weighting=weighting) as join:
+        for _ in join.batches([torch.ones(2, 2)] * lengths[rank]):
+            graph.replay(object())
+            ddp(torch.ones(2, 2)).sum().backward()
+    return "fine"
+
+
+def _replays(_: object) -> None: ...
+
+
+def replay(rank: int, weighting: str, lengths: tuple[int, ...]) -> str:
+    """Torch's own replay, of which there is none without CUDA, does nothing here."""
+    graph: Any = torch.cuda.CUDAGraph
+    own, graph.replay = graph.replay, _replays
+    try:
+        return replaying(rank, weighting, lengths)
+    finally:
+        assert graph.replay is _replays
+        graph.replay = own
+
+
+@pytest.mark.parametrize(("weighting", "lengths"), [("world", (1, 3)), ("samples", (3, 3))])
+def test_a_cuda_graph_raises_where_collectives_are_listened_to(
+    workers: Workers, weighting: str, lengths: tuple[int, ...]
+) -> None:
+    outcomes = workers.outcomes(2, replay, weighting, lengths, timeout=8.0)
+    assert outcomes[1].error.startswith(("UnsupportedError: A CUDA graph", "PeerFailedError"))
+    assert any(outcome.error.startswith("UnsupportedError: A CUDA graph") for outcome in outcomes)
+    assert all("CUDA graph" in outcome.error for outcome in outcomes)
+
+
+def test_a_cuda_graph_is_left_alone_on_even_inputs(workers: Workers) -> None:
+    assert workers.run(2, replay, "world", (3, 3)) == ["fine", "fine"]
+
+
+def without_store(rank: int) -> str:
+    from torch_join._base import compat
+
+    own, compat.group_store = compat.group_store, lambda group: dist.Store()
+    try:
+        with pytest.raises(UnsupportedError, match="MPI") as raised, Join([DistributedDataParallel(nn.Linear(1, 1))]):
+            pass
+    finally:
+        compat.group_store = own
+    return str(raised.value)
+
+
+def test_a_job_without_a_store_raises(workers: Workers) -> None:
+    assert all("no key-value store" in said for said in workers.run(2, without_store))

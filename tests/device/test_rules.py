@@ -1,0 +1,223 @@
+"""What an accelerator asks for, and CPUs do not: the right device, no waiting for it, one order of collectives."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from accelerate_join import Accelerator
+from tests import emulator
+from tests.device.jobs import BLOCKING, SERIAL, Job, assert_one_order
+from tests.support import accelerated, loops
+from tests.support.cases import Case, build_trainer, difference
+from tests.support.loops import Program
+from tests.support.workers import Workers
+from torch_join import Join
+
+UNSET = Job(sets_device=False)
+BOUND = Job(binds_device=True)
+BOTH = Job(backend="cpu:gloo,fakegpu:fakenccl")
+JOBS = {"no set_device": UNSET, "bound": BOUND, "gloo too": BOTH, "serial": SERIAL, "blocking": BLOCKING}
+PROGRAMS = {
+    "gathers": Program((1, 4, 2), collective="all_gather", optimizer="adamw", scheduler="step"),
+    "sums in a group, a scaler": Program((3, 0, 2), collective="sum", grouped=True, scaler=True),
+    "ZeRO, streams": Program((2, 4, 0), optimizer="zero", loop="iterable", norm=True),
+}
+
+
+def train_and_count(rank: int, program: Program) -> tuple[Any, list[int]]:
+    emulator.installed().reset()
+    outcome = loops.train(rank, program)
+    return outcome, emulator.installed().contexts()
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_rank_stays_on_its_device(devices: Workers, job: str, name: str, tmp_path: Path) -> None:
+    program = PROGRAMS[name]
+    if "ZeRO" in name and not JOBS[job].sets_device:
+        pytest.skip("torch's own consolidation of ZeRO's shards takes the current device")
+    models, _ = loops.reference(program)
+    results = JOBS[job].run(devices, 3, tmp_path, train_and_count, program)
+    for rank, ((outcome, contexts), _) in enumerate(results):
+        assert difference(outcome.parameters, list(models.parameters())) < 1e-10
+        assert contexts == [rank]
+    assert_one_order([log for _, log in results])
+
+
+# ---------------------------------------------------------------- what has a state
+
+
+def tensor_lr(rank: int, kind: str) -> tuple[list[Tensor], set[str]]:
+    device = emulator.place()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    lr = torch.tensor(0.1, device="cpu" if kind == "of the CPU" else device)
+    optimizer: Any
+    if kind == "of a shard":
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=lr, capturable=True, foreach=False)
+    else:
+        optimizer = torch.optim.Adam(ddp.parameters(), lr=lr, foreach=False, capturable=kind != "of the CPU")
+    with Join([ddp, optimizer]) as join:
+        for step in join.batches(range([1, 4, 2][rank])):
+            optimizer.zero_grad()
+            ddp(torch.full((2, 3), step + rank + 1.0)).square().sum().backward()
+            for group in optimizer.param_groups:
+                group["lr"].mul_(0.9)
+            optimizer.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    states = [value for state in getattr(optimizer, "optim", optimizer).state.values() for value in state.values()]
+    places = {str(value.device) for value in (*rates, *states) if isinstance(value, Tensor)}
+    return [*(p.detach() for p in ddp.parameters()), *rates], places
+
+
+@pytest.mark.parametrize("kind", ["of the device", "of the CPU", "of a shard"])
+def test_a_learning_rate_in_a_tensor_comes_to_the_own_device(devices: Workers, kind: str) -> None:
+    results = devices.run(3, tensor_lr, kind)
+    for rank, (tensors, places) in enumerate(results):
+        assert all(map(torch.equal, tensors, results[0][0]))
+        assert places <= {f"fakegpu:{rank}", "cpu"}
+        assert kind == "of the CPU" or f"fakegpu:{rank}" in places
+
+
+# ---------------------------------------------------------------- waiting for the device
+
+WAITS = ("items", "to_host", "to_device", "synchronisations")
+
+
+@contextmanager
+def waits(into: list[int]) -> Iterator[None]:
+    before = emulator.installed().counts()
+    yield
+    after = emulator.installed().counts()
+    into.append(sum(after[name] - before[name] for name in WAITS))
+
+
+def wide(layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+def step_of(ddp: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(x).square().sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def waits_of(rank: int, lengths: tuple[int, ...], layers: int, joins: bool) -> list[int]:
+    """Return how often each step of this rank's waits; of one that has run out, all of its tail in one."""
+    ddp = DistributedDataParallel(wide(layers))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    step, found = step_of(ddp, optimizer, torch.ones(2, 4)), []
+    for _ in range(3):
+        step()  # DDP has its buckets
+    if not joins:
+        for _ in range(lengths[rank]):
+            with waits(found):
+                step()
+        return found
+    with Join([ddp, optimizer]) as join:
+        batches = iter(join.batches(range(lengths[rank])))
+        while True:
+            taken: list[int] = []
+            with waits(taken):
+                going_on = next(batches, None) is not None
+                if going_on:
+                    step()
+            found += taken
+            if not going_on:
+                return found
+
+
+def test_even_steps_do_not_wait_for_the_device(devices: Workers) -> None:
+    alone = devices.run(2, waits_of, (5, 5), 6, False)
+    joined = devices.run(2, waits_of, (5, 5), 6, True)
+    for without, within in zip(alone, joined, strict=True):
+        assert within[: len(without)] == without
+
+
+@pytest.mark.parametrize("layers", [3, 30])
+def test_a_step_in_the_tail_waits_twice_at_most_however_many_parameters(devices: Workers, layers: int) -> None:
+    plain = devices.run(2, waits_of, (9, 9), layers, False)[0]
+    active = devices.run(2, waits_of, (2, 9), layers, True)[1]
+    assert max(active[3:8]) <= max(plain) + 2
+    short, long = (devices.run(2, waits_of, (2, 2 + steps), layers, True)[0][-1] for steps in (3, 13))
+    assert (long - short) / 10 <= 2
+
+
+class Wide(pl.LightningModule):
+    """Counts how often this rank waits in each step."""
+
+    def __init__(self, layers: int, manual: bool) -> None:
+        super().__init__()
+        self.net = wide(layers)
+        self.automatic_optimization = not manual
+        self.before: dict[str, int] = {}
+        self.found: list[int] = []
+
+    def training_step(self, x: Tensor) -> Tensor | None:
+        loss = self.net(x).square().mean()
+        if self.automatic_optimization:
+            return loss  # type: ignore[no-any-return]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        after = emulator.installed().counts()
+        if self.before:
+            self.found.append(sum(after[name] - self.before[name] for name in WAITS))
+        self.before = after
+
+
+def fit_counting(rank: int, lengths: tuple[int, ...], layers: int, manual: bool, strategy: str) -> list[int]:
+    module = Wide(layers, manual)
+    trainer = build_trainer(Case(lengths, epochs=1), strategy=strategy, gradient_clip_val=None)
+    trainer.fit(module, DataLoader([torch.ones(4)] * lengths[rank], batch_size=None))
+    return module.found
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_lightning_waits_no_more_than_without(devices: Workers, manual: bool) -> None:
+    ours, stock = (devices.run(2, fit_counting, (6, 6), 4, manual, strategy) for strategy in ("ddp_join", "ddp"))
+    for mine, its in zip(ours, stock, strict=True):
+        assert all(a <= b for a, b in zip(mine, its, strict=True))
+    few, many = (devices.run(2, fit_counting, (2, 8), layers, manual, "ddp_join") for layers in (3, 30))
+    for tail in (*few, *many):
+        assert max(tail[2:]) <= max(max(each) for each in stock) + 2
+
+
+def gather_counting(rank: int, ours: bool) -> list[int]:
+    found: list[int] = []
+    with accelerated.accelerator_of(rank, Accelerator if ours else accelerate.Accelerator) as accelerator:
+        model = accelerator.prepare(wide(2))
+        context = accelerator.join_uneven_inputs(even_batches=False) if ours else nullcontext()
+        with context as join:
+            for _ in join.batches(range(4)) if ours and join is not None else range(4):
+                x = torch.ones(3, 4)
+                model(x).sum().backward()
+                with waits(found):
+                    accelerator.gather_for_metrics((x, x[:, 0]))
+    return found
+
+
+def test_accelerates_gather_does_not_wait_for_the_device(devices: Workers) -> None:
+    assert devices.run(2, gather_counting, True) == devices.run(2, gather_counting, False)

@@ -1,0 +1,102 @@
+"""An accelerator's rules without an accelerator: the device "fakegpu" and the backend "fakenccl".
+
+`device.cpp` and `backend.cpp` say which rules. `install` makes them known to this process.
+"""
+
+import os
+from contextlib import nullcontext
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.emulator.build import build, compiler, load
+from tests.emulator.mode import send_copies
+
+__all__ = ["BACKEND", "DEVICE", "build", "compiler", "install", "installed", "place", "set_timeout"]
+
+DEVICE, BACKEND = "fakegpu", "fakenccl"
+
+_extension: ModuleType | None = None
+
+
+def place() -> torch.device:
+    """Return the device on which the tests of this process train."""
+    return torch.device("cpu") if _extension is None else torch.device(DEVICE, _extension.current_device())
+
+
+def installed() -> ModuleType:
+    """Return the extension: `counts()`, `contexts()`, `current_device()`."""
+    assert _extension is not None
+    return _extension
+
+
+def install(index: int = 0) -> torch.device:
+    """Register the device and the backend with torch, once in a process; return a device, which becomes the current."""
+    global _extension
+    if _extension is not None:
+        _extension.set_device(index)
+        return place()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _extension = extension = load(build())
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    torch._register_device_module(DEVICE, _device_module(extension))
+    torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    dist.Backend.register_backend(BACKEND, _create_backend, extended_api=True, devices=[DEVICE])
+    send_copies()
+    return install(index)
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the timeout of a group's collectives; torch's own way knows NCCL and gloo only."""
+    installed().set_timeout(group._get_backend(torch.device(DEVICE)), timeout)
+
+
+def _create_backend(options: Any, _: Any) -> Any:
+    store, rank, size = options.store, options.group_rank, options.group_size
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=options.timeout)
+    store = dist.PrefixStore("fakenccl", store)
+    return installed().create_backend(gloo, store, rank, size, options.timeout, str(options.group_id))
+
+
+def _device_module(extension: ModuleType) -> ModuleType:
+    """What `torch.cuda` is for CUDA."""
+    module: Any = ModuleType(f"torch.{DEVICE}")
+
+    class device:  # noqa: N801  its name in torch.cuda
+        def __init__(self, device: Any) -> None:
+            self._index = _index(device)
+
+        def __enter__(self) -> None:
+            self._before = extension.current_device()
+            if self._index >= 0:
+                extension.set_device(self._index)
+
+        def __exit__(self, *_: object) -> None:
+            extension.set_device(self._before)
+
+    module.device = module._DeviceGuard = device
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module._lazy_init = module.empty_cache = lambda: None
+    module.device_count, module.current_device = extension.device_count, extension.current_device
+    module.set_device = lambda device: extension.set_device(_index(device))
+    module.synchronize = lambda device=None: extension.synchronize()
+    module.manual_seed = module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: None
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    module.memory_allocated = module.max_memory_allocated = lambda device=None: 0
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: nullcontext() if stream is None else stream
+    return module
+
+
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index if device is not None else None
+    return -1 if index is None else index

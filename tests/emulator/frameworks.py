@@ -1,0 +1,61 @@
+"""The emulated device for Lightning and Accelerate, where this process has it; otherwise the CPU."""
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from accelerate.state import DistributedType, PartialState
+from lightning.pytorch.accelerators import Accelerator
+
+from tests.emulator import BACKEND, DEVICE, place
+
+
+class _Accelerator(Accelerator):
+    def setup_device(self, device: torch.device) -> None:
+        torch.get_device_module(DEVICE).set_device(device)
+
+    def teardown(self) -> None: ...
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device(DEVICE, index) for index in (range(devices) if isinstance(devices, int) else devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 4
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return DEVICE
+
+
+def lightning_accelerator() -> Any:
+    """Return what a `Trainer` takes for its `accelerator`."""
+    if place().type == "cpu":
+        return "cpu"
+    # Lightning wraps models in a side stream of CUDA's.
+    torch.cuda.Stream = lambda *_, **__: None  # type: ignore[assignment, misc]
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+    return _Accelerator()
+
+
+def accelerate_options() -> dict[str, Any]:
+    """Return what an `Accelerator` takes; there must be none in this process."""
+    if place().type == "cpu":
+        return {"cpu": True}
+    PartialState(cpu=True)
+    PartialState._shared_state.update(device=place(), backend=BACKEND, distributed_type=DistributedType.MULTI_GPU)
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    return {}

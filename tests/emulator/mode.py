@@ -1,0 +1,45 @@
+"""Runs programs that name no device on the emulated one."""
+
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+_PACKAGES = ("torch_join", "lightning_join", "accelerate_join")
+
+
+class OnDevice(TorchFunctionMode):
+    """As `torch.set_default_device`, but for what the packages themselves make: that has to name its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._constructors = device, _device_constructors()  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._constructors and kwargs.get("device") is None and not _called_by_a_package():
+            kwargs = {**kwargs, "device": self._device}
+        return func(*args, **kwargs)
+
+
+def _called_by_a_package() -> bool:
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return name.split(".")[0] in _PACKAGES
+
+
+def send_copies() -> None:
+    """Send this process's tensors to others as CPU tensors: those have no such device."""
+    reducer = ForkingPickler._extra_reducers[Tensor]  # type: ignore[attr-defined]
+
+    def reduce(tensor: Tensor) -> Any:
+        return reducer(tensor.detach().cpu() if tensor.device.type != "cpu" else tensor)
+
+    ForkingPickler.register(Tensor, reduce)
+    ForkingPickler.register(torch.nn.Parameter, reduce)
