@@ -33,7 +33,9 @@ class Job:
     def run(
         self, devices: Workers, world_size: int, folder: Path, function: Callable[..., Any], *args: Any
     ) -> list[Any]:
-        """Return what the function returns on each rank, and each rank's collectives."""
+        """Return what the function returns on each rank, and each rank's collectives (none on real devices)."""
+        if devices.device != emulator.DEVICE:
+            return [(value, []) for value in devices.run(world_size, function, *args)]
         return devices.run(world_size, _run, self, world_size, str(folder), function, args, store="")
 
 

@@ -15,16 +15,34 @@ import torch.distributed as dist
 from tests.emulator.build import build, compiler, load
 from tests.emulator.mode import send_copies
 
-__all__ = ["BACKEND", "DEVICE", "build", "compiler", "install", "installed", "place", "set_timeout"]
+__all__ = ["BACKEND", "DEVICE", "build", "compiler", "install", "installed", "place", "set_timeout", "use"]
 
 DEVICE, BACKEND = "fakegpu", "fakenccl"
 
 _extension: ModuleType | None = None
+_place = torch.device("cpu")
 
 
 def place() -> torch.device:
     """Return the device on which the tests of this process train."""
-    return torch.device("cpu") if _extension is None else torch.device(DEVICE, _extension.current_device())
+    return _place
+
+
+def use(device: str, rank: int) -> str:
+    """Have the tests of this process train on a kind of device, real or emulated; return the backend of their groups.
+
+    Where there are fewer devices than ranks, ranks share them: gloo can, and NCCL from 2.30 on if it is told to.
+    """
+    global _place
+    if device == "cpu":
+        return "gloo"
+    if device == DEVICE:
+        install()
+    module = torch.get_device_module(device)
+    _place = torch.device(device, rank % module.device_count())
+    module.set_device(_place)
+    send_copies()
+    return BACKEND if device == DEVICE else os.environ.get("TORCH_JOIN_TEST_BACKEND", "nccl")
 
 
 def installed() -> ModuleType:
@@ -33,20 +51,17 @@ def installed() -> ModuleType:
     return _extension
 
 
-def install(index: int = 0) -> torch.device:
-    """Register the device and the backend with torch, once in a process; return a device, which becomes the current."""
+def install() -> None:
+    """Register the device and the backend with torch, once in a process."""
     global _extension
     if _extension is not None:
-        _extension.set_device(index)
-        return place()
+        return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _extension = extension = load(build())
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch._register_device_module(DEVICE, _device_module(extension))
     torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
     dist.Backend.register_backend(BACKEND, _create_backend, extended_api=True, devices=[DEVICE])
-    send_copies()
-    return install(index)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

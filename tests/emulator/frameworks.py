@@ -43,8 +43,8 @@ class _Accelerator(Accelerator):
 
 def lightning_accelerator() -> Any:
     """Return what a `Trainer` takes for its `accelerator`."""
-    if place().type == "cpu":
-        return "cpu"
+    if place().type != DEVICE:
+        return place().type
     # Lightning wraps models in a side stream of CUDA's.
     torch.cuda.Stream = lambda *_, **__: None  # type: ignore[assignment, misc]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
@@ -53,8 +53,8 @@ def lightning_accelerator() -> Any:
 
 def accelerate_options() -> dict[str, Any]:
     """Return what an `Accelerator` takes; there must be none in this process."""
-    if place().type == "cpu":
-        return {"cpu": True}
+    if place().type != DEVICE:
+        return {"cpu": place().type == "cpu"}
     PartialState(cpu=True)
     PartialState._shared_state.update(device=place(), backend=BACKEND, distributed_type=DistributedType.MULTI_GPU)
     os.environ.pop("ACCELERATE_USE_CPU", None)

@@ -24,9 +24,11 @@ class OnDevice(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in self._constructors and kwargs.get("device") is None and not _called_by_a_package():
-            kwargs = {**kwargs, "device": self._device}
-        return func(*args, **kwargs)
+        if func not in self._constructors or kwargs.get("device") is not None or _called_by_a_package():
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:  # a CPU's: the numbers are to be those of a CPU
+            return func(*args, **kwargs).to(self._device)
+        return func(*args, **{**kwargs, "device": self._device})
 
 
 def _called_by_a_package() -> bool:

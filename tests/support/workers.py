@@ -59,12 +59,12 @@ class Outcome:
 class Workers:
     """Up to `most` processes that run functions as the ranks of a process group.
 
-    With `device="fakegpu"` what they make is on the emulated device of their rank, if it says nothing else, and their
-    process groups are of its backend.
+    What they make is on their rank's device of this kind, if it says nothing else, and their process groups are of its
+    backend; see `tests.emulator`.
     """
 
     def __init__(self, most: int, device: str = os.environ.get("TORCH_JOIN_TEST_DEVICE", "cpu")) -> None:
-        self._device = device
+        self.device = device
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._processes: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}
@@ -150,9 +150,7 @@ class Workers:
         if rank in self._processes:
             return
         ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(
-            target=_serve, args=(theirs, rank, self._stack_file(rank), self._device), daemon=True
-        )
+        process = _CONTEXT.Process(target=_serve, args=(theirs, rank, self._stack_file(rank), self.device), daemon=True)
         process.start()
         theirs.close()
         self._processes[rank], self._connections[rank] = process, ours
@@ -183,9 +181,7 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
     stacks = open(stack_file, "a")  # noqa: SIM115  faulthandler needs it open for good
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    backend, place = "gloo", torch.device("cpu")
-    if device != "cpu":
-        backend, place = emulator.BACKEND, emulator.install(rank)
+    backend, place = emulator.use(device, rank), emulator.place()
     while True:
         try:
             function, args, world_size, rendezvous, store, timeout = connection.recv()
