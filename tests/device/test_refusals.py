@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.core.backward.test_exact import train_reentrant
 from tests.support.workers import Workers
 from torch_join import Join, UnsupportedError
 
@@ -35,6 +36,13 @@ def test_a_refused_exchange_leaves_no_coalesced_group_open(devices: Workers) -> 
     joined, *active = devices.run(3, exchanging)
     assert joined == ""
     assert all("batch_isend_irecv" in said for said in active)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_backward_in_a_thread_of_the_engines_that_has_another_inside(devices: Workers, last: bool) -> None:
+    joined, active = devices.outcomes(2, train_reentrant, last, timeout=8.0)
+    assert active.error.startswith("UnsupportedError: Reentrant activation checkpointing")
+    assert joined.error.startswith("PeerFailedError: Rank 1 failed")
 
 
 def replaying(rank: int, weighting: Any, lengths: tuple[int, ...]) -> str:

@@ -106,6 +106,35 @@ def test_a_closed_channel_leaves_nothing(workers: Workers) -> None:
     assert workers.run(3, close_a_channel) == [0] * 3
 
 
+def finish_slowly(rank: int) -> tuple[float, int]:
+    """The last rank is slow to read what all have said last; the others leave, and their processes might end."""
+    channel = open_channel()
+    assert isinstance(channel, StoreChannel)
+    before = store_of(channel).num_keys()
+    channel.gather(rank)
+    if rank == 2:
+        read = channel._wait
+
+        def wait_and_read(*args: Any) -> Any:
+            time.sleep(7)  # longer than a rank waits before it looks for another one
+            return read(*args)
+
+        channel._wait = wait_and_read  # type: ignore[method-assign]
+    start = time.monotonic()
+    channel.finish()
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return seconds, int(store_of(channel).num_keys() - before)
+
+
+def test_rank_0_leaves_last(workers: Workers) -> None:
+    results = workers.run(3, finish_slowly)
+    (first, _), (second, _), (last, _) = results
+    assert second < 5 < 7 <= last
+    assert first > last - 1
+    assert [left for _, left in results] == [0] * 3
+
+
 def two_channels(rank: int) -> list[int]:
     first, second = open_channel(), open_channel()
     totals = [first.beat(rank).total, second.beat(10 * rank).total, first.beat(1).total]
