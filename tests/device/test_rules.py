@@ -22,6 +22,7 @@ from tests.support.cases import Case, build_trainer, difference
 from tests.support.loops import Program
 from tests.support.workers import Workers
 from torch_join import Join
+from torch_join._handover import objects
 
 UNSET = Job(sets_device=False)
 BOUND = Job(binds_device=True)
@@ -87,6 +88,17 @@ def test_a_learning_rate_in_a_tensor_comes_to_the_own_device(devices: Workers, k
         assert all(map(torch.equal, tensors, results[0][0]))
         assert places <= {place, "cpu"}
         assert kind == "of the CPU" or place in places
+
+
+def send_object(rank: int) -> tuple[bool, str, float]:
+    device = emulator.place()
+    sent = {"x": torch.full((2,), 1.0 + rank, device=device), "kept": torch.ones(1, device="cpu")}
+    got = objects.broadcast(objects.pack(sent, "It") if rank == 1 else None, 1, None)
+    return got["x"].device == device, str(got["kept"].device), got["x"][1].item()
+
+
+def test_a_tensor_in_an_object_comes_to_the_readers_device(devices: Workers) -> None:
+    assert devices.run(3, send_object) == [(True, "cpu", 2.0)] * 3
 
 
 # ---------------------------------------------------------------- waiting for the device

@@ -110,7 +110,9 @@ def finish_slowly(rank: int) -> tuple[float, int]:
     """The last rank is slow to read what all have said last; the others leave, and their processes might end."""
     channel = open_channel()
     assert isinstance(channel, StoreChannel)
+    dist.barrier()
     before = store_of(channel).num_keys()
+    dist.barrier()
     channel.gather(rank)
     if rank == 2:
         read = channel._wait
@@ -124,7 +126,9 @@ def finish_slowly(rank: int) -> tuple[float, int]:
     channel.finish()
     seconds = time.monotonic() - start
     dist.barrier()
-    return seconds, int(store_of(channel).num_keys() - before)
+    left = int(store_of(channel).num_keys() - before)
+    dist.barrier()
+    return seconds, left
 
 
 def test_rank_0_leaves_last(workers: Workers) -> None:
