@@ -124,9 +124,10 @@ class LockstepJoin(Lockstep):
     def _complete(self, output: Any) -> Any:
         if output is None and self._has_collectives_in_backward:
             raise UnsupportedError(
-                "training_step returned None, and the other ranks' backward has collectives (of SyncBatchNorm, or of a"
-                " loss over all ranks' outputs) that need this rank's. Return a loss of zero that depends on what the"
-                " others' losses do (`0.0 * loss`), or leave such batches out of the dataloader."
+                "training_step returned None, where the other ranks' backward may have collectives that need this"
+                " rank's (of SyncBatchNorm, of all_gather(sync_grads=True), or of a loss over all ranks' outputs)."
+                " Return a loss of zero that depends on what the others' losses do (`0.0 * loss`), or leave such"
+                " batches out of the dataloader."
             )
         if output is None and self._syncs:
             self.no_loss = True

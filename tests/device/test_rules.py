@@ -10,9 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from accelerate_join import Accelerator
 from tests import emulator
@@ -21,7 +23,7 @@ from tests.support import accelerated, loops
 from tests.support.cases import Case, build_trainer, difference
 from tests.support.loops import Program
 from tests.support.workers import Workers
-from torch_join import Join
+from torch_join import Join, JoinableModel, JoinableOptimizer
 from torch_join._handover import objects
 
 UNSET = Job(sets_device=False)
@@ -53,6 +55,45 @@ def test_each_rank_stays_on_its_device(emulated: Workers, job: str, name: str, t
         assert difference(outcome.parameters, list(models.parameters())) < 1e-10
         assert contexts == [rank]
     assert_one_order([log for _, log in results])
+
+
+def metric_of_the_cpu(rank: int) -> tuple[float, list[int]]:
+    emulator.installed().reset()
+    ddp, metric = DistributedDataParallel(nn.Linear(3, 2)), MeanMetric().to("cpu")
+    optimizer = torch.optim.Adam(ddp.parameters(), 0.1)
+    with Join([ddp, optimizer, metric]) as join:
+        for step in join.batches(range([1, 4][rank])):
+            optimizer.zero_grad()
+            ddp(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            metric.update(torch.tensor(float(step), device="cpu"))
+        found = float(metric.compute())
+    return found, emulator.installed().contexts()
+
+
+def test_a_metric_of_the_cpu_travels_over_the_own_device(emulated: Workers, tmp_path: Path) -> None:
+    for rank, ((found, contexts), _) in enumerate(UNSET.run(emulated, 2, tmp_path, metric_of_the_cpu)):
+        assert found == pytest.approx(6 / 5)
+        assert contexts == [rank]
+
+
+def in_torchs_join(rank: int) -> tuple[list[Tensor], list[int]]:
+    emulator.installed().reset()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(ddp.parameters(), 0.1)
+    with TorchJoin([JoinableModel(ddp), JoinableOptimizer(optimizer)]):
+        for _ in range([1, 4][rank]):
+            optimizer.zero_grad()
+            ddp(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    return [p.detach() for p in ddp.parameters()], emulator.installed().contexts()
+
+
+def test_torchs_own_join_stays_on_the_device_too(emulated: Workers, tmp_path: Path) -> None:
+    results = [value for value, _ in UNSET.run(emulated, 2, tmp_path, in_torchs_join)]
+    assert [contexts for _, contexts in results] == [[0], [1]]
+    assert all(map(torch.equal, results[0][0], results[1][0]))
 
 
 # ---------------------------------------------------------------- what has a state

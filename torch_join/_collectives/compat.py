@@ -172,8 +172,9 @@ def in_nested_backward() -> bool:
 
     The outer one may run in a thread of the engine's, where it has no frame: for it another thread waits.
     """
-    here = threading.get_ident()
-    waiting = any(frame.f_code is _ENGINE for thread, frame in sys._current_frames().items() if thread != here)
+    here, waiting = threading.get_ident(), False
+    if all(thread.ident != here or isinstance(thread, threading._DummyThread) for thread in threading.enumerate()):
+        waiting = any(frame.f_code is _ENGINE for thread, frame in sys._current_frames().items() if thread != here)
     return waiting + sum(frame.f_code is _ENGINE for frame in _all_callers(sys._getframe())) > 1
 
 
@@ -262,11 +263,14 @@ def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
     return end
 
 
-def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """End what a `_coalescing_manager` has begun: torch leaves it open if something raises inside.
+def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor], caller: FrameType | None) -> None:
+    """End the `_coalescing_manager` of a `batch_isend_irecv`: torch leaves it open if something raises inside.
 
     The next collective of the group would then wait to be launched by an end that does not come.
     """
+    function = origin(caller).function
+    if function is None or function.f_code.co_name != "batch_isend_irecv":
+        return  # who has begun one may catch what is raised inside, and end it
     open_groups = distributed_c10d._world.pg_coalesce_state
     for each in [each for each in open_groups if each.group_name == group.group_name]:
         del open_groups[each]

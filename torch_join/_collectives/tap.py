@@ -90,10 +90,10 @@ class CollectiveTap:
                 "The collectives of this process are already listened to by another join context. Leave that one"
                 " before another can serve a tail of its own."
             )
-        CollectiveTap._installed = self
         self._thread = threading.get_ident()
-        self._allow_graphs = _compat_c10d.refuse_graphs(self._refuse_graph)
         self._library = _dispatch.c10d_library()
+        CollectiveTap._installed = self
+        self._allow_graphs = _compat_c10d.refuse_graphs(self._refuse_graph)
         try:
             for operator in _compat_c10d.operators():
                 self._library.impl(operator, self._kernel(operator), "BackendSelect", with_keyset=True)
@@ -179,8 +179,9 @@ class CollectiveTap:
         try:
             return self._see(operator, args, caller)
         except BaseException:
-            group = _compat_c10d.unbox_group(args["process_group"])
-            _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
+            if "process_group" in args:
+                group = _compat_c10d.unbox_group(args["process_group"])
+                _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"), caller)
             raise
 
     def _see(self, operator: str, args: dict[str, Any], caller: FrameType | None) -> dict[str, Any]:

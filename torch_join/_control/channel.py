@@ -1,6 +1,5 @@
 """Small messages between the ranks of a process group."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -9,8 +8,6 @@ from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError
 from torch_join._control.codec import closed
 
 T = TypeVar("T")
-
-_LEAVING_SECONDS = 60.0  # for which rank 0 stays at the end for one that is slow to read its last message
 
 
 @dataclass(frozen=True)
@@ -166,6 +163,9 @@ class Channel:
     def forget(self, delete: bool = True) -> None:
         """Delete the records up to here, which all who follow must have read, or leave that to another rank."""
 
+    def begin_loop(self) -> None:
+        """Corrections are of another loop from here on: all ranks call this after the same `gather`."""
+
     def correct(self, length: int) -> None:
         """Tell the others of a number of batches that differs from the one that was exchanged."""
 
@@ -210,17 +210,8 @@ class Channel:
         """Close, when all ranks have come here; rank 0, whose process may host the store, when all others have left.
 
         Not by a barrier of the process group: on an accelerator that needs to be told of a device, or takes the first.
+
+        Raises:
+            PeerFailedError: A rank has ended before.
         """
-        self.gather(None)
-        if self.add("finished", 1) == self.world_size:
-            self.delete("finished")
-            if self.rank != 0:
-                self.post("all finished", None)
-        elif self.rank == 0:
-            # Not as for a message: whoever has left answers no roll call, and nothing is wrong with that any more.
-            pause, end = 0.001, time.monotonic() + _LEAVING_SECONDS
-            while not self.posted("all finished") and time.monotonic() < end:
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-            self.delete("all finished")
         self.close()

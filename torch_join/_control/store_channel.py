@@ -11,6 +11,7 @@ A `beat` costs each rank one addition and as a rule at most one more request; a 
 per second.
 """
 
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,7 @@ from torch_join._control.waiting import FAILED, WaitingChannel
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_LOOKING_SECONDS = 5.0  # after which rank 0 looks for those that have not come out of a loop with it
 _NOBODY = -1  # in place of the rank of a corrected length: a rank has failed
 
 
@@ -64,7 +66,7 @@ class StoreChannel(WaitingChannel, Channel):
     ) -> None:
         if world_size > MAX_RANKS:
             raise JoinValueError(f"A channel serves at most {MAX_RANKS} ranks, not {world_size}.")
-        self._gathers = self._log = self._forgotten = 0
+        self._gathers = self._log = self._forgotten = self._loop = 0
         self._until_met: list[str] = []  # keys that all will have read when they have met
         Channel.__init__(self, rank, world_size)
         WaitingChannel.__init__(self, store, timeout, group, second, hosts)
@@ -136,15 +138,18 @@ class StoreChannel(WaitingChannel, Channel):
             self.delete(f"log/{number}")
         self._forgotten = self._log
 
+    def begin_loop(self) -> None:
+        self._loop = self._gathers
+
     @_naming_failures
     def correct(self, length: int) -> None:
-        self._store.append(f"corrections/{self._gathers}", _codec.encode((self.rank, length)).decode() + "\n")
+        self._store.append(f"corrections/{self._loop}", _codec.encode((self.rank, length)).decode() + "\n")
 
     @_naming_failures
     def corrections(self) -> dict[int, int]:
-        if not self._store.check([f"corrections/{self._gathers}"]):
+        if not self._store.check([f"corrections/{self._loop}"]):
             return {}
-        key = f"corrections/{self._gathers}"
+        key = f"corrections/{self._loop}"
         lines = [self._decode(key, line, tuple[int, int]) for line in self._store.get(key).splitlines()]
         lengths = dict(lines)
         if _NOBODY in lengths:
@@ -171,9 +176,32 @@ class StoreChannel(WaitingChannel, Channel):
             self._store.set(f"go/{self.beats}", FAILED)
             self._store.set(f"gather/{self._gathers}/{self.rank}", FAILED)
             self._store.set(f"log/{self._log}", FAILED)
-            self._store.append(f"corrections/{self._gathers}", _codec.encode((_NOBODY, 0)).decode() + "\n")
+            self._store.append(f"corrections/{self._loop}", _codec.encode((_NOBODY, 0)).decode() + "\n")
         except RuntimeError:  # the store went down with its host: nobody is left to tell
             pass
+
+    def finish(self) -> None:
+        self.gather(None)
+        if self.rank != 0:
+            self.post(f"finished/{self.rank}", None)
+        else:
+            self._wait_until_finished({rank: f"finished/{rank}" for rank in range(1, self.world_size)})
+        self.close()
+
+    @_naming_failures
+    def _wait_until_finished(self, keys: dict[int, str]) -> None:
+        # Not as for a message: whoever has left answers no roll call, and nothing is wrong with that any more.
+        pause, start = 0.001, time.monotonic()
+        next_look = start + _LOOKING_SECONDS
+        while not self._store.check([*keys.values()]):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if (now := time.monotonic()) > next_look:
+                next_look = now + _LOOKING_SECONDS
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                self._check_alive(missing, now - start)
+        for key in keys.values():
+            self.delete(key)
 
     def close(self) -> None:
         self.leave()

@@ -238,6 +238,16 @@ class WaitingChannel:
             self.fail(f"its process is gone: {why}", gone[0])
             raise PeerFailedError(f"The process of {name_ranks(gone)} is gone: {why}")
 
+    def _check_alive(self, ranks: list[int], waited: float) -> None:
+        """Raise if one of these ranks has ended, or was waited for longer than the channel's timeout."""
+        group = self._group() if self._group is not None else None
+        gone = [rank for rank in ranks if group is not None and _compat.is_gone(group, rank)]
+        if gone or waited > self._timeout.total_seconds():
+            raise PeerFailedError(
+                f"{name_ranks(gone or ranks)} did not come out of the loop with rank {self.rank}: killed, or stopped,"
+                " after all had the last state. Its own log, or the system's, says why."
+            )
+
     def _timed_out(self) -> JoinError:
         answers = self.roll_call()
         if (failure := self.failure()) is not None:

@@ -24,12 +24,12 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
-            return _at_home, (value.detach().cpu(), value.device.type)
+            return _at_home, (value.detach().cpu(), value.device.type, value.requires_grad)
         return NotImplemented
 
 
-def _at_home(tensor: Tensor, kind: str) -> Tensor:
-    return tensor.to(kind)
+def _at_home(tensor: Tensor, kind: str, requires_grad: bool) -> Tensor:
+    return tensor.to(kind).requires_grad_(requires_grad)
 
 
 @closed("apart")

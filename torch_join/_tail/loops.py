@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
+from torch_join._handover.transfer import use_device
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.life import Place, move
 from torch_join._tail.meetings import Due, Meetings
@@ -73,6 +74,9 @@ class LoopDriver(Meetings):
             self.tails.compare_given()
             for part in self.server.parts:
                 part.enter()
+            for parameter in (p for model in self.server.models() for p in model.modules[0].parameters()):
+                use_device(parameter.device, self.members.group)
+                break
         except BaseException:
             self.leave()
             raise
@@ -153,6 +157,7 @@ class LoopDriver(Meetings):
             said = self.server.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
             compare([theirs for _, theirs, _ in said])
             lengths = [theirs for theirs, _, _ in said]
+            self.server.channel.begin_loop()
             self.server.channel.forget()  # what the last loop has left: all have read it
             ways = [way for _, _, way in said]
             if _ASKS not in ways:

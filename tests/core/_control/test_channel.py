@@ -139,6 +139,37 @@ def test_rank_0_leaves_last(workers: Workers) -> None:
     assert [left for _, left in results] == [0] * 3
 
 
+def die_at_the_end(rank: int) -> None:
+    channel = open_channel()
+    assert isinstance(channel, StoreChannel)
+    dist.barrier()
+    if rank == 1:
+        channel.post = lambda *_: os._exit(0)  # type: ignore[method-assign]
+    channel.finish()
+
+
+def test_a_rank_that_ends_before_it_has_left_is_named_by_rank_0(workers: Workers) -> None:
+    first, dead, _ = workers.outcomes(3, die_at_the_end)
+    assert dead.error == "the process ended"
+    assert first.error.startswith("PeerFailedError: rank 1 did not come out of the loop with rank 0")
+
+
+def correct_around_gathers(rank: int) -> dict[int, int]:
+    channel = open_channel()
+    channel.gather(0)
+    channel.begin_loop()
+    if rank == 1:
+        channel.correct(7)
+    channel.gather(1)  # of a metric, for example
+    found = channel.corrections()
+    dist.barrier()
+    return found
+
+
+def test_a_correction_is_seen_after_other_gathers(workers: Workers) -> None:
+    assert workers.run(2, correct_around_gathers) == [{1: 7}] * 2
+
+
 def two_channels(rank: int) -> list[int]:
     first, second = open_channel(), open_channel()
     totals = [first.beat(rank).total, second.beat(10 * rank).total, first.beat(1).total]

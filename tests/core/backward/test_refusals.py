@@ -1,5 +1,6 @@
 """Collectives inside backward that nobody could follow, or weigh: an error that says so, on all ranks."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +150,35 @@ def nested(rank: int) -> None:
     with Join([model]) as join:
         for x in join.batches([torch.rand(4, 3, dtype=torch.float64) for _ in range(1 + 3 * rank)]):
             model(x).square().sum().backward()
+
+
+def train_beside_a_thread(rank: int) -> float:
+    """A thread of the user's trains something of its own."""
+    ddp = DistributedDataParallel(nn.Linear(2, 2).double())
+    stop, local = threading.Event(), nn.Linear(300, 300)
+
+    def train() -> None:
+        while not stop.is_set():
+            y = local(torch.ones(500, 300))
+            for _ in range(6):
+                y = local(y).tanh()
+            y.sum().backward()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        with Join([ddp]) as join:
+            for _ in join.batches(range([1, 25][rank])):
+                dnn.all_reduce(ddp(torch.ones(1, 2, dtype=torch.float64))).sum().backward()  # type: ignore[no-untyped-call]
+    finally:
+        stop.set()
+        thread.join()
+    return float(next(ddp.parameters()).sum())
+
+
+def test_another_threads_backward_is_none_inside_of_this_one(workers: Workers) -> None:
+    first, second = workers.run(2, train_beside_a_thread)
+    assert first == second
 
 
 def test_a_backward_inside_of_a_backward_raises(workers: Workers) -> None:

@@ -26,6 +26,7 @@ from torch_join._base.weighting import Weighting
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.handover import hand_over
+from torch_join._handover.transfer import use_device
 from torch_join.joinables._gradients.clears import Clears
 from torch_join.joinables.part import Driver, Part
 
@@ -72,6 +73,8 @@ class HookDriver:
         self._owners: list[Wrapping] = []  # of the parts
         self._first = first
         self.channel = open_channel(group)
+        if first is not None:
+            use_device(first.join_device, group)
         self._undone: set[int] = set()  # the parts from which something may still come in this step
 
     def add(self, joinable: Wrapping) -> None:
