@@ -24,7 +24,8 @@ from tests.support.cases import Case, build_trainer, difference
 from tests.support.loops import Program
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinableOptimizer
-from torch_join._handover import objects
+from torch_join._base.specs import TensorSpec
+from torch_join._handover import objects, transfer
 
 UNSET = Job(sets_device=False)
 BOUND = Job(binds_device=True)
@@ -140,6 +141,19 @@ def send_object(rank: int) -> tuple[bool, str, float]:
 
 def test_a_tensor_in_an_object_comes_to_the_readers_device(devices: Workers) -> None:
     assert devices.run(3, send_object) == [(True, "cpu", 2.0)] * 3
+
+
+def send_cpu_tensors(rank: int) -> tuple[list[float], list[int]]:
+    large, small = (torch.full((size,), float(rank), device="cpu") for size in (2**23 + 3, 5))  # more than a bucket
+    specs = [TensorSpec.of(tensor) for tensor in (large, small)]
+    transfer.broadcast(specs, [[large], [small]], 1, None)
+    return [large.min().item(), large.max().item(), small.sum().item()], [large._version, small._version]
+
+
+def test_cpu_tensors_travel_over_the_device_and_leave_the_source_alone(devices: Workers) -> None:
+    results = devices.run(3, send_cpu_tensors)
+    assert [found for found, _ in results] == [[1.0, 1.0, 5.0]] * 3
+    assert results[1][1] == [0, 0]
 
 
 # ---------------------------------------------------------------- waiting for the device

@@ -137,4 +137,5 @@ def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:
     for piece in torch.split(flat, BUCKET_BYTES):
         carried = piece.to(place)
         dist.broadcast(carried, group_src=source, group=group)
-        piece.copy_(carried)
+        if dist.get_rank(group) != source:
+            piece.copy_(carried)
