@@ -365,7 +365,9 @@ class Backend final : public c10d::Backend {
     int delay = most ? std::uniform_int_distribution<int>(0, most)(delays_) : 0;
     // What the device waits for already comes first.
     std::function<void()> task = [pending, run = std::move(run), tensors = std::move(tensors), delay,
+                                  inference = c10::InferenceMode::is_enabled(),
                                   before = awaited_by_device()]() mutable {
+      c10::InferenceMode mode(inference);
       std::exception_ptr error;
       try {
         for (auto& each : before) each->wait();

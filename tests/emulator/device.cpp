@@ -258,8 +258,9 @@ class OnHost {
     const auto& schema = op_.schema();
     size_t first = stack_->size() - schema.arguments().size();
     for (size_t i = first; i < stack_->size(); i++) {
-      auto* alias = schema.arguments()[i - first].alias_info();
-      to_host((*stack_)[i], alias && alias->isWrite());
+      const auto& argument = schema.arguments()[i - first];
+      auto* alias = argument.alias_info();
+      to_host((*stack_)[i], argument.is_out() ? Access::result : alias && alias->isWrite() ? Access::write : Access::read);
     }
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
     for (auto& [tensor, host] : written_) resize_as(tensor, host);
@@ -267,17 +268,19 @@ class OnHost {
   }
 
  private:
-  void to_host(c10::IValue& value, bool writes) {
+  enum class Access { read, write, result };  // a result may be resized
+
+  void to_host(c10::IValue& value, Access access) {
     if (value.isTensor()) {
-      value = to_host(value.toTensor(), writes);
+      value = to_host(value.toTensor(), access);
     } else if (value.isTensorList()) {
       std::vector<Tensor> hosts;
-      for (const Tensor& each : value.toTensorVector()) hosts.push_back(to_host(each, writes));
+      for (const Tensor& each : value.toTensorVector()) hosts.push_back(to_host(each, access));
       value = hosts;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> hosts;
       for (std::optional<Tensor> each : value.toOptionalTensorList())
-        hosts.push_back(each ? std::optional<Tensor>(to_host(*each, writes)) : std::nullopt);
+        hosts.push_back(each ? std::optional<Tensor>(to_host(*each, access)) : std::nullopt);
       value = hosts;
     } else if (value.isDevice() && value.toDevice().type() == kDevice) {
       device_ = Device(kDevice, index_of(value.toDevice()));
@@ -285,7 +288,7 @@ class OnHost {
     }
   }
 
-  Tensor to_host(const Tensor& tensor, bool writes) {
+  Tensor to_host(const Tensor& tensor, Access access) {
     if (!tensor.defined()) return tensor;
     // Tensors of several devices do not mix, but for a host's numbers and its indices.
     if (tensor.is_cpu() && (tensor.dim() == 0 || hosts_too_)) return tensor;
@@ -293,15 +296,19 @@ class OnHost {
                 *device_, " and ", tensor.device(), " in ", name_);
     device_ = tensor.device();
     if (!tensor.is_privateuseone()) return tensor;
-    Tensor host = writes && tensor.numel() == 0 ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU)) : on_host(tensor);
+    bool resizable = access == Access::result || (access == Access::write && tensor.numel() == 0);
+    Tensor host = resizable ? on_host(tensor).clone() : on_host(tensor);
     tensors_.emplace_back(tensor, host);
-    if (writes) written_.emplace_back(tensor, host);
+    if (access != Access::read) written_.emplace_back(tensor, host);
     return host;
   }
 
-  // What was written to may have got another size, and other memory.
+  // What was written to may lie in other memory, and have got another size.
   static void resize_as(Tensor& tensor, const Tensor& host) {
-    if (host.data_ptr() == tensor.data_ptr() && host.sizes() == tensor.sizes()) return;
+    if (host.sizes() == tensor.sizes()) {
+      if (host.data_ptr() != tensor.data_ptr()) on_host(tensor).copy_(host);
+      return;
+    }
     auto* impl = tensor.unsafeGetTensorImpl();
     if (host.numel()) {
       impl->set_storage_keep_dtype(on_device(host, tensor.device()).storage());

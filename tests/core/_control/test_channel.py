@@ -107,7 +107,7 @@ def test_a_closed_channel_leaves_nothing(workers: Workers) -> None:
 
 
 def finish_slowly(rank: int) -> tuple[float, int]:
-    """The last rank is slow to read what all have said last; the others leave, and their processes might end."""
+    """The last rank is slow to come out; the others leave, and their processes might end."""
     channel = open_channel()
     assert isinstance(channel, StoreChannel)
     dist.barrier()
@@ -115,13 +115,13 @@ def finish_slowly(rank: int) -> tuple[float, int]:
     dist.barrier()
     channel.gather(rank)
     if rank == 2:
-        read = channel._wait
+        post = channel.post
 
-        def wait_and_read(*args: Any) -> Any:
+        def post_late(*args: Any) -> None:
             time.sleep(7)  # longer than a rank waits before it looks for another one
-            return read(*args)
+            post(*args)
 
-        channel._wait = wait_and_read  # type: ignore[method-assign]
+        channel.post = post_late  # type: ignore[method-assign]
     start = time.monotonic()
     channel.finish()
     seconds = time.monotonic() - start
