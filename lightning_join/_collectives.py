@@ -64,10 +64,9 @@ class StepCollectives(ParallelStrategy):
         ranks, join = self.step_ranks, self.join
         everyone = group is None or group == dist.group.WORLD
         with_backward = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
-        follows = everyone and join is not None and join.follows_backward
-        if with_backward and follows:
-            join.note_gather()  # type: ignore[union-attr]
-        if with_backward and ranks is not None and not follows:
+        if with_backward and everyone and join is not None and join.follows_backward:
+            join.note_gather()
+        elif with_backward and ranks is not None:
             raise UnsupportedError(
                 "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
                 f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'})."

@@ -1,5 +1,6 @@
 """What cannot be followed on an accelerator raises, and leaves nothing open."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.core.backward.test_exact import train_reentrant
 from tests.support.workers import Workers
 from torch_join import Join, UnsupportedError
+from torch_join._base import compat
 
 
 def exchanging(rank: int) -> str:
@@ -36,6 +38,29 @@ def test_a_refused_exchange_leaves_no_coalesced_group_open(devices: Workers) -> 
     joined, *active = devices.run(3, exchanging)
     assert joined == ""
     assert all("batch_isend_irecv" in said for said in active)
+
+
+def catching(rank: int) -> str:
+    """A coalesced group of the user's own, in which a refusal is caught: it goes on and is ended by who began it."""
+    ddp, said = DistributedDataParallel(nn.Linear(2, 1)), ""
+    with Join([ddp]) as join:
+        for step in join.batches(range([1, 3][rank])):
+            if step == 2:
+                x = torch.ones(2)
+                with dist._coalescing_manager():
+                    with pytest.raises(UnsupportedError) as raised:
+                        dist.send(torch.ones(2), 0)
+                    dist.all_reduce(x)
+                said = f"{raised.value} {x.tolist()}"
+            ddp(torch.ones(1, 2)).sum().backward()
+    return said
+
+
+def test_a_refusal_that_is_caught_inside_leaves_the_users_group_open(devices: Workers) -> None:
+    joined, active = devices.run(2, catching)
+    assert joined == ""
+    assert active.startswith("send on a process group")
+    assert active.endswith("[1.0, 1.0]")
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -83,9 +108,28 @@ def test_a_cuda_graph_is_left_alone_on_even_inputs(workers: Workers) -> None:
     assert workers.run(2, replay, "world", (3, 3)) == ["fine", "fine"]
 
 
-def without_store(rank: int) -> str:
-    from torch_join._base import compat
+def capturing(rank: int) -> str:
+    """As if a graph were being captured: without CUDA torch cannot say."""
+    said, on_cuda = "", SimpleNamespace(is_cuda=True)
+    own = torch.cuda.is_current_stream_capturing, compat.check_not_captured
+    torch.cuda.is_current_stream_capturing = lambda: True
+    compat.check_not_captured = lambda _: own[1](on_cuda)  # type: ignore[arg-type]
+    try:
+        ddp = DistributedDataParallel(nn.Linear(2, 1))
+        with pytest.raises(UnsupportedError) as raised, Join([ddp]) as join:
+            for x in join.batches([torch.ones(1, 2)]):
+                ddp(x).sum().backward()
+        said = str(raised.value)
+    finally:
+        torch.cuda.is_current_stream_capturing, compat.check_not_captured = own
+    return said
 
+
+def test_a_capture_of_a_forward_raises(workers: Workers) -> None:
+    assert all("captures a forward" in said for said in workers.run(2, capturing))
+
+
+def without_store(rank: int) -> str:
     own, compat.group_store = compat.group_store, lambda group: dist.Store()
     try:
         with pytest.raises(UnsupportedError, match="MPI") as raised, Join([DistributedDataParallel(nn.Linear(1, 1))]):

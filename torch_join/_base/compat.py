@@ -3,8 +3,7 @@
 `tests/core/_base/test_compat.py` notices when one of them goes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,18 +67,6 @@ def wait_for_device(kind: str) -> None:
     """Wait until an accelerator has done all that was queued: its collectives return before they have run."""
     if kind != "cpu":
         torch.accelerator.current_stream().synchronize()
-
-
-def own_device(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-    """Make the device of the first of these modules' parameters the current one inside.
-
-    What active ranks say names kinds of devices, since each rank has its own; whoever has not called
-    `torch.cuda.set_device` is on the first one otherwise, as all ranks are.
-    """
-    found = next((p.device for module in modules for p in module.parameters()), None)
-    if found is None or found.type == "cpu" or found.index is None:
-        return nullcontext()
-    return torch.accelerator.device_index(found.index)
 
 
 def check_not_captured(parameter: Tensor) -> None:

@@ -263,14 +263,11 @@ def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
     return end
 
 
-def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor], caller: FrameType | None) -> None:
-    """End the `_coalescing_manager` of a `batch_isend_irecv`: torch leaves it open if something raises inside.
+def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+    """End the `_coalescing_manager` of torch's own that something raises in: torch leaves it open.
 
     The next collective of the group would then wait to be launched by an end that does not come.
     """
-    function = origin(caller).function
-    if function is None or function.f_code.co_name != "batch_isend_irecv":
-        return  # who has begun one may catch what is raised inside, and end it
     open_groups = distributed_c10d._world.pg_coalesce_state
     for each in [each for each in open_groups if each.group_name == group.group_name]:
         del open_groups[each]

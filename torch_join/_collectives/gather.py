@@ -26,12 +26,11 @@ def gather_active(tensor: Tensor, active: Sequence[int], group: Any, sync_grads:
     if sync_grads:
         gathered: Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
     else:
-        gathered = stack_of_all(tensor.detach(), group)
+        gathered = _stack_of_all(tensor.detach(), group)
     return gathered if len(active) == len(gathered) else gathered[list(active)]
 
 
-def stack_of_all(tensor: Tensor, group: Any) -> Tensor:
-    """Return every rank's tensor, stacked; no gradients flow through it."""
+def _stack_of_all(tensor: Tensor, group: Any) -> Tensor:
     tensor = tensor.contiguous()
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, tensor, group=group)
@@ -42,7 +41,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return stack_of_all(tensor, group)
+        return _stack_of_all(tensor, group)
 
     @staticmethod
     @once_differentiable

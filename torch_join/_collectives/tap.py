@@ -137,7 +137,7 @@ class CollectiveTap:
                 if tap._backwards is not None and "process_group" in named:
                     tap._tell(tap._backwards, named, caller, ddps)
                 if not ddps:
-                    named = tap._see_or_leave(operator, named, caller)
+                    named = tap._see(operator, named, caller)
                     if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
                         return issue_weighted(partial(op.redispatch, _dispatch.below(keyset)), named, factor)
                     args = tuple(named.values())
@@ -175,15 +175,6 @@ class CollectiveTap:
         # For an accelerator's tensors the engine runs backward in threads of its own.
         return _compat_c10d.in_backward() and _compat_c10d.waits_for_backward(self._thread)
 
-    def _see_or_leave(self, operator: str, args: dict[str, Any], caller: FrameType | None) -> dict[str, Any]:
-        try:
-            return self._see(operator, args, caller)
-        except BaseException:
-            if "process_group" in args:
-                group = _compat_c10d.unbox_group(args["process_group"])
-                _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"), caller)
-            raise
-
     def _see(self, operator: str, args: dict[str, Any], caller: FrameType | None) -> dict[str, Any]:
         operation = _compat_c10d.OPERATORS.get(operator)
         if operation is None:
@@ -213,6 +204,8 @@ class CollectiveTap:
                 root = ranks[_compat_c10d.gather_object_destination(function)]
         call = describe(operation, group.group_name, root, args)
         if (refused := refusal(call, args, joined, origin)) is not None:
+            if name == "batch_isend_irecv":
+                _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
                 f"{name} on a process group in which {f'ranks {joined}' if joined else 'some ranks'} have joined,"
                 f" that is, have no more inputs: {refused.why}. Use {refused.instead}."

@@ -244,8 +244,8 @@ class WaitingChannel:
         gone = [rank for rank in ranks if group is not None and _compat.is_gone(group, rank)]
         if gone or waited > self._timeout.total_seconds():
             raise PeerFailedError(
-                f"{name_ranks(gone or ranks)} did not come out of the loop with rank {self.rank}: killed, or stopped,"
-                " after all had the last state. Its own log, or the system's, says why."
+                f"Rank {self.rank} has waited for {name_ranks(gone or ranks)} to come out of the loop too: killed, or"
+                " stopped, after all had the last state. Its own log, or the system's, says why."
             )
 
     def _timed_out(self) -> JoinError:

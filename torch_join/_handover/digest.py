@@ -4,12 +4,12 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_join._base.devices import read
 from torch_join._base.raw import flat_elements, raw_bytes
 from torch_join._base.tree import Keep, Nested, Pickled, Slot
 
@@ -107,20 +107,10 @@ def _small_sums(tensors: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
     return [part.sum() for part in torch.split(weighted, counts)]
 
 
-def read_flags(flags: Sequence[Tensor]) -> list[list[bool]]:
-    """Return what is in tensors of booleans, with one transfer for each device."""
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for index, tensor in enumerate(flags):
-        by_device[tensor.device].append(index)
-    found: dict[int, list[bool]] = {}
-    for indices in by_device.values():
-        values = iter(torch.cat([flags[index].reshape(-1) for index in indices]).tolist())
-        found.update({index: list(islice(values, flags[index].numel())) for index in indices})
-    return [found[index] for index in range(len(flags))]
-
-
 def _read(sums: Sequence[tuple[list[int], Tensor]]) -> list[int]:
-    values = {index: value for indices, part in sums for index, value in zip(indices, part.tolist(), strict=True)}
+    places = [index for indices, _ in sums for index in indices]
+    found = [value for part in read([part for _, part in sums]) for value in part]
+    values = dict(zip(places, found, strict=True))
     return [values[index] for index in range(len(values))]
 
 

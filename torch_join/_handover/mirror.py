@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
+from torch_join._base.devices import read
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._control.codec import closed
-from torch_join._handover.digest import read_flags, unread_checksums
+from torch_join._handover.digest import unread_checksums
 
 Known = tuple["weakref.ref[Tensor]", tuple[int, int]] | None  # a gradient, and its versions at some moment
 
@@ -102,7 +103,7 @@ class StepMirror:
                 asked.append((place, gradient.detach().any()))
         before, now = self._sums, self._checksums() if with_parameters else self._sums
         differ = [theirs != mine for (_, theirs), (_, mine) in zip(before, now, strict=True)] if with_parameters else []
-        flags = read_flags([*(flag for _, flag in asked), *differ])  # all that is read of the device
+        flags = read([*(flag for _, flag in asked), *differ])  # all that is read of the device
         for (place, _), (holds_something,) in zip(asked, flags, strict=False):
             if not holds_something:
                 found.zeroed.append(place)

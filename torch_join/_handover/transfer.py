@@ -8,20 +8,18 @@ tensor that is not laid out alike on all ranks takes memory, while it is under w
 
 from collections.abc import Iterator, Sequence
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_join._base.devices import device_of
 from torch_join._base.specs import TensorSpec, storage_view
 
 BUCKET_BYTES = 25 * 2**20
 # From here on a broadcast of its own costs less than copying into a bucket and out of it.
 _LARGE = 4 * 2**20
 _ALIGNMENT = 16  # bytes: the size of the largest element
-
-_devices: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary()
 
 
 def broadcast(
@@ -110,12 +108,6 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def use_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Note the device that this rank's part of a group works on, which need not be the current one."""
-    if device.type != "cpu" and dist.is_initialized():
-        _devices[group or cast(dist.ProcessGroup, dist.group.WORLD)] = device
-
-
 def carrier(kind: str, group: dist.ProcessGroup) -> torch.device | None:
     """Return where tensors on a kind of device have to be for the group to send them, `None` for where they are.
 
@@ -125,8 +117,8 @@ def carrier(kind: str, group: dist.ProcessGroup) -> torch.device | None:
     served = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
     if kind in served:
         return None
-    known = _devices.get(group)
-    return known if known is not None and known.type in served else torch.device(served[0])
+    own = device_of(group)
+    return own if own.type in served else torch.device(served[0])
 
 
 def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from torch_join._base.devices import use_device
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
-from torch_join._handover.transfer import use_device
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.life import Place, move
 from torch_join._tail.meetings import Due, Meetings
@@ -74,9 +74,9 @@ class LoopDriver(Meetings):
             self.tails.compare_given()
             for part in self.server.parts:
                 part.enter()
-            for parameter in (p for model in self.server.models() for p in model.modules[0].parameters()):
-                use_device(parameter.device, self.members.group)
-                break
+            parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
+            if (first := next(parameters, None)) is not None:
+                use_device(first.device, self.members.group)
         except BaseException:
             self.leave()
             raise

@@ -1,12 +1,11 @@
 """A tail, from the first rank that joins to the last, whose state all ranks get; and what is compared at both ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from torch_join._base import compat as _compat
+from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join._base.hyperparameters import Steps, Words
 from torch_join._handover.audit import Audit, Often
@@ -83,7 +82,7 @@ class Tails:
         if not members.announces:
             self._look(at_top)
         self.server.join()
-        with _compat.own_device(self._modules()):
+        with on_device(self.server.members.group):
             words, position, leader, in_pieces = self.server.follow(END)
         self.server.backwards.in_pieces = in_pieces or self.server.backwards.in_pieces
         if not members.deletes:
@@ -115,14 +114,11 @@ class Tails:
         members = self.server.members
         # What a joined rank says does not count: it has synced what it accumulated as a shadow.
         has_synced = self._has_synced or not members.leads
-        with _compat.own_device(self._modules()):
+        with on_device(self.server.members.group):
             for part, theirs in zip(self.server.parts, words, strict=True):
                 part.receive_closing(theirs, members.leader)
             self._audit.end(self.server.channel, self._take_states(), has_synced)
         self._restore_flags()
-
-    def _modules(self) -> Iterator[nn.Module]:
-        return (module for model in self.server.models() for module in model.modules)
 
     def hand_over_states(self) -> frozenset[int]:
         """Give all ranks the leader's state of everything that has one; every rank calls this.
@@ -133,7 +129,7 @@ class Tails:
         Raises:
             JoinError: A rank has changed something between its `break` and this, which others have yet to come to.
         """
-        with _compat.own_device(self._modules()):
+        with on_device(self.server.members.group):
             local = self._take_states()
         self._restore_flags()
         return local

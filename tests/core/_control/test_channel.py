@@ -151,7 +151,7 @@ def die_at_the_end(rank: int) -> None:
 def test_a_rank_that_ends_before_it_has_left_is_named_by_rank_0(workers: Workers) -> None:
     first, dead, _ = workers.outcomes(3, die_at_the_end)
     assert dead.error == "the process ended"
-    assert first.error.startswith("PeerFailedError: rank 1 did not come out of the loop with rank 0")
+    assert first.error.startswith("PeerFailedError: Rank 0 has waited for rank 1 to come out")
 
 
 def correct_around_gathers(rank: int) -> dict[int, int]:

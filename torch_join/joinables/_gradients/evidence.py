@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torch_join._base import compat as _compat
+from torch_join._base.devices import read
 from torch_join._base.errors import JoinError
 from torch_join._handover.mirror import Known, is_known, known, versions
 from torch_join._shadow.zero_gradient import empty_sparse
@@ -267,17 +268,8 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
 
 
 def _read(norms: Sequence[Tensor | None]) -> list[float | None]:
-    """Read norms, in one transfer for each device (and dtype)."""
-    out: list[float | None] = [None] * len(norms)
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for index, norm in enumerate(norms):
-        if norm is not None:
-            alike.setdefault((norm.device, norm.dtype), []).append((index, norm))
-    for items in alike.values():
-        values = torch.stack([norm for _, norm in items]).tolist()
-        for (index, _), value in zip(items, values, strict=True):
-            out[index] = value
-    return out
+    values = iter(read([norm for norm in norms if norm is not None]))
+    return [None if norm is None else next(values)[0] for norm in norms]
 
 
 def _same(one: float, other: float | None, tolerance: float = 0.0) -> bool:

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 
 from torch_join._base import compat as _compat
+from torch_join._base.devices import use_device
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks
 from torch_join._base.membership import Membership, Role
 from torch_join._base.weighting import Weighting
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.handover import hand_over
-from torch_join._handover.transfer import use_device
 from torch_join.joinables._gradients.clears import Clears
 from torch_join.joinables.part import Driver, Part
 

@@ -1,0 +1,49 @@
+"""Which device a rank works on, and how little it waits for it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_devices: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary()
+
+
+def use_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Note the device that this rank's part of a group works on, which need not be the current one.
+
+    What ranks tell each other names kinds of devices, since each has its own; whoever has not called
+    `torch.cuda.set_device` is on the first one otherwise, as all ranks of its machine are.
+    """
+    if dist.is_initialized():
+        _devices[group or cast(dist.ProcessGroup, dist.group.WORLD)] = device
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device that this rank's part of a group works on, the CPU as long as nobody has noted another."""
+    known = _devices.get(group or cast(dist.ProcessGroup, dist.group.WORLD)) if dist.is_initialized() else None
+    return known or torch.device("cpu")
+
+
+def on_device(group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
+    """Make the device on which this rank's part of a group works the current one inside."""
+    device = device_of(group)
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
+def read(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """Return the elements of each tensor, with one transfer for each device (and dtype), however many there are."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        alike[tensor.device, tensor.dtype].append(index)
+    found: list[list[Any]] = [[] for _ in tensors]
+    for indices in alike.values():
+        values = iter(torch.cat([tensors[index].reshape(-1) for index in indices]).tolist())
+        for index in indices:
+            found[index] = list(islice(values, tensors[index].numel()))
+    return found
