@@ -90,6 +90,19 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextmanager
+def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> Iterator[None]:
+    """Have a loop over `loader` that begins inside go through others than those of the loader that it has wrapped.
+
+    Accelerate calls that one's `__iter__` by name, once, when its first batch is asked for.
+    """
+    vars(loader.base_dataloader)["__iter__"] = batches
+    try:
+        yield
+    finally:
+        del vars(loader.base_dataloader)["__iter__"]
+
+
+@contextmanager
 def operations_replaced(
     gather: Callable[..., Any],
     gather_object: Callable[..., Any],

@@ -24,8 +24,8 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from accelerate_join import _compat
 from accelerate_join._protocol import JoinContext, PreparedLoader
-from torch_join import JoinError
-from torch_join.integration import Reader
+from torch_join import JoinError, UnsupportedError
+from torch_join.integration import Begin, Reader, refuse_position
 
 _KINDS = get_args(PreparedLoader)
 # Samplers of these modules have as many indices as they say, as has Accelerate's SeedableRandomSampler.
@@ -54,6 +54,21 @@ class PreparedReader(Reader[Any]):
     def certain_length(self) -> int | None:
         return certain_length(self.prepared)
 
+    def rebalanced(self, begin: Begin) -> Reader[Any]:
+        loader = self.prepared
+        if type(loader) is DataLoaderDispatcher:
+            return self  # which gives all processes as many batches itself
+        refuse_position(loader.base_dataloader)
+        if getattr(loader, "skip_batches", 0):
+            raise UnsupportedError(
+                "rebalance=True with a loader over an iterable dataset that skips batches: it would skip those that it"
+                " is given. Begin the dataset where training goes on."
+            )
+        # Taken before Accelerate places them on a device, and given back where it reads its next one.
+        with _compat.batches_replaced(loader, lambda: _rebalanced(loader, begin)):
+            self.has_next()
+        return self
+
     def length_if_known(self, step: int) -> int | None:
         if not self.has_next():
             return step
@@ -62,6 +77,26 @@ class PreparedReader(Reader[Any]):
     @property
     def at_last(self) -> bool:
         return self.has_next() and bool(self.prepared.end_of_dataloader)
+
+
+class _OwnBatches(Reader[Any]):
+    """Reads what a prepared loader would place on a device."""
+
+    lead = 2  # Accelerate reads a batch ahead
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        super().__init__(loader.base_dataloader)
+        self._prepared = loader
+
+    def trusted_length(self) -> int | None:
+        return certain_length(self._prepared)
+
+
+def _rebalanced(loader: PreparedLoader, begin: Begin) -> Iterator[Any]:
+    own = _OwnBatches(loader)
+    reader = begin(own) or own
+    while reader.has_next():
+        yield reader.take()
 
 
 def certain_length(loader: PreparedLoader) -> int | None:

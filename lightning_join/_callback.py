@@ -46,6 +46,7 @@ class JoinCallback(Callback):
         throw_on_early_termination: As in `DDPJoinStrategy`.
         joinables: As in `DDPJoinStrategy`.
         backward_collectives: As in `DDPJoinStrategy`.
+        rebalance: As in `DDPJoinStrategy`.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. When a run
@@ -67,6 +68,7 @@ class JoinCallback(Callback):
         throw_on_early_termination: bool = False,
         joinables: Sequence[Joinable] = (),
         backward_collectives: bool = False,
+        rebalance: bool = False,
     ) -> None:
         self._arguments: dict[str, Any] = {
             "weighting": weighting,
@@ -74,6 +76,7 @@ class JoinCallback(Callback):
             "throw_on_early_termination": throw_on_early_termination,
             "joinables": joinables,
             "backward_collectives": backward_collectives,
+            "rebalance": rebalance,
         }
         DDPJoinStrategy(**self._arguments)  # so that what is wrong with the arguments is said here
 

@@ -23,12 +23,20 @@ from lightning_join._reading.samplers import mark_injected, without_padding
 from lightning_join._supported import check_module, check_optimizers, check_timeout
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
 from torch_join import PeerFailedError, Weighting
-from torch_join.integration import Channel, ModuleMetrics, StepDriver, open_channel, resolve_weighting
+from torch_join.integration import (
+    Channel,
+    ModuleMetrics,
+    Rebalancing,
+    StepDriver,
+    check_can_rebalance,
+    open_channel,
+    resolve_weighting,
+)
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
-_OF_A_RUN = ("channel", "driver", "join", "metrics", "_step_values", "_manual")
+_OF_A_RUN = ("channel", "driver", "join", "metrics", "rebalancing", "_step_values", "_manual")
 
 
 def start_methods(name: str) -> list[tuple[str, str]]:
@@ -48,6 +56,7 @@ class Joining(ParallelStrategy):
         enable_join: See `DDPJoinStrategy`.
         joinables: See `DDPJoinStrategy`.
         backward_collectives: See `DDPJoinStrategy`.
+        rebalance: See `DDPJoinStrategy`.
         **kwargs: The keyword arguments of Lightning's own.
     """
 
@@ -56,6 +65,7 @@ class Joining(ParallelStrategy):
     # What Lightning's messages name, and what is to be used here.
     _remedies: ClassVar[dict[str, str]] = {}
     metrics: ModuleMetrics | None = None
+    rebalancing: Rebalancing | None = None
     _step_values: StepValues | None = None
     _timeout: timedelta | None
     # Of `StepCollectives`, which each strategy derives from too.
@@ -72,6 +82,7 @@ class Joining(ParallelStrategy):
         enable_join: bool = True,
         joinables: Sequence[Joinable] = (),
         backward_collectives: bool = False,
+        rebalance: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -81,6 +92,9 @@ class Joining(ParallelStrategy):
         self.enable_join = enable_join
         self.joinables = tuple(joinables)
         self.backward_collectives = backward_collectives
+        self.rebalance = rebalance
+        if rebalance:
+            check_can_rebalance(heartbeat=False, throw_on_early_termination=throw_on_early_termination)
         if enable_join:
             self.check_arguments()
 
@@ -109,8 +123,10 @@ class Joining(ParallelStrategy):
             return
         check_module(self.lightning_module)
         take_over(trainer, cast(JoiningStrategy, self))
-        self.channel = open_channel(timeout=self._timeout or _DEFAULT_TIMEOUT)
+        timeout = self._timeout or _DEFAULT_TIMEOUT
+        self.channel = open_channel(timeout=timeout)
         self.driver = StepDriver(self.channel, self.weighting, self.backward_collectives)
+        self.rebalancing = Rebalancing(self.driver.members, self.rebalance)
         self._step_values = self.driver.add(partial(StepValues, strategy=cast(JoiningStrategy, self)))
 
     def setup(self, trainer: "Trainer") -> None:
@@ -136,6 +152,18 @@ class Joining(ParallelStrategy):
         closure_loss = precision.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @property
+    def batch_owner(self) -> int | None:
+        """The rank whose batch this one trains on at the current step: with `rebalance`, perhaps another."""
+        share = self.join.share if self.join is not None else None
+        return None if share is None else share.owner
+
+    @property
+    def owner_batch_idx(self) -> int | None:
+        """The index of that batch among its owner's in this epoch; `batch_idx` without `rebalance`."""
+        share = self.join.share if self.join is not None else None
+        return None if share is None else share.batch_idx
 
     def take_joinables(self) -> list[Joinable]:
         """Return the joinables of the user's own; all ranks meet. In one process, have their post-hooks run there."""
@@ -187,6 +215,8 @@ class Joining(ParallelStrategy):
         """Remove all that was installed for joining; doing it again does nothing."""
         if self.driver is not None:
             self.driver.close()
+        if self.rebalancing is not None:
+            self.rebalancing.abandon()
         self.channel.leave()
         for name in _OF_A_RUN:
             vars(self).pop(name, None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_join._compat import ResultMetric
 from torch_join import Weighting
-from torch_join.integration import Channel, Lockstep, ModuleMetrics, StepDriver
+from torch_join.integration import Channel, Lockstep, ModuleMetrics, Rebalancing, StepDriver
 
 
 class JoiningStrategy(Protocol):
@@ -37,6 +37,10 @@ class JoiningStrategy(Protocol):
     @property
     def metrics(self) -> ModuleMetrics | None:
         """The module's metrics of torchmetrics; `None` outside of a run."""
+
+    @property
+    def rebalancing(self) -> Rebalancing | None:
+        """What rebalances batches, if they are; `None` outside of a run."""
 
     @property
     def joined(self) -> bool:
@@ -87,6 +91,12 @@ def strategy_of(trainer: "pl.Trainer") -> JoiningStrategy:
 def channel_of(trainer: "pl.Trainer") -> Channel:
     """Return the channel between the ranks."""
     return strategy_of(trainer).channel
+
+
+def rebalancing_of(trainer: "pl.Trainer") -> Rebalancing | None:
+    """Return what rebalances the batches of this run, if they are."""
+    rebalancing = strategy_of(trainer).rebalancing
+    return rebalancing if rebalancing is not None and rebalancing.enabled else None
 
 
 def metrics_of(trainer: "pl.Trainer") -> ModuleMetrics:

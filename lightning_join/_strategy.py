@@ -40,6 +40,8 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
             those that the module's `configure_joinables()` returns.
         backward_collectives: Whether backwards may have collectives of their own though no autograd function has one
             in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
+        rebalance: Whether ranks that have run out of batches get some of others', so that an epoch has as many steps as
+            batches divided by ranks. It is another trajectory than without: fewer steps, of more batches each.
         **kwargs: `DDPStrategy`'s keyword arguments, which include `DistributedDataParallel`'s.
 
     Raises:

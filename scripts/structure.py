@@ -22,11 +22,12 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "torch_join": {
         "_base": (),
         "_control": ("_base",),
+        "_schedule": ("_base", "_control"),
         "_shadow": ("_base", "_control"),
         "_collectives": ("_base", "_control", "_shadow"),
         "_handover": ("_base", "_control", "_shadow", "_collectives"),
         "joinables": ("_base", "_control", "_shadow", "_collectives", "_handover"),
-        "_tail": ("_base", "_control", "_shadow", "_collectives", "_handover", "joinables"),
+        "_tail": ("_base", "_control", "_schedule", "_shadow", "_collectives", "_handover", "joinables"),
     },
     "lightning_join": {
         "_compat": (),

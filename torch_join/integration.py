@@ -16,10 +16,13 @@ from torch_join._control.codec import closed
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
+from torch_join._schedule.plan import steps_of
+from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._shadow.model import ModelShadow
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.loops import LoopDriver
-from torch_join._tail.reader import Reader
+from torch_join._tail.reader import Begin, Reader, refuse_position
+from torch_join._tail.refills import RefillGuard
 from torch_join._tail.steps import StepDriver
 from torch_join.join import Join
 from torch_join.joinables import ModuleMetrics, Part
@@ -29,6 +32,7 @@ from torch_join.joinables.part import Driver
 from torch_join.lockstep import LockstepJoin
 
 __all__ = [
+    "Begin",
     "Changes",
     "Channel",
     "Driver",
@@ -39,8 +43,11 @@ __all__ = [
     "ModuleMetrics",
     "Part",
     "Reader",
+    "Rebalancing",
+    "RefillGuard",
     "StepDriver",
     "StepMirror",
+    "check_can_rebalance",
     "closed",
     "driver_of",
     "follow_sharded_model",
@@ -49,8 +56,10 @@ __all__ = [
     "listed",
     "name_ranks",
     "open_channel",
+    "refuse_position",
     "resolve_weighting",
     "sharded_lockstep_join",
+    "steps_of",
     "take_group_options",
     "telling_failures",
 ]

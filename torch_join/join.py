@@ -14,7 +14,9 @@ from torch_join._base.weighting import Weighting, resolve_weighting
 from torch_join._collectives.gather import gather_active
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.audit import Often
+from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._tail.loops import LoopDriver
+from torch_join._tail.planned import PlannedLoops
 from torch_join._tail.tails import Tails
 from torch_join.joinables._torch.joinable import unwrap
 from torch_join.joinables.arguments import check_given, check_options, check_timeout, common_group, listed
@@ -52,6 +54,8 @@ class Join(TorchJoin):
         hand_over_ignored: Whether parameters that DDP ignores are; `None`: of which all ranks held the same bytes.
         backward_collectives: Whether backwards may have collectives of their own though no autograd function has one
             in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
+        rebalance: Whether ranks that have run out of batches get some of others', so that all train until the end.
+            Loops must be over `batches`, and be left on all ranks at the same step.
         **kwargs: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
 
     Raises:
@@ -73,6 +77,7 @@ class Join(TorchJoin):
         audit: Often = "tail",
         hand_over_ignored: bool | None = None,
         backward_collectives: bool = False,
+        rebalance: bool = False,
         **kwargs: Any,
     ) -> None:
         things = [unwrap(thing) for thing in listed(joinables)]
@@ -80,15 +85,13 @@ class Join(TorchJoin):
         check_timeout(timeout)
         check_options(kwargs, things)
         weighting = resolve_weighting(weighting, kwargs.get("divide_by_initial_world_size"))
+        if rebalance:
+            check_can_rebalance(heartbeat, throw_on_early_termination)
         self._timeout = timeout
-        self._driver = LoopDriver(
-            Membership(common_group(things), weighting, may_break=heartbeat),
-            things,
-            Tails(things, audit, hand_over_ignored),
-            enable,
-            throw_on_early_termination,
-            kwargs,
-        )
+        members = Membership(common_group(things), weighting, may_break=heartbeat)
+        planned = PlannedLoops(Rebalancing(members, rebalance and enable))
+        tails = Tails(things, audit, hand_over_ignored)
+        self._driver = LoopDriver(members, things, tails, planned, enable, throw_on_early_termination, kwargs)
         self.backward_collectives = backward_collectives
 
     def __enter__(self: J) -> J:
@@ -164,6 +167,18 @@ class Join(TorchJoin):
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that have an input at the current step."""
         return self._driver.met.active
+
+    @property
+    def batch_owner(self) -> int | None:
+        """The rank whose batch this one trains on at the current step: with `rebalance`, perhaps another."""
+        share = self._driver.share
+        return None if share is None else share.owner
+
+    @property
+    def owner_batch_idx(self) -> int | None:
+        """The index of that batch among its owner's in this loop; `step` without `rebalance`."""
+        share = self._driver.share
+        return None if share is None else share.batch_idx
 
     @property
     def step(self) -> int:

@@ -17,7 +17,7 @@ from lightning_join._logging.step_values import HookLogging, drop_own_step_value
 from lightning_join._loops.fit import JoinFitLoop
 from lightning_join._loops.stand_in import StandIn, State
 from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration, has_transfer_hooks
-from lightning_join._protocol import join_of, metrics_of, strategy_of
+from lightning_join._protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._reading.fetcher import ReadAheadFetcher
 
 
@@ -52,7 +52,12 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
 
     def reset(self) -> None:
         ended = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
+        fit_loop, steps = self._fit_loop, self._fit_loop.max_batches
+        if rebalancing_of(self.trainer) is not None:
+            # Only the plan, which is yet to be made, knows whether steps are left.
+            fit_loop.max_batches = max(steps, self.batch_progress.current.ready + 1)
         super().reset()
+        fit_loop.max_batches = steps
         if ended and self.batch_progress.current.ready > 0:
             # A checkpoint of an epoch's last step; Lightning sees that only where the length is known.
             self.batch_progress.reset_on_run()
@@ -69,6 +74,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         self._stand_in.begin_epoch()
         had_batch = self._stand_in.state is not State.MISSING
         mine = (float("inf") if length is None else length, had_batch, data_fetcher.claimed, end, requests)
+        data_fetcher.claimed = None
         self._has_transfer_hooks = has_transfer_hooks(trainer)
         join = join_of(trainer)
         everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
@@ -78,8 +84,25 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         for rank, (_, _, claimed, its_end, _) in enumerate(everyone):
             if claimed is not None:
                 _warn_of_missing_batches(rank, claimed, its_end)
+        self._rebalance(data_fetcher)
         lack_batch = {rank for rank, (_, had_batch, *_) in enumerate(everyone) if not had_batch}
         self._lacks_values = bool(lack_batch.difference(join.active_ranks))
+
+    def _rebalance(self, data_fetcher: ReadAheadFetcher) -> None:
+        """Begin to rebalance the epoch, if batches are; all ranks meet."""
+        rebalancing = rebalancing_of(self.trainer)
+        if rebalancing is None:
+            return
+        join, (most, was_unknown) = join_of(self.trainer), self._fit_loop.take_plan()
+        size = extract_batch_size if join.weighting == "samples" else None
+        taken = data_fetcher.taken
+        options = {"taken": taken, "most_gifts": most, "size": size, "leaves": data_fetcher.left}
+        # What has been read ahead tells more than was known then; the steps are to be those that were planned.
+        join.rebalance(rebalancing, data_fetcher, None if was_unknown else data_fetcher.remaining, **options)
+        assert join.plan is not None
+        if join.plan.step == 0:
+            self._fit_loop.check_estimate(join.plan.steps)
+        self._fit_loop.set_steps(join.plan.steps)
 
     def advance(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         # Lightning's, but for: no broadcast, the batch or its stand-in, `is_last_batch`, skipping.
@@ -128,7 +151,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
                 output = self.manual_optimization.run(kwargs)
         if join.joined:
             output = self._stand_in.output or output
-        elif data_fetcher.exhausted and not data_fetcher.batches:
+        elif not self._has_next(data_fetcher):
             self._stand_in.keep(batch, output)
 
         self.batch_progress.increment_processed()
@@ -160,12 +183,14 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
     def _meet(self, data_fetcher: ReadAheadFetcher) -> None:
         """Exchange all that may end the epoch or the fit, and go on to the next step."""
         trainer: Any = self.trainer
-        end = data_fetcher.fill()
+        plan = join_of(trainer).plan
+        end = data_fetcher.fill() if plan is None else data_fetcher.fill(plan.ahead)
         notice: dict[str, Any] = self._fit_loop.requests
         if trainer.is_global_zero and self._time_to_validate():
             notice["validate"] = True  # clocks differ: rank 0's counts
-        if data_fetcher.claimed is not None and end is not None:
-            notice["claimed"] = data_fetcher.claimed
+        if data_fetcher.claimed is not None:
+            notice["claimed"], notice["end"] = data_fetcher.claimed, data_fetcher.fetched
+            data_fetcher.claimed = None  # it is said once
         notices = join_of(trainer).advance(end, self._next_samples(data_fetcher), notice or None)
         self._fit_loop.apply_requests(notices)
         self._validation_due = any("validate" in each for each in notices.values())
@@ -178,9 +203,15 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
             return 0
         return extract_batch_size(data_fetcher.batches[0])
 
+    def _has_next(self, data_fetcher: ReadAheadFetcher) -> bool:
+        plan = join_of(self.trainer).plan
+        return plan.has_batch(1) if plan is not None else bool(data_fetcher.batches) or not data_fetcher.exhausted
+
     def _next_batch(self, data_fetcher: ReadAheadFetcher) -> Any:
         trainer: Any = self.trainer
         join = join_of(trainer)
+        if join.plan is not None:
+            data_fetcher.begin_step()
         if join.joined:
             if self._stand_in.use():
                 drop_own_step_values(self._results)
@@ -190,7 +221,8 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         self._stand_in.let_go()
         # A step of its own: these hooks run where there is a batch only, and may issue collectives.
         with join.driver.step(join.active_ranks) if self._has_transfer_hooks else nullcontext():
-            batch = trainer.precision_plugin.convert_input(data_fetcher.take())
+            batch = data_fetcher.take() if join.plan is None else join.plan.take()
+            batch = trainer.precision_plugin.convert_input(batch)
             batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
             return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
@@ -214,13 +246,17 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         join = join_of(self.trainer)
         leaves = response == -1 and not join.joined
         ranks = join.skip(leaves)
+        if ranks and join.plan is not None:
+            self._fit_loop.set_steps(join.plan.steps)  # fewer ranks may need more
         if leaves:
             data_fetcher.drop()
             self._stand_in.keep(batch, None)
         if ranks and join.active_ranks:
+            lost = join.plan.lost if join.plan is not None else 0
             rank_zero_warn(
                 f"`on_train_batch_start` returned -1 at batch {batch_idx} on ranks {ranks} only. They skip the"
                 f" rest of the epoch; ranks {list(join.active_ranks)} go on."
+                + (f" {lost} batches that others had given away are not trained on in this epoch." if lost else "")
             )
 
     def _around_hooks(self) -> ExitStack:

@@ -15,12 +15,12 @@ from lightning_join import _compat
 from lightning_join._compat import FitLoop, call
 from lightning_join._logging.results import JoinResultCollection, check_monitored
 from lightning_join._loops.resuming import ResumingFitLoop
-from lightning_join._protocol import channel_of, join_of, metrics_of, strategy_of
+from lightning_join._protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import check_unfrozen_parameters, take_unfrozen_parameters
-from torch_join.integration import name_ranks
+from torch_join.integration import name_ranks, steps_of
 
 
 class JoinFitLoop(ResumingFitLoop):
@@ -30,6 +30,8 @@ class JoinFitLoop(ResumingFitLoop):
     # rank's loop while the others go on.
     agreed_stop = False
     _lengths: Sequence[int | float] = ()
+    _has_warned = False
+    _steps: int | float = -1  # what follows from them, or from a plan
 
     def run(self) -> None:
         with strategy_of(self.trainer).around_run(last=not is_finding_learning_rate(self.trainer)):
@@ -38,6 +40,8 @@ class JoinFitLoop(ResumingFitLoop):
             self.agree_on_stop()  # `on_fit_start` may have set it
             super().run()
             self.keep_place()
+            if (rebalancing := rebalancing_of(self.trainer)) is not None:
+                rebalancing.close()
 
     @property
     def done(self) -> bool:
@@ -56,6 +60,7 @@ class JoinFitLoop(ResumingFitLoop):
         self._combined_loader = loader
         self._last_train_dl_reload_epoch = trainer.current_epoch
         self._data_fetcher = fetcher = ReadAheadFetcher()
+        fetcher.rebalances = rebalancing_of(trainer) is not None
         fetcher.setup(loader)
         self._lengths = ()
         _loaders.warn(loader.flattened, self.measure())
@@ -82,16 +87,40 @@ class JoinFitLoop(ResumingFitLoop):
         mine = _loaders.measure(RunningStage.TRAINING, loader.flattened, trainer.limit_train_batches)
         everyone = _loaders.exchange(channel_of(trainer), mine)
         loader.limits = mine.limits
-        self._stateful = any(each.stateful for each in everyone)
+        rebalances = rebalancing_of(self.trainer) is not None
+        self._stateful = rebalances or any(each.stateful for each in everyone)
         self.set_lengths([_loaders.total_length(loader, each.limits) for each in everyone])
         return everyone
 
     def set_lengths(self, lengths: Sequence[int | float]) -> None:
-        """Take the number of batches, and what follows from it, from the longest rank."""
-        if self._lengths == lengths:
+        """Take the number of batches, and what follows from it, from the longest rank; or from all that rebalance."""
+        steps = max(lengths)
+        if rebalancing_of(self.trainer) is not None and steps != float("inf"):
+            steps = steps_of([int(length) for length in lengths])
+        if self._lengths != lengths:
+            self._lengths, self._steps = lengths, -1
+        self.set_steps(steps)
+
+    def check_estimate(self, steps: int | None) -> None:
+        """Warn, once, if a plan needs more steps than the trainer has said that there are."""
+        if steps is None or steps <= self.max_batches or self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"Rebalanced, the epoch has {steps} steps, and not {self.max_batches} as the trainer said before"
+            " (trainer.estimated_stepping_batches): a rank cannot give away as many batches as it would have to, for"
+            " their size or since they cannot be sent. A schedule made for the smaller number ends before the training."
+        )
+
+    def set_steps(self, steps: int | float | None) -> None:
+        """Take the number of batches from a plan, which knows what ranks may give and where they resume."""
+        steps = float("inf") if steps is None else steps
+        if self._steps == steps:
             return  # StochasticWeightAveraging may have changed `max_batches` since
-        self._lengths = lengths
-        self.max_batches = max(lengths)
+        self._steps = self.max_batches = steps
+        self._set_interval(self._lengths)
+
+    def _set_interval(self, lengths: Sequence[int | float]) -> None:
         trainer: Any = self.trainer
         if trainer._val_check_time_interval is not None:
             trainer.val_check_batch = None

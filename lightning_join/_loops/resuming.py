@@ -5,6 +5,7 @@ rank. Here the file holds each rank's own, as of the batches that training has t
 begin anew, as Lightning documents.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
 from lightning_join._compat import FitLoop
-from lightning_join._protocol import strategy_of
+from lightning_join._protocol import rebalancing_of, strategy_of
 from lightning_join._reading.fetcher import Place, ReadAheadFetcher
 from lightning_join._reading.stateful import epochs_of
 from torch_join import JoinError, UnsupportedError
@@ -54,6 +55,8 @@ class ResumingFitLoop(FitLoop):
 
     _stateful = False  # whether some rank's dataloaders have a state
     _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch begins
+    _most_gifts: list[int] | None = None  # by rank, in the epoch that is resumed
+    _unsaid: Sequence[int] = ()  # ranks that could not say there how many batches they have
     _last_place: Place | None = None  # where this rank was when the fit ended
 
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -78,6 +81,7 @@ class ResumingFitLoop(FitLoop):
             "step": progress.current.processed,
             "over": progress.is_last_batch and progress.current.ready == progress.current.processed,
             "world_size": trainer.world_size,
+            **self._plan_now(progress.current.processed),
         }
         places = self._gather(self._place())
         if any(place is not None for place in places.values()):
@@ -85,6 +89,21 @@ class ResumingFitLoop(FitLoop):
         if (place := places.get(0)) is not None:
             state["combined_loader"] = place["states"]  # what Lightning's own strategies look for
         return state
+
+    def _plan_now(self, step: int) -> dict[str, Any]:
+        join = strategy_of(self.trainer).join
+        plan = join.plan if join is not None else None
+        return {} if plan is None else {"most_gifts": plan.most_gifts, "unknown": plan.unknown_at(step)}
+
+    def take_plan(self) -> tuple[int | None, bool]:
+        """Return what this rank said of the epoch that is resumed, once.
+
+        Returns:
+            How many batches it may give away in a step, if it said so; whether it could not say how many it has left.
+        """
+        most, unknown, rank = self._most_gifts, self._unsaid, self.trainer.global_rank
+        self._most_gifts, self._unsaid = None, ()
+        return most[rank] if most is not None else None, rank in unknown
 
     def _place(self) -> Place | None:
         if self._record is not None:  # saved before the resumed epoch has begun
@@ -130,11 +149,22 @@ class ResumingFitLoop(FitLoop):
         resumes = self.epoch_loop.batch_progress.current.ready > 0
         if record is None:
             return fetcher.start(self._as_lightning(states) if states and resumes else None)
+        self._most_gifts, self._unsaid = (
+            (record.get("most_gifts"), record.get("unknown", ())) if resumes else (None, ())
+        )
+        if self._most_gifts is not None and not record["over"] and rebalancing_of(trainer) is None:
+            raise UnsupportedError(
+                "The checkpoint was written in the middle of an epoch in which batches were rebalanced, so the steps"
+                " that were made are not the batches that each rank has used. Resume with rebalance=True, or from a"
+                " checkpoint of an epoch's end."
+            )
         if record["world_size"] != trainer.world_size:
+            self._most_gifts, self._unsaid = None, ()
             return self._start_in_another_world(fetcher, record, resumes)
         place = record["places"].get(trainer.global_rank)
         if place is not None and record["step"] and not resumes:
-            self._end_epoch(fetcher, place)
+            if place["states"]:  # else there is nothing to bring to its end
+                self._end_epoch(fetcher, place)
             place = None
         try:
             return fetcher.start(place)

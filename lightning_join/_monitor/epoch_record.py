@@ -17,11 +17,14 @@ class RankRecord:
     """One rank's epoch.
 
     Attributes:
-        batches: Number of batches that it had.
+        batches: Number of batches that it trained on.
         shadow_steps: Number of steps that it made without a batch.
         joined_at: The index of the first of those, `None` if there was none.
         active_seconds: Seconds from the epoch's start until then, or until its end.
         seconds: Seconds from the epoch's start to its end, validation left out.
+        given: Number of batches that it gave to other ranks to train on.
+        received: Number of batches of other ranks that it trained on.
+        given_bytes: The bytes of those that it gave.
     """
 
     batches: int
@@ -29,6 +32,14 @@ class RankRecord:
     joined_at: int | None
     active_seconds: float
     seconds: float
+    given: int = 0
+    received: int = 0
+    given_bytes: int = 0
+
+    @property
+    def owned(self) -> int:
+        """Number of its own batches that were trained on, wherever."""
+        return self.batches - self.received + self.given
 
 
 @dataclass(frozen=True)
@@ -55,8 +66,13 @@ class EpochRecord:
         return 1 - sum(rank.active_seconds for rank in self.ranks) / total if total else 0.0
 
     @property
+    def steps_saved(self) -> int:
+        """How many steps fewer there were than the longest rank has batches, since others trained on some of these."""
+        return max(rank.owned for rank in self.ranks) - max(rank.batches for rank in self.ranks)
+
+    @property
     def saving(self) -> float:
-        """The share of the epoch's steps that even shards of the same batches would save, from 0 to 1."""
+        """The share of the epoch's steps that even shards, or rebalancing, would save, from 0 to 1."""
         batches = [rank.batches for rank in self.ranks]
         return 1 - ceil(sum(batches) / len(batches)) / max(batches) if any(batches) else 0.0
 
@@ -69,13 +85,24 @@ class EpochRecord:
                 values.update({f"join/{name}_rank_{rank}": value for rank, value in enumerate(by_rank)})
             else:
                 values.update({f"join/{name}_{of}": summary(by_rank) for of, summary in _SUMMARIES.items()})
+        if self._gifts:
+            values["join/gifts"] = self._gifts
+            values["join/gift_bytes"] = sum(rank.given_bytes for rank in self.ranks)
+            values["join/steps_saved"] = self.steps_saved
         return values
+
+    @property
+    def _gifts(self) -> int:
+        return sum(rank.given for rank in self.ranks)
 
     def __str__(self) -> str:
         batches = [rank.batches for rank in self.ranks]
         few = len(batches) <= MOST_RANKS
         numbers = ", ".join(map(str, batches)) if few else f"{min(batches)} to {max(batches)}"
         text = f"Epoch {self.epoch}: {sum(batches)} batches ({numbers} on {len(batches)} rank{'s'[: len(batches) - 1]})"
+        if self._gifts:
+            size = sum(rank.given_bytes for rank in self.ranks) / 1e6
+            text += f", {self._gifts} of them given away ({size:.1f} MB), which saved {self.steps_saved} steps,"
         joined = [(rank.active_seconds, number) for number, rank in enumerate(self.ranks) if rank.joined_at is not None]
         if not joined:
             return f"{text} in {self.seconds:.1f} s, no rank joined."

@@ -29,11 +29,13 @@ class JoinMonitor(Callback):
     ranks' seconds, from 0 to 1), `join/epoch_seconds`, and for each rank `join/batches_rank_0`,
     `join/shadow_steps_rank_0` and `join/active_seconds_rank_0` (until it joined). With more than 16
     ranks the last three are `join/batches_min`, `join/batches_mean`, `join/batches_max` and so on.
+    Where batches are rebalanced also `join/gifts`, `join/gift_bytes` and `join/steps_saved`, of all ranks.
 
     It warns, once a fit, when the skew is so large that resharding would pay more than joining. With
     n batches in all, W ranks with even shards need ceil(n / W) steps, and uneven ones as many as the
-    longest rank has; the difference is lost in every epoch. Rewriting the data costs one pass over it, which
-    is about one epoch at most. So if even shards save a tenth of an epoch, resharding has paid after ten.
+    longest rank has, unless batches are rebalanced; the difference is lost in every epoch. Rewriting the data
+    costs one pass over it, which is about one epoch at most. So if even shards save a tenth of an epoch,
+    resharding has paid after ten.
 
     Args:
         plot: Where to write, when the fit ends, a PNG file with a bar per rank that shows when it was active
@@ -63,6 +65,7 @@ class JoinMonitor(Callback):
         self._reshard_above = reshard_above
         self._warned = False
         self.epochs: list[EpochRecord] = []
+        self._given_bytes = 0
         self._paused = 0.0  # seconds of validation, and when the current one began
         self._validation_start = 0.0
         self._begin()
@@ -86,6 +89,7 @@ class JoinMonitor(Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self.epochs.clear()
         self._warned = False
+        self._given_bytes = 0  # before this epoch
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._begin()
@@ -98,6 +102,7 @@ class JoinMonitor(Callback):
     ) -> None:
         if not getattr(trainer.strategy, "joined", False):
             self._batches += 1
+            self._received += getattr(trainer.strategy, "batch_owner", trainer.global_rank) != trainer.global_rank
             return
         self._shadow_steps += 1
         if self._joined_at is None:
@@ -114,7 +119,11 @@ class JoinMonitor(Callback):
         if self._joined_at is not None:
             # What a rank without batches waits for before the first step is no work of its own.
             active = self._joined_time - self._start if self._batches else 0.0
-        mine = RankRecord(self._batches, self._shadow_steps, self._joined_at, active, seconds)
+        given, given_bytes = _given(trainer)
+        given_bytes, self._given_bytes = given_bytes - self._given_bytes, given_bytes
+        mine = RankRecord(
+            self._batches, self._shadow_steps, self._joined_at, active, seconds, given, self._received, given_bytes
+        )
         channel = cast(Channel, getattr(trainer.strategy, "channel", None) or Channel())
         record = EpochRecord(trainer.current_epoch, tuple(channel.gather(mine, of=RankRecord)))
         self.epochs.append(record)
@@ -124,11 +133,13 @@ class JoinMonitor(Callback):
                 logger.log_metrics(record.metrics(), step=_compat.epoch_end_step(trainer))
         if record.saving > self._reshard_above and not self._warned:
             self._warned = True
+            rebalances = isinstance(trainer.strategy, Joining) and trainer.strategy.rebalance
             rank_zero_warn(
                 f"Even shards would save {record.saving:.0%} of the steps of epoch {record.epoch}, more than the"
                 f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...): over several epochs it pays to deal the"
-                " data out anew, or to give all ranks one dataset, which Lightning then shards. Training is exact"
-                " either way."
+                " data out anew, or to give all ranks one dataset, which Lightning then shards."
+                + ("" if rebalances else " With rebalance=True the strategy saves as much at once, by other steps.")
+                + " Training is exact either way."
             )
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -142,10 +153,17 @@ class JoinMonitor(Callback):
             draw_timeline(self.epochs, self._plot)
 
     def _begin(self) -> None:
-        self._batches = self._shadow_steps = 0
+        self._batches = self._shadow_steps = self._received = 0
         self._joined_at = None
         self._start = self._step_start = self._joined_time = self._now()
 
     def _now(self) -> float:
         """Return seconds on a clock that stands still while the trainer validates."""
         return time.monotonic() - self._paused
+
+
+def _given(trainer: Any) -> tuple[int, int]:
+    """Return how many batches this rank has given away in the epoch, and how many bytes in the fit."""
+    strategy = trainer.strategy
+    plan = strategy.join.plan if isinstance(strategy, Joining) and strategy.join is not None else None
+    return (plan.gifts, strategy.rebalancing.nbytes) if plan is not None else (0, 0)

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import DataFetcher, sized_len
 from lightning_join._reading.stateful import at_place, begin_anew, epochs_of
+from torch_join.integration import RefillGuard
 
 # Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, the `epochs` that datasets have
 # of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
@@ -28,7 +29,8 @@ class ReadAheadFetcher(DataFetcher):
         batches: The batches that have been read and not been used.
         exhausted: Whether the loader's end is known.
         claimed: What the loader had said its length was, if it ended before that.
-        stateful: Whether some of the dataloaders have a state.
+        stateful: Whether some of the dataloaders have a state, or batches go to other ranks.
+        rebalances: Whether batches go to other ranks, so that steps and batches are not one to one.
     """
 
     def __init__(self) -> None:
@@ -36,9 +38,14 @@ class ReadAheadFetcher(DataFetcher):
         self.batches: deque[Any] = deque()
         self.exhausted = False
         self.claimed: int | None = None
-        self.stateful = False
+        self.stateful = self.rebalances = False
         self._taken = self._skipped = 0
         self._left = False
+        # By step that is planned: the states before its batches.
+        self._reserved: deque[list[Place]] = deque()
+        self._in_step = 0  # batches of the step that is run now
+        self._planned: list[Any] = []  # batches of the step that was planned last
+        self._guard: RefillGuard | None = None  # where more is read ahead than Lightning does
         # The states before each read that a checkpoint does not know of yet: that of the batch which is trained on
         # now, those of the batches that were read ahead, that of a read which found the end.
         self._current: Place | None = None
@@ -60,6 +67,8 @@ class ReadAheadFetcher(DataFetcher):
         self._left = False
         self._current = self._newest = self._begun_at = None
         self._before.clear()
+        self._reserved.clear()
+        self._planned, self._guard = [], None
 
     def start(self, place: Place | None = None) -> int | None:
         """Make the epoch's iterator.
@@ -74,10 +83,13 @@ class ReadAheadFetcher(DataFetcher):
             StopIteration: The loader has come to its end before the place.
         """
         loader = self.combined_loader
-        self.stateful = any(isinstance(part, _compat.Stateful) for part in loader.flattened)
+        self.stateful = self.rebalances or any(isinstance(part, _compat.Stateful) for part in loader.flattened)
         if self._resumed is not None:
             begin_anew(loader.flattened, self._resumed)
         self._resumed = None
+        if self.rebalances:
+            self._guard = RefillGuard(loader.flattened[0] if len(loader.flattened) == 1 else loader)
+            self._guard.strict = True
         if place is None:
             self.iterator = iter(loader)
         else:
@@ -87,6 +99,7 @@ class ReadAheadFetcher(DataFetcher):
         if self.stateful:
             _compat.watch_ends(loader)
         self.length = length = sized_len(loader)
+        self._taken = self.fetched  # as Lightning counts them, where no place says so
         if place is not None:
             _compat.set_cycled(loader, place["cycled"])
             self.fetched = self._taken = place["taken"]
@@ -109,8 +122,9 @@ class ReadAheadFetcher(DataFetcher):
         if not self.stateful or self.iterator is None:
             return None
         if repeats and self._current is not None:
-            return {**self._current, "taken": self._taken - 1, "left": False}
-        before = self._before[0] if self._before else self._snapshot()
+            return {**self._current, "taken": self._taken - self._in_step, "left": False}
+        reserved = [before for step in self._reserved for before in step]
+        before = reserved[0] if reserved else self._before[0] if self._before else self._snapshot()
         return {**before, "taken": self._taken, "left": self._left}
 
     def end_at(self, place: Place) -> None:
@@ -132,7 +146,7 @@ class ReadAheadFetcher(DataFetcher):
             return self._newest
         loader = self.combined_loader
         states = loader._state_dicts()
-        if self._newest is not None:
+        if self._newest is not None and states:
             # A loader that has ended while others go on would begin anew, so its state stays what it was before that.
             ends = zip(_compat.ended_parts(loader), self._newest["states"], states, strict=True)
             states = [before if ended else state for ended, before, state in ends]
@@ -175,9 +189,55 @@ class ReadAheadFetcher(DataFetcher):
         batch = self.batches.popleft() if self.batches else self._read()
         self._current = self._before.popleft() if self._before else None
         self._taken += 1
+        self._in_step = 1
         return batch
 
+    @property
+    def remaining(self) -> int | None:
+        """How many batches have not been taken, as far as the loader says."""
+        if self.exhausted:
+            return len(self.batches)
+        return None if self.length is None else max(0, int(self.length) - self._taken)
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left the epoch, though there may be more batches."""
+        return self._left
+
+    @property
+    def taken(self) -> int:
+        """How many batches of this epoch have been taken."""
+        return self._taken
+
+    def read(self, ahead: int) -> int:
+        """See `Source`."""
+        self.fill(ahead)
+        return len(self.batches)
+
+    def peek(self) -> Any:
+        """See `Source`."""
+        return self.batches[0]
+
+    def reserve(self, count: int) -> list[Any]:
+        """See `Source`; `begin_step` takes them."""
+        count = min(count, len(self.batches))
+        self._reserved.append([self._before.popleft() for _ in range(count)])
+        self._planned = [self.batches.popleft() for _ in range(count)]
+        return self._planned[:]
+
+    def begin_step(self) -> None:
+        """Take the batches of the next step that has been planned: they count as used, whoever trains on them."""
+        before = self._reserved.popleft()
+        self._current = before[0] if before else None
+        self._in_step = len(before)
+        self._taken += self._in_step
+
     def _read(self) -> Any:
+        if self._guard is None:
+            return self._read_next()
+        return self._guard.read([*self._planned, *self.batches], self._read_next)
+
+    def _read_next(self) -> Any:
         if self.stateful:
             self._before.append(self._snapshot())
             self._begun_at = None

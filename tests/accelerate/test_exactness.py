@@ -97,6 +97,32 @@ def test_as_one_process(workers: Workers, script: Script) -> None:
         assert (mine - theirs).abs().max() < TOLERANCE
 
 
+REBALANCED = {name: script for name, script in SCRIPTS.items() if name not in ("heartbeat", "stateful")}
+
+
+@pytest.mark.parametrize("name", REBALANCED)
+def test_as_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
+    script = replace(REBALANCED[name], rebalance=True)
+    test_as_one_process(workers, script)
+
+
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_any_rebalanced_script_is_as_one_process(workers: Workers, seed: int) -> None:
+    test_as_one_process(workers, replace(draw(seed), rebalance=True, heartbeat=False))
+
+
+@pytest.mark.parametrize("lengths", [(9, 1), (0, 7), (1, 8, 2)])
+@pytest.mark.parametrize("iterable", [False, True])
+def test_an_epoch_has_as_many_steps_as_batches_by_ranks(
+    workers: Workers, lengths: tuple[int, ...], iterable: bool
+) -> None:
+    script = Script(len(lengths), lengths=lengths, iterable=iterable, rebalance=True)
+    found: list[Trained] = workers.run(len(lengths), train, script)
+    assert [max(len(rank.seen[epoch]) for rank in found) for epoch in range(3)] == [
+        -(-sum(lengths) // len(lengths))
+    ] * 3
+
+
 def test_each_epoch_is_shuffled_anew(workers: Workers) -> None:
     found: list[Trained] = workers.run(2, train, replace(SCRIPTS["3 samples on 2"], samples=21))
     orders = [[n for numbers in found[0].seen[epoch] for n in numbers] for epoch in range(3)]

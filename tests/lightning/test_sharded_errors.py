@@ -153,7 +153,7 @@ def test_a_rank_that_raises_is_named_on_the_others(
 
 @pytest.mark.parametrize("victim", [2, 1], ids=["active", "joined"])
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.long)])  # waits for timeouts
-@pytest.mark.parametrize("where", ["step", "backward", "optimizer"])
+@pytest.mark.parametrize("where", [pytest.param("step", marks=pytest.mark.long), "backward", "optimizer"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_is_gone_is_named(workers: Workers, kind: str, where: str, how: str, victim: int) -> None:
     # Rank 2 ends itself, or rank 1, which has joined and follows what it does.

@@ -54,6 +54,7 @@ class Script:
     even: int = 0  # epochs on even inputs in the end, in no context
     own_function: bool = False  # join_uneven_inputs(accelerator) for Accelerate's own class
     heartbeat: bool = False
+    rebalance: bool = False
 
 
 class Net(nn.Module):
@@ -203,7 +204,8 @@ def train(rank: int, script: Script) -> Trained:
             if script.scheduler == "epoch":
                 scheduler.step()
 
-        options: dict[str, Any] = {"even_batches": False, "weighting": script.weighting, "heartbeat": script.heartbeat}
+        options: dict[str, Any] = {"even_batches": False, "weighting": script.weighting}
+        options |= {"heartbeat": script.heartbeat, "rebalance": script.rebalance}
         if script.own_function:
             context = join_uneven_inputs(accelerator, [model], **options)
         else:

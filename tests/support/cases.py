@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import lightning_join
 from tests.emulator.frameworks import lightning_accelerator
+from tests.support.inside import planned_rows
 
 TOLERANCE = 1e-10
 FEATURES, CLASSES, ROWS = 4, 3, 6
@@ -48,6 +49,7 @@ class Case:
     compiled: bool = False
     hooked: bool = False  # a parameter has a hook of its own
     zeros: bool = False  # gradients are cleared by zeros, in place
+    rebalance: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,6 +78,15 @@ class Case:
             return batches
         most = self.limit if isinstance(self.limit, int) else int(len(batches) * self.limit)
         return batches[:most]
+
+    def rows(self, epoch: int) -> list[dict[int, tuple[int, int]]]:
+        """By step and rank that trains: whose batch, and which of its."""
+        lengths = [len(self.trained(rank, epoch)) for rank in range(self.world_size)]
+        if self.rebalance:
+            limit = self.limit if isinstance(self.limit, int) else None  # what a stream says of itself
+            said = [limit if length > 1 else length for length in lengths] if self.iterable else None
+            return planned_rows(lengths, said)
+        return [{r: (r, step) for r, n in enumerate(lengths) if step < n} for step in range(max(lengths))]
 
 
 class Net(nn.Module):
@@ -174,7 +185,7 @@ def weights(case: Case, sizes: dict[int, int]) -> dict[int, float]:
 
 
 def longest(case: Case, epoch: int) -> int:
-    return max(len(case.trained(rank, epoch)) for rank in range(case.world_size))
+    return len(case.rows(epoch))
 
 
 def total_steps(case: Case) -> int:
@@ -188,9 +199,8 @@ def reference(case: Case) -> Reference:
     history: dict[int, dict[str, Tensor]] = {}
     steps = 0
     for epoch in range(case.epochs):
-        data = [case.trained(rank, epoch) for rank in range(case.world_size)]
-        for step in range(longest(case, epoch)):
-            batches = {rank: mine[step] for rank, mine in enumerate(data) if step < len(mine)}
+        for step, row in enumerate(case.rows(epoch)):
+            batches = {rank: case.batch(owner, epoch, index) for rank, (owner, index) in row.items()}
             weight = weights(case, {rank: len(batch[0]) for rank, batch in batches.items()})
             if step % case.accumulate == 0:
                 optimizer.zero_grad(set_to_none=not case.zeros)
@@ -311,7 +321,9 @@ class Result:
 
 
 def build_trainer(case: Case, **overrides: Any) -> pl.Trainer:
-    strategy = overrides.pop("strategy", None) or lightning_join.DDPJoinStrategy(weighting=case.weighting, **case.ddp)
+    strategy = overrides.pop("strategy", None) or lightning_join.DDPJoinStrategy(
+        weighting=case.weighting, rebalance=case.rebalance, **case.ddp
+    )
     options = {
         "accelerator": lightning_accelerator(),
         "devices": case.world_size,
@@ -417,5 +429,5 @@ def assert_exact(case: Case, results: Sequence[Result]) -> None:
         assert difference(result.parameters, list(expected.net.parameters())) < TOLERANCE
         assert result.lr == expected.lr
         assert result.global_step == expected.steps
-        once = [(e, i) for e in range(case.epochs) for i in range(len(case.trained(rank, e)))]
+        once = [(e, i) for e in range(case.epochs) for i, row in enumerate(case.rows(e)) if rank in row]
         assert result.trained == [place for place in once if expected.last is None or place <= expected.last]

@@ -1,10 +1,13 @@
 """What tests look at and change inside the packages, in one place: where a private name moves, this file follows."""
 
 import json
+import pickle
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,13 +23,23 @@ from torch_join._collectives.tap import CollectiveTap
 from torch_join._control import beats as _beats
 from torch_join._control import codec as _codec
 from torch_join._control import quiesce as _quiesce
+from torch_join._control._links import layout as _layout
+from torch_join._control._links import links as _links
+from torch_join._control._links import wiring as _wiring
+from torch_join._control._links.tree_channel import TreeChannel
 from torch_join._control.beats import Beats
+from torch_join._control.messages import Messages
 from torch_join._control.store_channel import StoreChannel
+from torch_join._control.waiting import WaitingChannel
 from torch_join._handover import digest as _digest
 from torch_join._handover import optimizers as _optimizers
 from torch_join._handover import replicas as _replicas
 from torch_join._handover import transfer as _transfer
 from torch_join._handover.state import Capture
+from torch_join._schedule import exchange as _exchange
+from torch_join._schedule import rebalancing as _rebalancing
+from torch_join._schedule.packing import Skeleton, pack, unpack
+from torch_join._schedule.plan import Plan
 from torch_join._tail import nesting as _nesting
 from torch_join.joinables._sharded import model as _sharded_model
 from torch_join.joinables.hook import Hook
@@ -56,6 +69,93 @@ def transfer_sizes(bucket: int = _transfer.BUCKET_BYTES, large: int = LARGE) -> 
     return mock.patch.multiple(_transfer, BUCKET_BYTES=bucket, _LARGE=large)
 
 
+def planned_rows(
+    lengths: Sequence[int],
+    said: Sequence[int | None] | None = None,
+    most_gifts: Sequence[int] | None = None,
+    leaves: tuple[int, int] | None = None,
+) -> list[dict[int, tuple[int, int]]]:
+    """By step and rank that trains: whose batch, and which of its.
+
+    `said` are the lengths that ranks know at the begin, which may turn out shorter; by default all of them. The rank
+    and the step of `leaves` are where one leaves the epoch, when the step after that is planned already.
+    """
+    plan, at, rows = Plan(said or lengths, most_gifts or [len(lengths)] * len(lengths)), [0] * len(lengths), []
+    while True:
+        if leaves is not None and len(rows) == leaves[1] + 2:
+            gone = leaves[0]
+            plan.leave([gone])
+            rows[-2:] = [(*row[:gone], None, *row[gone + 1 :]) for row in rows[-2:]]
+        while True:
+            read, left = plan.ahead, [length - done for length, done in zip(lengths, at, strict=True)]
+            plan.announce({rank: left[rank] for rank in range(len(at)) if left[rank] < read[rank]})
+            if all(now <= before for now, before in zip(plan.ahead, read, strict=True)):
+                break
+        if not any(row := plan.plan()):
+            return [{rank: tuple(share) for rank, share in enumerate(row) if share is not None} for row in rows]
+        rows.append(row)
+        for share in row:
+            if share is not None:
+                at[share.owner] += 1
+
+
+def over_the_wire(batch: Any) -> Any:
+    """A batch as its receiver gets it."""
+    skeleton, contents = pack(batch)
+    described = Skeleton(*pickle.loads(skeleton))
+    assert described.sizes == list(map(len, contents))
+    small = torch.cat([content for content in contents if len(content)]) if any(described.sizes) else torch.empty(0)
+    return unpack(described, [part.clone() for part in torch.split(small, described.sizes)] if described.sizes else [])
+
+
+class Gifts:
+    """What this rank gets of others; see `counted_gifts`."""
+
+    def __init__(self, receive: Callable[..., Any], seconds: float) -> None:
+        self._receive, self._seconds = receive, seconds
+        self._gifts: list[list[weakref.ref[torch.UntypedStorage]]] = []
+        self.most_alive = 0
+
+    def __call__(self, *args: Any) -> Any:
+        time.sleep(self._seconds)
+        skeleton, contents = self._receive(*args)
+        self._gifts.append([weakref.ref(content.untyped_storage()) for content in contents])
+        self.most_alive = max(self.most_alive, self.alive)
+        return skeleton, contents
+
+    @property
+    def count(self) -> int:
+        return len(self._gifts)
+
+    @property
+    def alive(self) -> int:
+        """Of how many gifts there are bytes in memory."""
+        return sum(any(ref() is not None for ref in gift) for gift in self._gifts)
+
+
+@contextmanager
+def counted_gifts(seconds: float = 0.0) -> Iterator[Gifts]:
+    """Count what this rank is given, each of which it begins to receive some seconds later than it could."""
+    gifts = Gifts(_exchange._receive_batch, seconds)
+    with mock.patch.object(_exchange, "_receive_batch", gifts):
+        yield gifts
+
+
+def gives_at_most(number: int) -> AbstractContextManager[Any]:
+    """Have this rank give away as many batches in one step, whatever their size."""
+    return mock.patch.object(_rebalancing, "most_gifts_of", lambda source: number if source.read(1) else 0)
+
+
+def gifts_of_one_step(nbytes: int) -> AbstractContextManager[Any]:
+    """Within this, this rank gives away as many bytes in a step, and a batch at least."""
+    return mock.patch.object(_rebalancing, "_AT_ONCE", nbytes)
+
+
+def exchange_threads() -> list[str]:
+    """The threads that receive batches."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "torch_join exchange"]
+
+
 def checksum(objects: Sequence[Any]) -> int:
     """A digest of all that a handover of `objects` covers: replicas that are alike have the same."""
     capture = Capture(canonical=True, local=frozenset(map(id, _replicas.ignored_parameters(objects).values())))
@@ -68,7 +168,7 @@ def checksum(objects: Sequence[Any]) -> int:
 # ---------------------------------------------------------------- a channel
 
 
-def store_of(channel: StoreChannel | Beats) -> Any:
+def store_of(channel: WaitingChannel | Beats) -> Any:
     return channel._store
 
 
@@ -82,18 +182,19 @@ def who_answers(channel: StoreChannel) -> list[int]:
     return list(channel._presence.call(lambda _: False))
 
 
-def keys_at_rest(channel: StoreChannel) -> int:
+def keys_at_rest(channel: WaitingChannel) -> int:
     """How many keys there are once all ranks, which all call this, have deleted what they are going to."""
     dist.barrier()
-    while channel._read:  # another thread deletes
+    while getattr(channel, "_read", ()):  # another thread deletes
         time.sleep(0.01)
+    time.sleep(0.1)  # it may be at it
     dist.barrier()
     count = channel._store.num_keys()
     dist.barrier()
     return count
 
 
-def forget_failure(channel: StoreChannel) -> None:
+def forget_failure(channel: WaitingChannel) -> None:
     """Have the channel look again whether a rank has failed."""
     channel._heard = None
 
@@ -109,12 +210,71 @@ def delay_next_wait(channel: Any, seconds: float) -> None:
     channel._wait = wait_late
 
 
+# ---------------------------------------------------------------- links between ranks
+
+Links, Layout, MOST_BYTES = _links.Links, _layout.Layout, _links.MAX_BYTES
+
+
+def is_linked(channel: Any) -> bool:
+    return isinstance(channel, TreeChannel)
+
+
+def on_host(name: str) -> AbstractContextManager[Any]:
+    """Within this, the ranks that open a channel are taken for others' on the host of this name."""
+    return mock.patch.object(_wiring, "this_host", return_value=name)
+
+
+def listen() -> socket.socket:
+    """Listen as a rank with children does."""
+    return _wiring._listen(on_this_host=True)
+
+
+def accept(listener: socket.socket, children: set[int], secret: bytes, seconds: float) -> dict[int, socket.socket]:
+    return _wiring._accept(listener, children, secret, time.monotonic() + seconds)
+
+
+def connect_to(port: int, rank: int, secret: bytes, seconds: float) -> socket.socket:
+    return _wiring._connect((["127.0.0.1"], port), rank, secret, time.monotonic() + seconds)
+
+
+def connects_within(seconds: float) -> AbstractContextManager[Any]:
+    return mock.patch.object(_wiring, "_WITHIN", seconds)
+
+
+@contextmanager
+def seen_listeners() -> Iterator[list[socket.socket]]:
+    """The sockets that this rank's children connect to, for as long as this lasts."""
+    found: list[socket.socket] = []
+    original = _wiring._listen
+
+    def note(*args: Any) -> socket.socket:
+        found.append(original(*args))
+        return found[-1]
+
+    with mock.patch.object(_wiring, "_listen", note):
+        yield found
+
+
+def links_of(channel: Any) -> Any:
+    return channel._tree.links
+
+
+def neighbours(channel: Any) -> dict[int, socket.socket]:
+    """This rank's connections, by rank."""
+    return {peer: link.socket for peer, link in links_of(channel)._links.items()}
+
+
+def messages(channel: Any) -> list[int]:
+    """How many messages this rank has sent and got."""
+    return [*links_of(channel).messages]
+
+
 # ---------------------------------------------------------------- a `Join`, and its parts
 
 
-def channel_of(join: Any) -> StoreChannel:
+def channel_of(join: Any) -> WaitingChannel:
     channel = join._driver.server.channel
-    assert isinstance(channel, StoreChannel)
+    assert isinstance(channel, WaitingChannel)
     return channel
 
 
@@ -198,10 +358,10 @@ def recorded_collectives() -> list[tuple[str, str, Any]]:
 
 def slow_to_follow(seconds: float) -> AbstractContextManager[Any]:
     """Within this, this rank waits before it reads each record."""
-    follow = StoreChannel.follow
+    follow = Messages.follow
 
-    def late(self: StoreChannel, *args: Any, **kwargs: Any) -> Any:
+    def late(self: Messages, *args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
         return follow(self, *args, **kwargs)
 
-    return mock.patch.object(StoreChannel, "follow", late)
+    return mock.patch.object(Messages, "follow", late)

@@ -31,9 +31,8 @@ def joint_reference(case: Case, losses: Losses) -> Joint:
     scheduler = build_scheduler(case, optimizer, 0)
     steps = updates = 0
     for epoch in range(case.epochs):
-        data = [case.trained(rank, epoch) for rank in range(case.world_size)]
-        for step in range(longest(case, epoch)):
-            batches = {rank: mine[step] for rank, mine in enumerate(data) if step < len(mine)}
+        for step, row in enumerate(case.rows(epoch)):
+            batches = {rank: case.batch(owner, epoch, index) for rank, (owner, index) in row.items()}
             weight = weights(case, {rank: len(batch[0]) for rank, batch in batches.items()})
             found = losses(net, batches, epoch, step)
             terms = [weight[rank] * loss / case.accumulate for rank, loss in found.items() if loss is not None]

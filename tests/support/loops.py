@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.emulator import place
 from tests.support.cases import Batch, flatten, weights
 from tests.support.cases import Case as DataCase
+from tests.support.inside import planned_rows
 from torch_join import Join, JoinableModel, JoinableOptimizer, JoinableState
 
 FEATURES, CLASSES = 4, 3
@@ -58,6 +59,7 @@ class Program:
     evaluation: str | None = None  # a forward-only loop after each epoch, in the same `with`: "no_grad", "inference"
     one_context: bool = False  # one `with` for all epochs
     leaves: bool = False  # by `break`, before the loader's end
+    rebalance: bool = False
 
     @property
     def data(self) -> "Data":
@@ -67,6 +69,13 @@ class Program:
     @property
     def world_size(self) -> int:
         return self.data.world_size
+
+    def rows(self, epoch: int) -> list[dict[int, tuple[int, int]]]:
+        """By step and rank that trains: whose batch, and which of its."""
+        lengths = self.data.lengths_in(epoch)
+        if self.rebalance:
+            return planned_rows(lengths, [None] * len(lengths) if self.loop == "iterable" else None)
+        return [{r: (r, step) for r, n in enumerate(lengths) if step < n} for step in range(max(lengths))]
 
 
 @dataclass(frozen=True)
@@ -215,10 +224,9 @@ def reference(program: Program) -> tuple[Models, Expected]:
     training, data = Training(program, sharded=False), program.data
     evaluated: list[list[float]] = [[] for _ in range(program.world_size)]
     for epoch in range(program.epochs):
-        shards = [data.batches(rank, epoch) for rank in range(program.world_size)]
         training.begin_epoch()
-        for step in range(max(map(len, shards))):
-            batches = {rank: shard[step] for rank, shard in enumerate(shards) if step < len(shard)}
+        for step, row in enumerate(program.rows(epoch)):
+            batches = {rank: data.batch(owner, epoch, index) for rank, (owner, index) in row.items()}
             training.begin_step(step)
             _accumulate(training, batches, weights(data, {rank: len(batch[0]) for rank, batch in batches.items()}))
             if training.syncs(step):
@@ -370,7 +378,8 @@ def context(program: Program, joins: str, wrapped: list[nn.Module], training: Tr
         return TorchJoin([*wrapped, *sharded], divide_by_initial_world_size=program.weighting == "world")  # type: ignore[list-item]
     stateful = [thing for thing in (training.scheduler, training.scaler) if thing is not None]
     joinables = [*wrapped, *training.optimizers, *stateful]
-    return Join(joinables, weighting=program.weighting, heartbeat=program.loop == "heartbeat")
+    options = {"heartbeat": program.loop == "heartbeat", "rebalance": program.rebalance}
+    return Join(joinables, weighting=program.weighting, **options)
 
 
 def loop(program: Program, join: Any, batches: list[Batch]) -> Iterable[Batch]:

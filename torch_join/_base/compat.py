@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from torch_join._base.errors import UnsupportedError
+from torch_join._base.errors import JoinError, UnsupportedError
 
 _PROBE_TAG = 0x7001
 
@@ -199,6 +199,8 @@ def is_sparse_embedding(module: nn.Module) -> bool:
 def is_communication_error(error: BaseException) -> bool:
     """Whether `error` comes from a collective (gloo's have no class of their own)."""
     signs = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
+    if isinstance(error, JoinError):  # which says more
+        return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     )
@@ -217,6 +219,24 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
     except RuntimeError as error:
         return "Connection closed" in str(error) or "Connection reset" in str(error)
     return False
+
+
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Whether `group` can send what is on the CPU."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def broadcast_directly(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    """Broadcast `tensor` in place from the group's first rank, past the dispatcher, where a tap may listen."""
+    backend: Any = group._get_backend(tensor.device)
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    backend.broadcast([tensor], options).wait()
+    return tensor
 
 
 def backward_in_progress() -> int:

@@ -9,7 +9,7 @@ The ranks add to two numbers in turns, since one of them may come to the next be
 Each remembers what a number had come to, so that none is ever reset.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch_join._control.channel import Beat
 _ATTENTION = 15  # the bit at which the second field begins: up to three times as many as there are ranks
 _COUNT = 32
 MAX_RANKS = (1 << _ATTENTION) - 1
-_MAX_COUNT = 1 << 30  # of all ranks together
+MAX_COUNT = 1 << 30  # of all ranks together
 _FULL = 1 << 29  # a number to which counts of this sum have been added is replaced by a new one
 
 
@@ -65,13 +65,13 @@ class Beats:
         # What beats leave, mostly to the last one to come: which beat, how many came, keys that some may read yet.
         self._owned: list[tuple[int, int, list[str]]] = []
 
-    def say(self, count: int, notice: dict[str, Any] | None, participants: int, waits: bool) -> None:
+    def say(self, count: int, notice: dict[str, Any] | None, ranks: Sequence[int], waits: bool) -> None:
         """Come to a beat; see `Channel.say`."""
-        if not 0 <= count <= _MAX_COUNT // self._world_size:
-            most = _MAX_COUNT // self._world_size
+        if not 0 <= count <= MAX_COUNT // self._world_size:
+            most = MAX_COUNT // self._world_size
             raise JoinValueError(f"A beat of {self._world_size} ranks adds from 0 to {most} on each, not {count}.")
         index, self.number = self.number, self.number + 1
-        before, self._came = self._came, participants
+        before, self._came = self._came, (participants := len(ranks))
         self._own = Beat(count, {} if notice is None else {self._rank: notice})
         if participants == 1:
             return
@@ -106,12 +106,12 @@ class Beats:
                 value = self._store.add(key, 1 << _ATTENTION)
         if number.arrivals(value) < self._came:
             value = _codec.decode(self._wait(f"go/{index}"), int)
-        if number.arrivals(value) != self._came or not 0 <= (total := value - number.base >> _COUNT) <= _MAX_COUNT:
+        if number.arrivals(value) != self._came or not 0 <= (total := value - number.base >> _COUNT) <= MAX_COUNT:
             raise _codec.Malformed(f"{number.arrivals(value)} of {self._came} ranks have come")
         notices = {}
         # There may be none: in place of a notice a rank may have waited, here or, too late, in this number's last beat.
         if number.attention(value) and self._store.check([f"notices/{index}"]):
-            notices = _notices(self._store.get(f"notices/{index}"), self._world_size)
+            notices = read_notices(self._store.get(f"notices/{index}"), self._world_size)
         number.base, number.counts = value, number.counts + total
         if number.counts >= _FULL:
             self._owned.append((index, self._came, [key]))
@@ -155,7 +155,8 @@ class Beats:
                 self._delete(key)
 
 
-def _notices(data: bytes, world_size: int) -> dict[int, dict[str, Any]]:
+def read_notices(data: bytes, world_size: int) -> dict[int, dict[str, Any]]:
+    """Return what ranks have to say, a line of each, by rank."""
     found = [_codec.decode(line, tuple[int, dict[str, Any]]) for line in data.splitlines()]
     if not all(0 <= rank < world_size for rank, _ in found):
         raise _codec.Malformed(f"notices of ranks {_codec.brief([rank for rank, _ in found])}")

@@ -1,6 +1,6 @@
 """Small messages between the ranks of a process group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,15 +53,18 @@ class Channel:
         return self.hear()
 
     def say(
-        self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None, waits: bool = True
+        self,
+        count: int = 0,
+        notice: dict[str, Any] | None = None,
+        ranks: Sequence[int] | None = None,
+        waits: bool = True,
     ) -> None:
         """Come to a beat, and say this rank's part.
 
         Args:
             count: What this rank adds to the sum, from 0 to 2**30 divided by the number of ranks.
             notice: What this rank has to say, if anything: a JSON object.
-            participants: How many ranks meet, by default all; the others call `skip_to` before they
-                take part again.
+            ranks: Who meets, by default all; the others call `skip_to` before they take part again.
             waits: Whether this rank goes on to `hear` at once. If not, and some of all ranks meet, it most
                 often need not wait then.
 
@@ -157,6 +160,34 @@ class Channel:
         """Add to the number of this name, which begins at 0, and return the sum; waits for nobody."""
         return number
 
+    def keep(self, key: str, value: Any) -> None:
+        """Give a value (what `gather` takes) a name of this rank's, by which others may `ask` it; waits for nobody."""
+
+    def ask(self, key: str, ranks: Sequence[int], of: Any = Any, waits: bool = True) -> dict[int, Any]:
+        """Return what other ranks keep by a name, by rank.
+
+        Args:
+            key: The name.
+            ranks: Who is asked.
+            of: The type that the values must be of.
+            waits: Whether to wait until they are there; else those are left out that are not.
+
+        Raises:
+            PeerFailedError: Another rank has failed.
+            JoinTimeoutError: Another rank does not keep it within the channel's timeout.
+        """
+        return {}
+
+    def drop(self, key: str) -> None:
+        """Keep the value of this name no longer."""
+
+    def contribute(self, key: str, number: int, ranks: Sequence[int]) -> None:
+        """Add a number below 2**32 to a sum of one of each of these ranks, all of which call this; waits for nobody."""
+
+    def contributed(self, key: str, ranks: Sequence[int]) -> int | None:
+        """Return that sum, once, on the first of the ranks; `None` while it is not complete. Waits for nobody."""
+        return None
+
     def delete(self, key: str) -> None:
         """Delete the value of this name."""
 
@@ -191,6 +222,14 @@ class Channel:
     def failure(self) -> PeerFailedError | None:
         """Return the failure that another rank has told of, if any; waits for nobody."""
         return None
+
+    def vigil(self) -> Callable[[], None]:
+        """Return what a wait for another rank, by other means than this channel, has to call again and again.
+
+        It raises as a wait on the channel does: `PeerFailedError` if a rank has failed or its process is gone,
+        `JoinTimeoutError` when the channel's timeout is over.
+        """
+        return lambda: None
 
     def roll_call(self) -> dict[int, Any]:
         """Return who is there: by rank, whether it waits on this channel, and what its `status` says.

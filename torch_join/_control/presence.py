@@ -55,7 +55,12 @@ class Presence:
     """
 
     def __init__(
-        self, store: dist.Store, number: int, world_size: int, rank: Callable[[], Rank | None], read: deque[str]
+        self,
+        store: dist.Store,
+        number: int,
+        world_size: int,
+        rank: Callable[[], Rank | None],
+        read: deque[str],
     ) -> None:
         self._store: Any = store
         self._keys = [f"here/{rank}" for rank in range(world_size)]
@@ -109,14 +114,21 @@ def call(store: Any) -> int:
     Raises:
         Malformed: The number of the last one is none.
     """
-    _last_call(store)  # a server hangs up on whoever adds to what is no number
-    return int(store.add("roll", 1))
+    last = _last_call(store)
+    store.compare_set("roll", str(last) if last else "", str(last + 1))  # unless another rank has called meanwhile
+    return last + 1
 
 
 def delete_all(store: Any, keys: deque[str]) -> None:
     """Delete `keys` from the store, and from the queue."""
+    found = []
     while keys:
-        store.delete_key(keys.popleft())
+        found.append(keys.popleft())
+    if found and hasattr(store, "delete_keys"):
+        store.delete_keys(found)
+        return
+    for key in found:
+        store.delete_key(key)
 
 
 def _last_call(store: Any) -> int:

@@ -1,19 +1,25 @@
-"""Opening a channel over the job's own store, or one of ours."""
+"""Opening a channel over connections between the ranks, or where there are none over a store."""
 
+import os
 import socket
 from datetime import timedelta
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinTimeoutError, UnsupportedError
+from torch_join._control._links.tree import Tree
+from torch_join._control._links.tree_channel import TreeChannel
+from torch_join._control._links.wiring import wire
 from torch_join._control.channel import Channel
 from torch_join._control.codec import foreign
+from torch_join._control.failures import telling_failures
 from torch_join._control.quiesce import quiesce_at_exit
 from torch_join._control.store_channel import StoreChannel
 
+_SWITCH = "TORCH_JOIN_LINKS"
 _CONNECTING = timedelta(seconds=30)
 
 
@@ -21,13 +27,16 @@ _CONNECTING = timedelta(seconds=30)
 # are made here, before anything is trained: torch's server looks up the name of whoever connects, and serves nobody
 # meanwhile, which has been seen to take ten seconds.
 _connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDictionary()
+_trees: WeakKeyDictionary[dist.ProcessGroup, Tree] = WeakKeyDictionary()
+_flat: WeakSet[dist.ProcessGroup] = WeakSet()  # those whose ranks cannot be connected
 
 
 def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> Channel:
     """Open a channel between the ranks of `group`; every rank of it must call this, in the same order.
 
-    Uses a connection of its own to the job's `TCPStore` (no new port; it works wherever the job
-    works); where the job was started from another kind of store, the group's first rank serves one.
+    The first one over a group connects its ranks, which the job's store is used for; where that cannot be done, or
+    `TORCH_JOIN_LINKS=0` is set on all ranks, all channels go over that store: a `TCPStore`, or where the job was
+    started from another kind of store, one that the group's first rank serves.
 
     Args:
         group: The process group, by default the whole world.
@@ -53,6 +62,27 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
             "The job's process group has no key-value store, over which ranks tell each other who has a batch: MPI's"
             " has none. Begin the job with another backend (`torchrun`, init_process_group('gloo') or 'nccl')."
         )
+    if os.environ.get(_SWITCH) == "0":
+        return _over_store(job, group, timeout)
+    if (tree := _trees.get(group)) is None and group not in _flat:
+        channel = _over_store(job, group, timeout)
+        with telling_failures(channel):
+            made = wire(channel, group)
+        if made is None:
+            return channel  # the device is not known yet: the next channel may be better
+        channel.finish()
+        if isinstance(made, Tree):
+            _connections.pop(group, None)
+            _trees[group] = tree = made
+        else:
+            _flat.add(group)
+    if tree is None:
+        return _over_store(job, group, timeout)
+    return TreeChannel(tree, rank, world_size, timeout, group)
+
+
+def _over_store(job: Any, group: dist.ProcessGroup, timeout: timedelta) -> StoreChannel:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     # Each rank counts its own calls in the job's store, so that all mean the same channel.
     name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
     is_tcp = isinstance(_compat.innermost_store(job), dist.TCPStore)

@@ -9,50 +9,56 @@ the keys exist, `clone` opens a connection of its own.
 
 A `beat` costs each rank one addition and as a rule at most one more request; a server was seen to take 79,000 additions
 per second.
+
+A wait is one request, which the server answers when the keys are there. It is not ended by a timeout, of which
+torch would print warnings, unless the rank's own does: after some seconds, and as soon as a rank has failed, the
+thread that answers roll calls writes into the keys that there is something to look at. Whoever waits for them then
+looks again and again: whether they are there, whether a rank has failed, whether a process is gone.
 """
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError
 from torch_join._control import codec as _codec
 from torch_join._control.beats import MAX_RANKS, Beats
-from torch_join._control.channel import Beat, Channel
-from torch_join._control.presence import delete_all
-from torch_join._control.waiting import FAILED, WaitingChannel
+from torch_join._control.channel import Channel
+from torch_join._control.messages import NOBODY, Messages, naming_failures
+from torch_join._control.presence import Presence, call, delete_all
+from torch_join._control.waiting import MOST_TEXT, WaitingChannel
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
+FAILED, _LOOK = b"failed", b"look"  # in place of a value: no JSON
+# A wait this long is no longer latency: from then on the failure notices are looked at too.
+_PATIENCE = 5.0  # seconds
+_LIMIT = timedelta(seconds=8)  # longer than it takes until the thread wakes up a rank
+_STAGGER = 0.02  # between ranks, of which the first wakes up all
+_POLL_SECONDS = 0.1
+_SHORT_POLL_SECONDS = 0.0003
+_READING_SECONDS = 2.0  # for which the store's host waits until all have read of a failure
 _LOOKING_SECONDS = 5.0  # after which rank 0 looks for those that have not come out of a loop with it
-_NOBODY = -1  # in place of the rank of a corrected length: a rank has failed
 
 
-def _naming_failures(method: Callable[P, T]) -> Callable[P, T]:
-    """Have a method say who has failed, if the store has hung up, and what is wrong with a number."""
+class StoreChannel(Messages, WaitingChannel, Channel):
+    """A channel over a `torch.distributed` store.
 
-    @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        channel: Any = args[0]
-        try:
-            return method(*args, **kwargs)
-        except dist.DistNetworkError as error:
-            raise channel._lost() or error from error
-        except _codec.Malformed as problem:
-            raise channel._published(_codec.foreign("a number of a meeting", problem)) from None
-
-    return call
-
-
-class StoreChannel(WaitingChannel, Channel):
-    """A channel over a `torch.distributed` store; see `WaitingChannel` for its arguments."""
+    Args:
+        store: A connection of this object's own.
+        rank: This rank.
+        world_size: The number of ranks.
+        timeout: How long a rank waits for another one.
+        group: The process group, whose connections tell of a process that has ended.
+        second: Another connection, over which this rank answers roll calls while it waits.
+        hosts: Whether the store may go down with this rank's process.
+    """
 
     def __init__(
         self,
@@ -66,25 +72,18 @@ class StoreChannel(WaitingChannel, Channel):
     ) -> None:
         if world_size > MAX_RANKS:
             raise JoinValueError(f"A channel serves at most {MAX_RANKS} ranks, not {world_size}.")
-        self._gathers = self._log = self._forgotten = self._loop = 0
-        self._until_met: list[str] = []  # keys that all will have read when they have met
+        Messages.__init__(self)
         Channel.__init__(self, rank, world_size)
-        WaitingChannel.__init__(self, store, timeout, group, second, hosts)
+        WaitingChannel.__init__(self, store, timeout, group)
+        self._store.set_timeout(min(timeout, _LIMIT))
+        self._read: deque[str] = deque()  # keys that all have read; deleting one takes as long as a beat
+        self._hosts, self._failed = hosts, False
         # Weakly, so that a channel that is dropped ends its thread at once.
+        self._presence = Presence(second, rank, world_size, weakref.ref(self), self._read)
         wait = weakref.WeakMethod(self._wait_for)
         self._beats = Beats(self._store, rank, world_size, lambda key: wait()(key), self._read.append)  # type: ignore[misc]
 
-    @_naming_failures
-    def say(
-        self, count: int = 0, notice: dict[str, Any] | None = None, participants: int | None = None, waits: bool = True
-    ) -> None:
-        self._beats.say(count, notice, participants or self.world_size, waits)
-
-    @_naming_failures
-    def hear(self) -> Beat:
-        return self._beats.hear()
-
-    @_naming_failures
+    @naming_failures
     def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
         data = _codec.encode(value)
         index, self._gathers = self._gathers, self._gathers + 1
@@ -92,82 +91,13 @@ class StoreChannel(WaitingChannel, Channel):
         self._store.set(keys[self.rank], data)
         if index >= 2:
             self.delete(f"gather/{index - 2}/{self.rank}")
-        meanwhile = (lambda: self._refuse_beat(keys)) if unless_beat else None
+        meanwhile = (lambda: self._refuse_beat(lambda: self._there(keys) is not None)) if unless_beat else None
         found = self._wait(keys, meanwhile)
         self._all_have_met()
         return [self._decode(key, data, of) for key, data in zip(keys, found, strict=True)]
 
-    def announce(self, record: Any, leads: bool) -> None:
-        number, self._log = self._log, self._log + 1
-        if leads:
-            self.post(f"log/{number}", record)
-
-    @property
-    def records(self) -> int:
-        return self._log
-
-    def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
-        number, self._log = self._log, self._log + 1
-        return self.read(f"log/{number}", meanwhile, of)
-
-    @_naming_failures
-    def post(self, key: str, value: Any, until_met: bool = False) -> None:
-        self._store.set(key, _codec.encode(value))
-        if until_met:
-            self._until_met.append(key)
-
-    @_naming_failures
-    def posted(self, key: str) -> bool:
-        return bool(self._store.check([key]))
-
-    @_naming_failures
-    def read(
-        self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any, is_polled: bool = False
-    ) -> Any:
-        return self._decode(key, self._wait([key], meanwhile, not is_polled)[0], of)
-
-    @_naming_failures
-    def add(self, key: str, number: int) -> int:
-        return int(self._store.add(key, number))
-
     def delete(self, key: str) -> None:
         self._read.append(key)
-
-    def forget(self, delete: bool = True) -> None:
-        for number in range(self._forgotten, self._log) if delete else ():
-            self.delete(f"log/{number}")
-        self._forgotten = self._log
-
-    def begin_loop(self) -> None:
-        self._loop = self._gathers
-
-    @_naming_failures
-    def correct(self, length: int) -> None:
-        self._store.append(f"corrections/{self._loop}", _codec.encode((self.rank, length)).decode() + "\n")
-
-    @_naming_failures
-    def corrections(self) -> dict[int, int]:
-        if not self._store.check([f"corrections/{self._loop}"]):
-            return {}
-        key = f"corrections/{self._loop}"
-        lines = [self._decode(key, line, tuple[int, int]) for line in self._store.get(key).splitlines()]
-        lengths = dict(lines)
-        if _NOBODY in lengths:
-            raise self.failure() or PeerFailedError("Another rank failed.")
-        if not all(0 <= rank < self.world_size and length >= 0 for rank, length in lines):
-            raise self._published(_codec.foreign(repr(key), f"{_codec.brief(lines)} in place of ranks and lengths"))
-        return lengths
-
-    @property
-    def beats(self) -> int:
-        return self._beats.number
-
-    @property
-    def position(self) -> Any:
-        return self._beats.position
-
-    def skip_to(self, position: Any) -> None:
-        self._beats.skip_to(position)
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         try:
@@ -176,7 +106,7 @@ class StoreChannel(WaitingChannel, Channel):
             self._store.set(f"go/{self.beats}", FAILED)
             self._store.set(f"gather/{self._gathers}/{self.rank}", FAILED)
             self._store.set(f"log/{self._log}", FAILED)
-            self._store.append(f"corrections/{self._loop}", _codec.encode((_NOBODY, 0)).decode() + "\n")
+            self._store.append(f"corrections/{self._loop}", _codec.encode((NOBODY, 0)).decode() + "\n")
         except RuntimeError:  # the store went down with its host: nobody is left to tell
             pass
 
@@ -188,7 +118,7 @@ class StoreChannel(WaitingChannel, Channel):
             self._wait_until_finished({rank: f"finished/{rank}" for rank in range(1, self.world_size)})
         self.close()
 
-    @_naming_failures
+    @naming_failures
     def _wait_until_finished(self, keys: dict[int, str]) -> None:
         # Not as for a message: whoever has left answers no roll call, and nothing is wrong with that any more.
         pause, start = 0.001, time.monotonic()
@@ -217,19 +147,107 @@ class StoreChannel(WaitingChannel, Channel):
 
     def _all_have_met(self) -> None:
         self._beats.all_have_met()
-        while self._until_met:
-            self.delete(self._until_met.pop())
+        super()._all_have_met()
+
+    # ------------------------------------------------------------ failures
+
+    def _tell(self, reason: str, rank: int) -> None:
+        """Leave a notice, unless there is one, and have all ranks look at it."""
+        self._failed = True
+        self._store.compare_set("failure", "", _codec.encode((rank, reason[:MOST_TEXT])).decode())
+        with suppress(_codec.Malformed):  # they look by themselves after some seconds
+            call(self._store)
+
+    def _call_roll(self) -> dict[int, Any]:
+        try:
+            return self._presence.call(enough=lambda _: self.failure() is not None)
+        except _codec.Malformed as problem:
+            raise self._published(_codec.foreign("an answer to a roll call", problem)) from None
+
+    def leave(self) -> None:
+        if not self._presence.leave.alive:
+            return
+        if self._failed or self._heard is not None:
+            with suppress(_codec.Malformed, RuntimeError):
+                self._part_in_failure()
+        self._presence.leave()
+
+    def _part_in_failure(self) -> None:
+        """Leave a note, or as the store's host wait for the others: nobody can read once its process has ended."""
+        if not self._hosts:
+            self._store.set(f"left/{self.rank}", "")
+            return
+        readers = set(range(self.world_size)) - self._silent
+
+        def have_read(answers: dict[int, Any]) -> bool:
+            return all(rank in answers or self._store.check([f"left/{rank}"]) for rank in readers)
+
+        self._presence.call(have_read, within=_READING_SECONDS)
+
+    def look(self, store: Any) -> None:
+        """See `Rank.look`."""
+        waits = self._waits
+        if waits is not None and (self._heard is not None or time.monotonic() > waits[1]):
+            for key in waits[0]:
+                store.compare_set(key, "", _LOOK.decode())  # unless it is there
+
+    def _lost(self) -> JoinError | None:
+        """Say why the store has hung up on this rank."""
+        if (other := self._presence.connection) is None:
+            return self.failure()
+        self._use(other)
+        # It does so if it is to add to what is no number.
+        return self.failure() or self._published(_codec.foreign("a number", "it is none"))
 
     def _use(self, store: Any) -> None:
-        super()._use(store)
+        self._store = store
         self._beats.use(store)
 
-    def _refuse_beat(self, keys: list[str]) -> None:
-        # A rank that has met this one here comes to the next beat later, when all keys are there.
-        if self._beats.somebody_came() and self._there(keys) is None:
-            raise JoinError(
-                f"Rank {self.rank} came to something that all ranks do together (a metric's compute(), a loop over"
-                " join.batches) while another rank is at the next forward of its loop. Ranks leave a plain `for` at"
-                " different steps: use `for batch in join.batches(loader)`, which all leave together, or do it after"
-                " the `with`."
-            )
+    # ------------------------------------------------------------ waiting
+
+    def _wait_for(self, key: str) -> bytes:
+        return self._wait([key])[0]
+
+    def _wait(self, keys: list[str], meanwhile: Callable[[], None] | None = None, wakes: bool = True) -> list[bytes]:
+        """Wait for keys and return their values.
+
+        Args:
+            keys: The keys.
+            meanwhile: Called again and again while they are not there; the wait is then not as quick.
+            wakes: Whether the thread may write to the keys that there is something to look at.
+        """
+        start = time.monotonic()
+        self._waits = keys if wakes and meanwhile is None else [], start + _PATIENCE + _STAGGER * (self.rank % 50)
+        try:
+            found: list[bytes] | None = None
+            if meanwhile is None:
+                with suppress(dist.DistStoreError):
+                    found = self._store.multi_get(keys) if len(keys) > 1 else [self._store.get(keys[0])]  # quicker
+            if found is None or _LOOK in found:
+                found = self._wait_long(keys, start, meanwhile)
+        finally:
+            self._waits = None
+        if FAILED in found:
+            raise self.failure() or PeerFailedError("Another rank failed.")
+        return found
+
+    def _there(self, keys: list[str]) -> list[bytes] | None:
+        """Return the values of keys if they are there; waits for nobody."""
+        if not self._store.check(keys):
+            return None
+        found: list[bytes] = self._store.multi_get(keys)
+        return None if _LOOK in found else found
+
+    def _wait_long(self, keys: list[str], start: float, meanwhile: Callable[[], None] | None) -> list[bytes]:
+        look = self.vigil(start)
+        while (found := self._there(keys)) is None:
+            if meanwhile is not None:
+                meanwhile()
+            try:
+                look()
+            except JoinError:
+                if (found := self._there(keys)) is not None:  # they came before the failure that `look` has read of
+                    return found
+                raise
+            time.sleep(_POLL_SECONDS if meanwhile is None else _SHORT_POLL_SECONDS)
+        return found

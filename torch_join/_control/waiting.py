@@ -1,16 +1,8 @@
-"""How a rank waits for what others write to the store, and what it looks at meanwhile.
-
-A wait is one request, which the server answers when the keys are there. It is not ended by a timeout, of which
-torch would print warnings, unless the rank's own does: after some seconds, and as soon as a rank has failed, the
-thread that answers roll calls writes into the keys that there is something to look at. Whoever waits for them then
-looks again and again: whether they are there, whether a rank has failed, whether a process is gone.
-"""
+"""How a rank waits for others, what it looks at meanwhile, and what it says of those for whom it has waited in vain."""
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,51 +12,35 @@ from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError, name_ranks
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Status
-from torch_join._control.presence import Presence, call
 
-FAILED, _LOOK = b"failed", b"look"  # in place of a value: no JSON
-# A wait this long is no longer latency: from then on the failure notices are looked at too.
-_PATIENCE = 5.0  # seconds
-_LIMIT = timedelta(seconds=8)  # longer than it takes until the thread wakes up a rank
-_STAGGER = 0.02  # between ranks, of which the first wakes up all
-_POLL_SECONDS = 0.1
-_SHORT_POLL_SECONDS = 0.0003
-_PROBE_SECONDS = 2.0
-_READING_SECONDS = 2.0  # for which the store's host waits until all have read of a failure
-_MOST_TEXT = 20_000
+MOST_TEXT = 20_000  # of what is told of a failure
 
 
 class WaitingChannel:
-    """The part of a channel over a store that waits, and that knows of failures; the rest is `StoreChannel`'s.
+    """The part of a channel that waits, and that knows of failures, whatever the channel goes over.
 
     Args:
-        store: A connection of this object's own.
+        store: Where a failure is told.
         timeout: How long a rank waits for another one.
         group: The process group, whose connections tell of a process that has ended.
-        second: Another connection, over which this rank answers roll calls while it waits.
-        hosts: Whether the store may go down with this rank's process.
     """
 
     rank: int
     world_size: int
     status: Callable[[], Status | None]
     explain: Callable[[dict[int, Any]], JoinError | None]
+    # In seconds of a wait: how often it looks whether a rank has failed, and after how many, and then how often, it
+    # looks for processes that are gone.
+    _looks_every, _probes_after, _probes_every = 0.1, 5.0, 2.0
 
-    def __init__(
-        self, store: dist.Store, timeout: timedelta, group: dist.ProcessGroup | None, second: dist.Store, hosts: bool
-    ) -> None:
-        self._store: Any = store  # torch's stubs lack half of its methods
-        self._store.set_timeout(min(timeout, _LIMIT))
+    def __init__(self, store: Any, timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+        self._store = store
         self._timeout = timeout
         # Weakly, so that a destroyed group hangs up on its peers at once.
         self._group = None if group is None else weakref.ref(group)
-        self._read: deque[str] = deque()  # keys that all have read; deleting one takes as long as a beat
-        self._waits: tuple[list[str], float] | None = None  # for which keys, and when it is time to look
+        self._waits: Any = None  # not `None` while this rank waits
         self._heard: PeerFailedError | None = None
-        self._hosts, self._failed = hosts, False
         self._silent: set[int] = set()  # who did not answer the last roll call
-        # Weakly, so that a channel that is dropped ends its thread at once.
-        self._presence = Presence(second, self.rank, self.world_size, weakref.ref(self), self._read)
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         """See `Channel.fail`."""
@@ -81,59 +57,25 @@ class WaitingChannel:
         return self._heard
 
     def roll_call(self) -> dict[int, Any]:
-        try:
-            answers = self._presence.call(enough=lambda _: self.failure() is not None)
-            self._silent = set(range(self.world_size)).difference(answers)
-            return answers
-        except _codec.Malformed as problem:
-            raise self._published(_codec.foreign("an answer to a roll call", problem)) from None
+        answers = self._call_roll()
+        self._silent = set(range(self.world_size)).difference(answers)
+        return answers
 
-    def leave(self) -> None:
-        if not self._presence.leave.alive:
-            return
-        if self._failed or self._heard is not None:
-            with suppress(_codec.Malformed, RuntimeError):
-                self._part_in_failure()
-        self._presence.leave()
+    def _call_roll(self) -> dict[int, Any]:
+        raise NotImplementedError
 
-    def _part_in_failure(self) -> None:
-        """Leave a note, or as the store's host wait for the others: nobody can read once its process has ended."""
-        if not self._hosts:
-            self._store.set(f"left/{self.rank}", "")
-            return
-        readers = set(range(self.world_size)) - self._silent
-
-        def have_read(answers: dict[int, Any]) -> bool:
-            return all(rank in answers or self._store.check([f"left/{rank}"]) for rank in readers)
-
-        self._presence.call(have_read, within=_READING_SECONDS)
-
-    # ------------------------------------------------------------ what the thread calls
+    # ------------------------------------------------------------ what other threads call
 
     def place(self) -> tuple[bool, Status | None]:
-        """See `Rank.place`."""
+        """Return what this rank answers to a roll call: whether it waits on the channel, and its status."""
         return self._waits is not None, self.status()
 
     def listen(self, store: Any) -> None:
-        """See `Rank.listen`."""
+        """Look whether a rank has failed."""
         if self._heard is None:
             self._heard = self._read_failure(store)
 
-    def look(self, store: Any) -> None:
-        """See `Rank.look`."""
-        waits = self._waits
-        if waits is not None and (self._heard is not None or time.monotonic() > waits[1]):
-            for key in waits[0]:
-                store.compare_set(key, "", _LOOK.decode())  # unless it is there
-
     # ------------------------------------------------------------ failures
-
-    def _tell(self, reason: str, rank: int) -> None:
-        """Leave a notice, unless there is one, and have all ranks look at it."""
-        self._failed = True
-        self._store.compare_set("failure", "", _codec.encode((rank, reason[:_MOST_TEXT])).decode())
-        with suppress(_codec.Malformed):  # they look by themselves after some seconds
-            call(self._store)
 
     def _read_failure(self, store: Any) -> PeerFailedError | None:
         if not store.check(["failure"]):
@@ -158,70 +100,27 @@ class WaitingChannel:
         except _codec.Malformed as problem:
             raise self._published(_codec.foreign(repr(key), problem)) from None
 
-    def _lost(self) -> JoinError | None:
-        """Say why the store has hung up on this rank."""
-        if (other := self._presence.connection) is None:
-            return self.failure()
-        self._use(other)
-        # It does so if it is to add to what is no number.
-        return self.failure() or self._published(_codec.foreign("a number", "it is none"))
-
-    def _use(self, store: Any) -> None:
-        self._store = store
-
     # ------------------------------------------------------------ waiting
 
-    def _wait_for(self, key: str) -> bytes:
-        return self._wait([key])[0]
+    def vigil(self, start: float | None = None) -> Callable[[], None]:
+        """See `Channel.vigil`; `start` is when the wait has begun, by default now."""
+        start = time.monotonic() if start is None else start
+        deadline, next_look, next_probe = start + self._timeout.total_seconds(), start, start + self._probes_after
 
-    def _wait(self, keys: list[str], meanwhile: Callable[[], None] | None = None, wakes: bool = True) -> list[bytes]:
-        """Wait for keys and return their values.
-
-        Args:
-            keys: The keys.
-            meanwhile: Called again and again while they are not there; the wait is then not as quick.
-            wakes: Whether the thread may write to the keys that there is something to look at.
-        """
-        start = time.monotonic()
-        self._waits = keys if wakes and meanwhile is None else [], start + _PATIENCE + _STAGGER * (self.rank % 50)
-        try:
-            found: list[bytes] | None = None
-            if meanwhile is None:
-                with suppress(dist.DistStoreError):
-                    found = self._store.multi_get(keys) if len(keys) > 1 else [self._store.get(keys[0])]  # quicker
-            if found is None or _LOOK in found:
-                found = self._wait_long(keys, start, meanwhile)
-        finally:
-            self._waits = None
-        if FAILED in found:
-            raise self.failure() or PeerFailedError("Another rank failed.")
-        return found
-
-    def _there(self, keys: list[str]) -> list[bytes] | None:
-        """Return the values of keys if they are there; waits for nobody."""
-        if not self._store.check(keys):
-            return None
-        found: list[bytes] = self._store.multi_get(keys)
-        return None if _LOOK in found else found
-
-    def _wait_long(self, keys: list[str], start: float, meanwhile: Callable[[], None] | None) -> list[bytes]:
-        deadline, next_look = start + self._timeout.total_seconds(), start
-        next_probe = start + _PATIENCE
-        while (found := self._there(keys)) is None:
+        def look() -> None:
+            nonlocal next_look, next_probe
             now = time.monotonic()
-            if meanwhile is not None:
-                meanwhile()
             if now > next_look:
-                next_look = now + _POLL_SECONDS
+                next_look = now + self._looks_every
                 if (failure := self.failure()) is not None:
                     raise failure
             if now > deadline:
                 raise self._timed_out()
             if now > next_probe:
-                next_probe = now + _PROBE_SECONDS
+                next_probe = now + self._probes_every
                 self._probe()
-            time.sleep(_POLL_SECONDS if meanwhile is None else _SHORT_POLL_SECONDS)
-        return found
+
+        return look
 
     def _probe(self) -> None:
         group = self._group() if self._group is not None else None

@@ -9,7 +9,6 @@ from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
 from torch_join._handover.objects import Apart
 
-_ONE = 1 << 48  # above the sum of as many checksums as there may be ranks
 _COMPARED = ("forward", "collective", "log", "gather", "reduce", "reshard")  # of these the payload too
 _EVERY = 8  # steps; but each of the first ones, where a mistake of the program shows
 
@@ -19,8 +18,8 @@ class Agreement:
 
     Joined ranks follow the lowest active rank alone. What another one does differently would be
     paired with something else by the backend, which hangs, or goes wrong in silence. So in each of a tail's
-    first steps, and in every eighth after these, the other active ranks add their checksums to a number in
-    the store, and the lowest one looks at the last.
+    first steps, and in every eighth after these, the active ranks add up their checksums, and the lowest one looks at
+    the sum.
 
     A rank that leaves compares what it has announced up to its last step with the lowest rank's word, before it
     follows the log: it would look for its next record in the wrong place.
@@ -66,21 +65,15 @@ class Agreement:
         step, self._steps = self._steps, self._steps + 1
         if step > _EVERY and step % _EVERY:
             return
+        key = f"{self._name}/{step}"
+        self._channel.contribute(key, self.word[0], active)
         if rank != active[0]:
-            self._channel.add(f"{self._name}/{step}", _ONE + self.word[0])
             return
         # The others may be behind, where a step has no sync: what they have not said yet is due later.
-        others = len(active) - 1
-        while self._due:
-            key, own = self._due[0]
-            count, sums = divmod(self._channel.add(key, 0), _ONE)
-            if count < others:
-                break
-            self._due.popleft()
-            self._channel.delete(key)
-            if count > others or sums != others * own:
+        while self._due and (total := self._channel.contributed(self._due[0][0], active)) is not None:
+            if total != len(active) * self._due.popleft()[1]:
                 raise self._disagreement()
-        self._due.append((f"{self._name}/{step}", self.word[0]))
+        self._due.append((key, self.word[0]))
 
     def part(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
         """Compare what has been announced up to the last step of those who leave; every active rank calls this.

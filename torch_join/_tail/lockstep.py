@@ -10,8 +10,13 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
+from torch_join._control.channel import Beat
+from torch_join._schedule.attendance import Attendance
+from torch_join._schedule.plan import Share
+from torch_join._schedule.rebalancer import Rebalancer, Source
+from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._shadow.synced_norms import sync_norms
-from torch_join._tail.attendance import Attendance
+from torch_join._tail.planned import refuse_teams
 from torch_join._tail.steps import StepDriver
 from torch_join.joinables._torch.joinable import WrappingJoinable
 from torch_join.joinables.custom import CustomPart
@@ -65,6 +70,7 @@ class Lockstep:
         self._model: Part = driver.add(make_model)
         self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
         self._attendance = Attendance(self.channel.world_size)
+        self._plan: Rebalancer | None = None
         self._samples = self._total_samples = 0
         self.no_loss = self.follows_backward = self.keeps_buffers = False
 
@@ -74,12 +80,16 @@ class Lockstep:
     @property
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that have a batch at the current step."""
-        return self._attendance.active_ranks
+        return self._present.active_ranks
+
+    @property
+    def _present(self) -> Attendance | Rebalancer:
+        return self._attendance if self._plan is None else self._plan
 
     @property
     def joined(self) -> bool:
         """Whether this rank has no batch at the current step."""
-        return self._attendance.joined(self.channel.rank)
+        return self._present.joined(self.channel.rank)
 
     @property
     def in_tail(self) -> bool:
@@ -89,7 +99,7 @@ class Lockstep:
     @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last one in which any rank has a batch."""
-        return self._attendance.is_last_step
+        return self._present.is_last_step
 
     def begin(self, first_step: int, end: int | None, samples: int, value: Any = None) -> list[Any]:
         """Begin an epoch; all ranks meet.
@@ -112,7 +122,39 @@ class Lockstep:
         self._attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
         self._samples, self._total_samples = samples, sum(samples for _, samples, *_ in everyone)
         self._attendance.check_termination(self.channel.rank, self._throw)
+        self._plan = None
         return [value for _, _, value, _ in everyone]
+
+    def rebalance(self, rebalancing: Rebalancing, source: Source, length: int | None, **options: Any) -> None:
+        """Rebalance the epoch that has begun; all ranks meet.
+
+        Args:
+            rebalancing: What rebalances one epoch after the other.
+            source: This rank's batches.
+            length: How many there are from here on, as far as is known.
+            **options: Of `Rebalancing.begin`.
+
+        Raises:
+            UnsupportedError: Several ranks compute a batch together.
+        """
+        refuse_teams(self.driver.server)
+        step = self._attendance.step
+        self._plan = rebalancing.begin(self.channel, source, length, self._meet, step=step, verifies=True, **options)
+
+    def _meet(self, samples: int, notice: dict[str, Any]) -> Beat:
+        return self.channel.beat(samples, notice or None)
+
+    @property
+    def plan(self) -> Rebalancer | None:
+        """What plans whose batch each rank trains on, in an epoch in which batches are rebalanced."""
+        return self._plan
+
+    @property
+    def share(self) -> Share | None:
+        """Whose batch this rank trains on at the current step."""
+        if self._plan is not None:
+            return self._plan.share
+        return None if self.joined else Share(self.channel.rank, self._attendance.step)
 
     def advance(self, end: int | None, samples: int, notice: dict[str, Any] | None = None) -> dict[int, dict[str, Any]]:
         """Go on to the next step; all ranks meet.
@@ -128,6 +170,8 @@ class Lockstep:
         """
         if end is not None:
             notice = {"end": end, **(notice or {})}
+        if self._plan is not None:
+            return self._advance_plan(self._plan, notice or {})
         beat = self.channel.beat(samples, notice)
         self.driver.after_meeting()
         self._attendance.step += 1
@@ -136,14 +180,29 @@ class Lockstep:
         self._attendance.check_termination(self.channel.rank, self._throw)
         return beat.notices
 
+    def _advance_plan(self, plan: Rebalancer, notice: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        beats: list[Beat] = []
+
+        def meet(samples: int, news: dict[str, Any]) -> Beat:
+            beats.append(self._meet(samples, news if beats else {**notice, **news}))
+            return beats[-1]
+
+        plan.advance(meet)
+        self.driver.after_meeting()
+        return beats[0].notices
+
     def skip(self, skips: bool) -> list[int]:
         """Leave the epoch at the current step, if `skips`, although there is a batch; all ranks meet.
 
         Returns:
             The ranks that leave.
         """
-        samples = 0 if skips else self._samples
+        samples = 0 if skips else self._counts[0]
         beat = self.channel.beat(samples, {} if skips else None)
+        if self._plan is not None:
+            self._plan.leave([*beat.notices])
+            self._plan.total_samples = beat.total
+            return [*beat.notices]
         self._attendance.announce(dict.fromkeys(beat.notices, self._attendance.step))
         self._samples, self._total_samples = samples, beat.total
         return list(beat.notices)
@@ -151,13 +210,21 @@ class Lockstep:
     @property
     def loss_factor(self) -> float:
         """What to multiply this rank's mean loss with before backward."""
-        counts = len(self.active_ranks), self._samples, self._total_samples
-        return loss_factor(self.weighting, self.channel.world_size, *counts)
+        return loss_factor(self.weighting, self.channel.world_size, len(self.active_ranks), *self._counts)
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        """The numbers of samples in this rank's batch, and in all of the step."""
+        if self._plan is not None:
+            return self._plan.samples, self._plan.total_samples
+        return self._samples, self._total_samples
 
     def finish(self) -> None:
         """End the epoch: run the joinables' post-hooks."""
         for part in self._customs:
-            part.after_all(self._attendance.ended_last(self.channel.rank))
+            part.after_all(self._present.ended_last(self.channel.rank))
+        if self._plan is not None:
+            self._plan.end()
 
     # ------------------------------------------------------------ the model's
 

@@ -10,6 +10,7 @@ from torch_join._control.channel import Channel
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.life import Place, move
 from torch_join._tail.meetings import Due, Meetings
+from torch_join._tail.planned import PlannedLoops
 from torch_join._tail.reader import Batches, Loop, Reader, Unbegun
 from torch_join._tail.tails import Tails
 from torch_join.joinables.custom import CustomPart
@@ -31,15 +32,23 @@ class LoopDriver(Meetings):
         members: Who is active.
         objects: Everything that was given to `Join`.
         tails: What happens where ranks join and where all have.
+        planned: See `Meetings`.
         enable: `False` has ranks know nothing of each other.
         throws: Whether to raise when the first rank runs out of inputs while others have some.
         options: What else was given to `Join`: arguments for hooks.
     """
 
     def __init__(
-        self, members: Membership, objects: list[Any], tails: Tails, enable: bool, throws: bool, options: dict[str, Any]
+        self,
+        members: Membership,
+        objects: list[Any],
+        tails: Tails,
+        planned: PlannedLoops,
+        enable: bool,
+        throws: bool,
+        options: dict[str, Any],
     ) -> None:
-        super().__init__(members, objects, tails, throws)
+        super().__init__(members, objects, tails, throws, planned)
         self.enabled = enable
         self._options = options
         self._unbegun = Unbegun()
@@ -100,11 +109,13 @@ class LoopDriver(Meetings):
                 part.after_all(self.members.last_joiner)
             compare(self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters))
             self.server.channel.forget()
+            self._planned.rebalancing.close()
             self.server.channel.finish()
 
     def leave(self) -> None:
         """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
         self._due = self._raised = None
+        self._planned.rebalancing.abandon()
         self.place = Place.OUTSIDE
         self._unbegun = Unbegun()
         self.server.close()
@@ -162,14 +173,17 @@ class LoopDriver(Meetings):
             ways = [way for _, _, way in said]
             if _ASKS not in ways:
                 return  # nobody goes through it
-            _nesting.refuse_unasked([rank for rank, way in enumerate(ways) if way == _UNASKED])
+            refused = (_UNASKED, _EMPTY) if self._planned.enabled else (_UNASKED,)  # with none, it is to be given some
+            _nesting.refuse_unasked([rank for rank, way in enumerate(ways) if way in refused])
             if self.members.may_break:
                 self.server.tap.install()
+            reader = mine.reader = self._planned.begin(reader)
         self.place, self.step_number = move(self.place, Place.LOOP), 0
         self._steps.forget()
         for model in self.server.models():
             model.begin_loop()
-        mine.certain = None if None in lengths else [length for length in lengths if length is not None]
+        if self._planned.plan is None and None not in lengths:
+            mine.certain = [length for length in lengths if length is not None]
         try:
             while True:
                 with self._telling():
@@ -178,7 +192,9 @@ class LoopDriver(Meetings):
                 if not goes_on:
                     break
                 mine.stepped = not self.server.models()
-                yield reader.take()
+                with self._telling():
+                    batch = self._planned.take(reader)
+                yield batch
                 if not self._is_in(mine):
                     if reader.has_next():
                         raise _nesting.left_behind()
@@ -224,6 +240,7 @@ class LoopDriver(Meetings):
     # ------------------------------------------------------------ loops
 
     def _heartbeat(self, samples: int) -> None:
+        self._planned.check_in_loop(self.in_loop)
         self.arrive()
         self.place = move(self.place, Place.PLAIN)
         self._steps.begin()
@@ -275,6 +292,8 @@ class LoopDriver(Meetings):
 
     def _finish_loop(self) -> None:
         self.tails.departure = None
+        with self._telling():
+            self._planned.rebalancing.end_epoch()
         self.place = move(self.place, Place.ENDED)
         self._steps.forget()
         if not self.members.announces:

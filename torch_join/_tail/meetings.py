@@ -9,8 +9,10 @@ from torch_join._base.errors import JoinValueError
 from torch_join._base.hyperparameters import Steps
 from torch_join._base.membership import Membership
 from torch_join._control.failures import telling_failures
-from torch_join._tail.attendance import early_termination
+from torch_join._schedule.attendance import early_termination
+from torch_join._schedule.plan import Share
 from torch_join._tail.life import Place
+from torch_join._tail.planned import PlannedLoops
 from torch_join._tail.reader import Loop, Reader
 from torch_join._tail.server import Server
 from torch_join._tail.tails import Tails
@@ -35,6 +37,7 @@ class Meetings:
         objects: Everything that was given to `Join`.
         tails: What happens where ranks join and where all have.
         throws: Whether to raise when the first rank runs out of inputs while others have some.
+        planned: What goes through loops in which batches are rebalanced.
 
     Attributes:
         place: Where this rank's own code is.
@@ -44,11 +47,14 @@ class Meetings:
 
     _backward_collectives = False
 
-    def __init__(self, members: Membership, objects: list[Any], tails: Tails, throws: bool) -> None:
+    def __init__(
+        self, members: Membership, objects: list[Any], tails: Tails, throws: bool, planned: PlannedLoops
+    ) -> None:
         self.members = members
         self._objects = objects
         self.tails = tails
         self._throws = throws
+        self._planned = planned
         self._clears: list[Clears] = []
         self._loop: Loop | None = None  # the current one, or the last
         self._renew_server()
@@ -67,7 +73,9 @@ class Meetings:
         self.tails.reset()
 
     def _renew_server(self) -> None:
-        self.server = self.tails.server = Server(self.members, self.arrive, self.tails.check_backward)
+        self.server = self.tails.server = self._planned.server = Server(
+            self.members, self.arrive, self.tails.check_backward
+        )
         self.backward_collectives = self._backward_collectives
 
     @property
@@ -118,6 +126,12 @@ class Meetings:
         self.arrive()
         return self._at_last
 
+    @property
+    def share(self) -> Share | None:
+        """Whose batch this rank has at the current step of a loop over `batches`."""
+        own = Share(self.members.rank, self.step_number) if self.in_loop and not self.members.joined else None
+        return self._planned.share or own
+
     # ------------------------------------------------------------ meetings
 
     @contextmanager
@@ -138,6 +152,11 @@ class Meetings:
 
     def _find_out(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
+        if self._planned.plan is not None:
+            for model in self._even_models() if self.members.may_break else ():
+                model.remember()
+            self._at_last = self._planned.advance(self.step_number)
+            return self._go_on()
         samples = reader.samples if self.members.weighting == "samples" else 0
         if self.members.may_break:
             # Put off until this rank does something in its step that others take part in: it may break before that.
@@ -209,7 +228,7 @@ class Meetings:
 
     def _say(self, has_input: bool, samples: int, at_last: bool, waits: bool = True) -> None:
         notice = {} if not has_input else {"last": True} if at_last else None
-        self.server.channel.say(samples, notice, len(self.members.active), waits)
+        self.server.channel.say(samples, notice, self.members.active, waits)
         self.members.samples = samples
 
     def _hear(self) -> None:

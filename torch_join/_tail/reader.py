@@ -3,15 +3,21 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from torch_join._base.errors import UnsupportedError
 from torch_join._base.samples import count_samples
 from torch_join._tail.refills import RefillGuard
 
 T = TypeVar("T")
+# Begins to rebalance what a reader reads, and returns what reads this rank's batches then; `None`: the same ones.
+Begin = Callable[["Reader[Any]"], "Reader[Any] | None"]
+# Samplers of these modules have as many indices as they say.
+_TRUSTED = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
 
 class Reader(Generic[T]):
@@ -21,10 +27,12 @@ class Reader(Generic[T]):
         sight: How many batches before its end the loader's real length is known.
         pulling: Whether the loader is at work on its next batch.
         corrects: Whether a length that proves wrong can still be made good. It takes two batches of sight.
+        lead: How many steps ahead a batch of another rank must have been given.
     """
 
     sight = 2
     corrects = True
+    lead = 1
 
     def __init__(self, loader: Iterable[T]) -> None:
         self._loader = loader
@@ -32,17 +40,16 @@ class Reader(Generic[T]):
         self._iterator = iter(loader)
         self._ahead: deque[T] = deque()
         self._ended = False
+        self._reserved: deque[list[T]] = deque(maxlen=self.lead)  # of the steps that are to come
         self._guard = RefillGuard(loader)
 
     def has_next(self, ahead: int = 1) -> bool:
         """Whether there are `ahead` more batches."""
         while len(self._ahead) < ahead and not self._ended:
-            held = self._guard.look(self._ahead)
+            waiting = [*chain(*self._reserved), *self._ahead]
             self.pulling = True
             try:
-                batch = next(self._iterator)
-                self._guard.check(self._ahead, held, batch)
-                self._ahead.append(batch)
+                self._ahead.append(self._guard.read(waiting, lambda: next(self._iterator)))
             except StopIteration:
                 self._ended = True
             finally:
@@ -64,6 +71,45 @@ class Reader(Generic[T]):
             return len(loader)
         except (TypeError, NotImplementedError):
             return None
+
+    def trusted_length(self) -> int | None:
+        """Return the number of batches if the loader cannot end before it."""
+        loader = self._loader
+        if isinstance(loader, DataLoader) and not {"__iter__", "__len__"} & _defined_by(type(loader)):
+            sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+            sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
+            trusted = type(sampler).__module__ in _TRUSTED
+        else:
+            trusted = type(loader) in (list, tuple)
+        return self.certain_length() if trusted else None
+
+    def rebalanced(self, begin: Begin) -> "Reader[Any]":
+        """Begin an epoch in which batches are rebalanced; all ranks meet.
+
+        Returns:
+            What reads the batches that this rank trains on.
+
+        Raises:
+            UnsupportedError: The loader has a state, as of which a checkpoint counts on what is given away.
+        """
+        refuse_position(self._loader)
+        self._guard.strict = not isinstance(self._loader, (list, tuple))
+        return begin(self) or self
+
+    def read(self, ahead: int) -> int:
+        """See `Source`."""
+        self.has_next(ahead)
+        return len(self._ahead)
+
+    def peek(self) -> T:
+        """See `Source`."""
+        return self._ahead[0]
+
+    def reserve(self, count: int) -> list[T]:
+        """See `Source`."""
+        batches = [self.take() for _ in range(min(count, self.read(count)))]
+        self._reserved.append(batches)
+        return batches[:]
 
     def length_if_known(self, step: int) -> int | None:
         """Return the number of batches if no more than `sight` are left, having taken `step`."""
@@ -132,6 +178,25 @@ class Unbegun:
                 break
             for _ in self._loops.pop(ticket)():
                 pass
+
+
+def _defined_by(kind: type) -> set[str]:
+    """Return what a class, and those between it and `DataLoader`, define anew."""
+    return {name for base in kind.__mro__[: kind.__mro__.index(DataLoader)] for name in vars(base)}
+
+
+def refuse_position(loader: object) -> None:
+    """Raise for a loader of which a checkpoint would count on batches that are given away.
+
+    Raises:
+        UnsupportedError: It has a state, or draws from something that has one.
+    """
+    if _has_position(loader):
+        raise UnsupportedError(
+            f"rebalance=True reads ahead of the loop and gives batches away, and the {type(loader).__name__} has, or"
+            " draws from something that has, a state_dict(): a checkpoint would leave them out. Loop over a loader"
+            " without one; lightning_join's strategies save where each rank is."
+        )
 
 
 def _has_position(loader: Any, depth: int = 3) -> bool:

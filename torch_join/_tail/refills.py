@@ -1,18 +1,24 @@
 """Loaders that refill the same memory for each batch, where batches are read ahead."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from torch_join._base.errors import JoinValueError
 from torch_join._base.raw import raw_bytes
 from torch_join._base.specs import flaw
 
+T = TypeVar("T")
+
 # If the memory of none of these is that of another, the loader makes each batch anew.
 _LOOKS = 3
+_SAMPLE = 256  # of the bytes of a tensor, or elements of an array
+_DEPTH = 3  # of objects in objects
 _SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # made when asked for, they are alike and not the same
 
 
@@ -24,6 +30,10 @@ class RefillGuard:
 
     Args:
         loader: Whose batches they are.
+
+    Attributes:
+        strict: Whether a few bytes of each batch are compared later on, too: where the number of batches that are
+            read ahead changes, a larger ring of buffers is overrun late.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -31,55 +41,76 @@ class RefillGuard:
         # The batches of a list are there already.
         self._looks = 0 if isinstance(loader, (list, tuple)) else _LOOKS
         self._shares = False
+        self.strict = False
 
-    def look(self, waiting: Iterable[Any]) -> list[Any]:
-        """Return what `waiting` batches hold, before another one is read."""
-        if self._looks == 0 and not self._shares:
-            return []
-        return [_copy(_content(leaf)) for leaf in _leaves(list(waiting))]
-
-    def check(self, waiting: Iterable[Any], held: list[Any], batch: Any) -> None:
-        """Compare with what `look` has returned; `batch` has been read since.
+    def read(self, waiting: list[Any], read: Callable[[], T]) -> T:
+        """Return a batch that `read` returns.
 
         Raises:
-            JoinValueError: The waiting batches have changed.
+            JoinValueError: Those that wait have changed meanwhile.
         """
+        if self._looks == 0 and not self._shares and not self.strict:
+            return read()
+        held = [_copy(self._content(leaf)) for leaf in _leaves(waiting)]
+        batch = read()
+        if held and _have_changed(waiting, held, self._content):
+            raise self._error()
         self._looks = max(0, self._looks - 1)
-        if not held:
-            return
-        waiting = list(waiting)
-        leaves = list(_leaves(waiting))
-        if _have_changed(waiting, leaves, held):
-            raise JoinValueError(
-                f"The {self._name} refills the memory of one batch to make another, and Join reads two batches ahead"
-                " of the loop where a loader has a length. Copy each batch in the loader (`.clone()`), or use"
-                " Join(..., heartbeat=True), with which a batch is read when it is needed."
-            )
-        places = {_place(leaf) for leaf in leaves} - {0}
-        self._shares = self._shares or any(_place(leaf) in places for leaf in _leaves(batch))
+        self._shares = self._shares or bool(held and _places(batch) & _places(waiting))
+        return batch
+
+    def _content(self, leaf: Any) -> Any:
+        """Return what tells whether `leaf` has changed: bytes of it, or itself if these cannot be had."""
+        content = raw_bytes(leaf) if _is_tensor(leaf) else leaf.reshape(-1) if _is_array(leaf) else leaf
+        if content is leaf:
+            return leaf
+        every = 1 if self._looks or self._shares else max(1, len(content) // _SAMPLE)
+        return content[::every] if isinstance(content, Tensor) else content[::every].tobytes()
+
+    def _error(self) -> JoinValueError:
+        instead = (
+            "train without rebalance=True, with which more batches are read ahead"
+            if self.strict
+            else "use Join(..., heartbeat=True), with which a batch is read when it is needed"
+        )
+        return JoinValueError(
+            f"The {self._name} refills the memory of one batch to make another, and Join reads two batches ahead"
+            f" of the loop where a loader has a length. Copy each batch in the loader (`.clone()`), or {instead}."
+        )
 
 
-def _have_changed(waiting: list[Any], leaves: list[Any], held: list[Any]) -> bool:
-    now = list(map(_content, leaves))
+def _have_changed(waiting: list[Any], held: list[Any], content: Callable[[Any], Any]) -> bool:
+    now = [content(leaf) for leaf in _leaves(waiting)]
     if len(now) != len(held):
         return True
     if all(map(_are_same, now, held)):
         return False
     # What a batch makes when it is asked for may be another each time: that says nothing of the loader.
-    again = map(_content, _leaves(waiting))
+    again = [content(leaf) for leaf in _leaves(waiting)]
     return any(
         _are_same(*twice) and not _are_same(twice[0], was) for *twice, was in zip(now, again, held, strict=False)
     )
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
+def _leaves(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, (tuple, list)):
         for part in batch:
-            yield from _leaves(part)
-    else:
+            yield from _leaves(part, depth)
+    elif type(batch) in _SIMPLE or isinstance(batch, Tensor) or _is_array(batch):
         yield batch
+    else:
+        yield from _inside(batch, depth) or [batch]
+
+
+def _inside(thing: Any, depth: int) -> list[Any]:
+    """Return the tensors and arrays that an object holds: a batch may be one, whose class nobody here knows."""
+    if depth == 0 or isinstance(thing, (type, ModuleType, nn.Module, Dataset)):
+        return []
+    slots = [getattr(thing, name, None) for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ())]
+    parts = [*slots, *getattr(thing, "__dict__", {}).values()]
+    return [leaf for part in parts for leaf in _leaves(part, depth - 1) if _is_tensor(leaf) or _is_array(leaf)]
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -89,11 +120,6 @@ def _is_tensor(leaf: Any) -> bool:
 def _is_array(leaf: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(leaf, numpy.ndarray)
-
-
-def _content(leaf: Any) -> Any:
-    """Return what tells whether `leaf` has changed: its bytes, or itself if these cannot be had."""
-    return raw_bytes(leaf) if _is_tensor(leaf) else leaf.tobytes() if _is_array(leaf) else leaf
 
 
 def _copy(content: Any) -> Any:
@@ -108,6 +134,10 @@ def _are_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and _is_tensor(one) and _is_tensor(other):
         return torch.equal(one, other)
     return type(one) in _SIMPLE and bool(one == other)
+
+
+def _places(batch: Any) -> set[int]:
+    return {_place(leaf) for leaf in _leaves(batch)} - {0}
 
 
 def _place(leaf: Any) -> int:

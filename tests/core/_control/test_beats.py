@@ -31,6 +31,9 @@ class Meeting:
         self.store.delete_key(key)
 
 
+ALL = (0, 1)
+
+
 def said_by(rank: int, step: int) -> tuple[int, dict[str, Any] | None]:
     return (rank + 1) * step, {"at": step} if (step + rank) % 5 == 0 else None
 
@@ -45,7 +48,7 @@ def attend(beats: Beats, rank: int, lengths: list[int], loops: int, seed: int) -
             leaves = step == lengths[rank]
             waits = leaves or wait.random() < 0.3
             count, notice = said_by(rank, step)
-            beats.say(count, {} if leaves else notice, len(participants), waits)
+            beats.say(count, {} if leaves else notice, participants, waits)
             for _ in range(wait.randrange(3)):
                 time.sleep(0.0002)
             heard.append(beats.hear())
@@ -103,8 +106,8 @@ def test_who_need_not_wait_finds_all_there_with_one_more_look() -> None:
     meeting = Meeting(3)
     first, second, _ = meeting.ranks
     for _ in range(4):
-        first.say(1, None, 2, waits=False)
-        second.say(2, None, 2, waits=False)
+        first.say(1, None, ALL, waits=False)
+        second.say(2, None, ALL, waits=False)
         assert second.hear() == first.hear() == Beat(3)
     assert meeting.store.num_keys() == 2  # the numbers
 
@@ -114,29 +117,29 @@ def test_who_looks_too_early_waits() -> None:
     first, second, _ = meeting.ranks
     with ThreadPoolExecutor(1) as pool:
         for step in range(4):
-            first.say(1, None, 2, waits=False)
+            first.say(1, None, ALL, waits=False)
             early = pool.submit(first.hear)
             time.sleep(0.05)
             assert not early.done()
-            second.say(2, {"x": step}, 2, waits=False)
+            second.say(2, {"x": step}, ALL, waits=False)
             assert second.hear() == early.result(timeout=10) == Beat(3, {1: {"x": step}})
 
 
 def test_a_rank_may_come_to_the_next_beat_before_another_has_heard_the_last() -> None:
     meeting = Meeting(3)
     first, second, _ = meeting.ranks
-    first.say(1, None, 2, waits=False)
-    second.say(2, None, 2, waits=False)
+    first.say(1, None, ALL, waits=False)
+    second.say(2, None, ALL, waits=False)
     assert second.hear() == Beat(3)
-    second.say(20, {"x": 0}, 2, waits=False)
+    second.say(20, {"x": 0}, ALL, waits=False)
     assert first.hear() == Beat(3)
-    first.say(10, None, 2, waits=True)
+    first.say(10, None, ALL, waits=True)
     assert first.hear() == second.hear() == Beat(30, {1: {"x": 0}})
 
 
 def test_one_rank_alone_needs_no_store() -> None:
     meeting = Meeting(2)
-    meeting.ranks[0].say(7, {"x": 0}, 1, waits=True)
+    meeting.ranks[0].say(7, {"x": 0}, (0,), waits=True)
     assert meeting.ranks[0].hear() == Beat(7, {0: {"x": 0}})
     assert meeting.store.num_keys() == 0
 
@@ -145,11 +148,11 @@ def test_what_another_rank_may_not_have_read_is_kept_after_a_skip() -> None:
     meeting = Meeting(3)
     stays, slow, joins = meeting.ranks
     for beats, notice in ((stays, None), (slow, {}), (joins, {})):
-        beats.say(0, notice, 3, True)
+        beats.say(0, notice, range(3), True)
     joins.hear()
     stays.hear()
-    stays.say(0, {}, 1, True)  # leaves alone
+    stays.say(0, {}, (0,), True)  # leaves alone
     stays.hear()
     joins.skip_to(deepcopy(stays.position))
-    joins.say(0, None, 3, True)
+    joins.say(0, None, range(3), True)
     assert slow.hear() == Beat(0, {1: {}, 2: {}})

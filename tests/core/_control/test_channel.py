@@ -14,12 +14,36 @@ import torch
 import torch.distributed as dist
 
 from tests.support.inside import keys_at_rest, store_of
-from tests.support.workers import Workers, connect
+from tests.support.workers import Outcome, Workers, connect
 from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
 from torch_join._control.channel import Beat
 from torch_join._control.codec import MAX_BYTES
 from torch_join._control.store_channel import StoreChannel
+from torch_join._control.waiting import WaitingChannel
 from torch_join.integration import Channel, open_channel, telling_failures
+
+
+class Over:
+    """Workers whose channels go over connections between the ranks, or over a store."""
+
+    def __init__(self, workers: Workers, links: bool) -> None:
+        self._workers, self._links = workers, links
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._workers.run(*args, links=self._links, **kwargs)
+
+    def outcomes(self, *args: Any, **kwargs: Any) -> list[Outcome]:
+        return self._workers.outcomes(*args, links=self._links, **kwargs)
+
+
+@pytest.fixture(params=[True, False], ids=["links", "store"])
+def either(request: pytest.FixtureRequest, workers: Workers) -> Over:
+    return Over(workers, request.param)
+
+
+@pytest.fixture
+def over_a_store(workers: Workers) -> Over:
+    return Over(workers, links=False)
 
 
 def test_a_world_of_one_needs_no_store() -> None:
@@ -38,8 +62,8 @@ def gather_the_most(rank: int) -> int:
     return len(said[0])
 
 
-def test_the_largest_value_that_may_be_sent_is_one_that_the_store_takes(workers: Workers) -> None:
-    assert workers.run(2, gather_the_most) == [MAX_BYTES - 2] * 2
+def test_the_largest_value_that_may_be_sent_is_one_that_the_store_takes(either: Over) -> None:
+    assert either.run(2, gather_the_most) == [MAX_BYTES - 2] * 2
 
 
 def beat_and_gather(rank: int) -> list[Any]:
@@ -57,8 +81,8 @@ def beat_and_gather(rank: int) -> list[Any]:
 
 @pytest.mark.parametrize("store", ["file", "tcp"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_beats_add_up_and_carry_notices(workers: Workers, world_size: int, store: str) -> None:
-    outcomes = workers.outcomes(world_size, beat_and_gather, store=store)
+def test_beats_add_up_and_carry_notices(either: Over, world_size: int, store: str) -> None:
+    outcomes = either.outcomes(world_size, beat_and_gather, store=store)
     expected: list[Any] = []
     for step in range(200):
         notices = {rank: {"end": step} for rank in range(world_size) if step % 50 == rank}
@@ -69,10 +93,81 @@ def test_beats_add_up_and_carry_notices(workers: Workers, world_size: int, store
         assert outcome.value == expected, outcome.error
 
 
+def add_up(rank: int, ranks: tuple[int, ...]) -> list[Any]:
+    """Add up without a wait; return what the first rank sees before all have, then what it comes to, and after that."""
+    channel = open_channel()
+    found: list[Any] = []
+    for step in range(20):
+        key = f"together/{step}"
+        if rank == ranks[-1]:
+            dist.barrier()
+        if rank in ranks:
+            channel.contribute(key, 2**32 - 1 - rank - step, ranks)
+        if rank == ranks[0]:
+            found.append(channel.contributed(key, ranks))
+        if rank != ranks[-1]:
+            dist.barrier()
+    channel.gather(None)
+    if rank == ranks[0]:
+        found += [channel.contributed(f"together/{step}", ranks) for step in range(20)]
+    channel.finish()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1, 2), (0, 2)])
+def test_what_some_ranks_add_up_comes_to_the_first_of_them(either: Over, ranks: tuple[int, ...]) -> None:
+    found = either.run(3, add_up, ranks)
+    total = sum(2**32 - 1 - rank for rank in ranks)
+    assert found[ranks[0]] == [None] * 20 + [total - len(ranks) * step for step in range(20)]
+    assert [found[rank] for rank in range(3) if rank != ranks[0]] == [[], []]
+
+
+def ask_each_other(rank: int) -> list[Any]:
+    """Ask for what is kept late, early, and not at all."""
+    channel, others = open_channel(), [other for other in range(3) if other != rank]
+    found: list[Any] = []
+    for step in range(20):
+        if step % 3 == rank:
+            time.sleep(0.01)  # so that the others wait for it
+        channel.keep(f"word/{step}", [rank, step])
+        found.append(channel.ask(f"word/{step}", others, of=list[int]))
+        channel.gather(None)
+        found.append(channel.ask(f"word/{step // 2}", others, of=list[int], waits=False))
+        assert channel.ask(f"word/{step + 1}", others, waits=False) == {}
+        channel.gather(None)
+    for step in range(20):
+        channel.drop(f"word/{step}")
+    channel.finish()
+    return found
+
+
+def test_what_ranks_keep_is_told_to_those_who_ask(either: Over) -> None:
+    for rank, found in enumerate(either.run(3, ask_each_other)):
+        others = [other for other in range(3) if other != rank]
+        for step in range(20):
+            assert found[2 * step] == {other: [other, step] for other in others}
+            assert found[2 * step + 1] == {other: [other, step // 2] for other in others}
+
+
+def ask_a_rank_that_fails(rank: int) -> str:
+    channel = open_channel()
+    if rank == 1:
+        time.sleep(0.3)
+        channel.fail("ValueError: no")
+        return ""
+    with pytest.raises(PeerFailedError) as error:
+        channel.ask("word", [1])
+    return str(error.value)
+
+
+def test_a_question_to_a_rank_that_fails_ends(either: Over) -> None:
+    assert "Rank 1: ValueError: no" in either.run(2, ask_a_rank_that_fails)[0]
+
+
 def count_keys(rank: int) -> list[int]:
     counts = []
     channel = open_channel()
-    assert isinstance(channel, StoreChannel)
+    assert isinstance(channel, WaitingChannel)
     for step in range(100):
         channel.beat(notice={"x": 1} if step % 3 == 0 else None)
         channel.gather(None)
@@ -81,14 +176,15 @@ def count_keys(rank: int) -> list[int]:
     return counts
 
 
-def test_what_has_been_read_is_deleted(workers: Workers) -> None:
-    for early, late in workers.run(3, count_keys):
+def test_what_has_been_read_is_deleted(either: Over) -> None:
+    for early, late in either.run(3, count_keys):
         assert late <= early + 2
 
 
 def close_a_channel(rank: int) -> int:
     channel = open_channel()
-    assert isinstance(channel, StoreChannel)
+    assert isinstance(channel, WaitingChannel)
+    dist.barrier()  # what the ranks were connected over is gone
     before = store_of(channel).num_keys()
     dist.barrier()
     for step in range(5):
@@ -102,14 +198,14 @@ def close_a_channel(rank: int) -> int:
     return int(left)
 
 
-def test_a_closed_channel_leaves_nothing(workers: Workers) -> None:
-    assert workers.run(3, close_a_channel) == [0] * 3
+def test_a_closed_channel_leaves_nothing(either: Over) -> None:
+    assert either.run(3, close_a_channel) == [0] * 3
 
 
 def finish_slowly(rank: int) -> tuple[float, int]:
     """The last rank is slow to come out; the others leave, and their processes might end."""
     channel = open_channel()
-    assert isinstance(channel, StoreChannel)
+    assert isinstance(channel, WaitingChannel)
     dist.barrier()
     before = store_of(channel).num_keys()
     dist.barrier()
@@ -131,8 +227,8 @@ def finish_slowly(rank: int) -> tuple[float, int]:
     return seconds, left
 
 
-def test_rank_0_leaves_last(workers: Workers) -> None:
-    results = workers.run(3, finish_slowly)
+def test_rank_0_leaves_last(over_a_store: Over) -> None:
+    results = over_a_store.run(3, finish_slowly)
     (first, _), (second, _), (last, _) = results
     assert second < 5 < 7 <= last
     assert first > last - 1
@@ -141,15 +237,15 @@ def test_rank_0_leaves_last(workers: Workers) -> None:
 
 def die_at_the_end(rank: int) -> None:
     channel = open_channel()
-    assert isinstance(channel, StoreChannel)
+    assert isinstance(channel, WaitingChannel)
     dist.barrier()
     if rank == 1:
         channel.post = lambda *_: os._exit(0)  # type: ignore[method-assign]
     channel.finish()
 
 
-def test_a_rank_that_ends_before_it_has_left_is_named_by_rank_0(workers: Workers) -> None:
-    first, dead, _ = workers.outcomes(3, die_at_the_end)
+def test_a_rank_that_ends_before_it_has_left_is_named_by_rank_0(over_a_store: Over) -> None:
+    first, dead, _ = over_a_store.outcomes(3, die_at_the_end)
     assert dead.error == "the process ended"
     assert first.error.startswith("PeerFailedError: Rank 0 has waited for rank 1 to come out")
 
@@ -166,8 +262,8 @@ def correct_around_gathers(rank: int) -> dict[int, int]:
     return found
 
 
-def test_a_correction_is_seen_after_other_gathers(workers: Workers) -> None:
-    assert workers.run(2, correct_around_gathers) == [{1: 7}] * 2
+def test_a_correction_is_seen_after_other_gathers(either: Over) -> None:
+    assert either.run(2, correct_around_gathers) == [{1: 7}] * 2
 
 
 def two_channels(rank: int) -> list[int]:
@@ -177,8 +273,8 @@ def two_channels(rank: int) -> list[int]:
     return totals
 
 
-def test_channels_do_not_meet(workers: Workers) -> None:
-    assert workers.run(2, two_channels) == [[1, 10, 2]] * 2
+def test_channels_do_not_meet(either: Over) -> None:
+    assert either.run(2, two_channels) == [[1, 10, 2]] * 2
 
 
 def a_group_of_two(rank: int) -> int:
@@ -189,8 +285,8 @@ def a_group_of_two(rank: int) -> int:
     return total
 
 
-def test_a_channel_of_a_group(workers: Workers) -> None:
-    assert workers.run(3, a_group_of_two) == [2, 0, 2]
+def test_a_channel_of_a_group(either: Over) -> None:
+    assert either.run(3, a_group_of_two) == [2, 0, 2]
 
 
 def fail_before(rank: int, what: str) -> tuple[str, float]:
@@ -208,11 +304,29 @@ def fail_before(rank: int, what: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("what", ["beat", "gather"])
-def test_a_failure_ends_the_wait_at_once(workers: Workers, what: str) -> None:
-    for rank, (text, seconds) in enumerate(workers.run(3, fail_before, what)):
+def test_a_failure_ends_the_wait_at_once(either: Over, what: str) -> None:
+    for rank, (text, seconds) in enumerate(either.run(3, fail_before, what)):
         if rank != 1:
             assert text == f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: KeyError: 'a hole'"
             assert seconds < 2
+
+
+def say_and_fail(rank: int) -> str:
+    channel = open_channel()
+    channel.beat()
+    if rank == 1:
+        time.sleep(0.2)
+        channel.post("verdict", "all the same")
+        channel.fail("it has read the verdict")
+        return ""
+    text: str = channel.read("verdict", lambda: time.sleep(0.5), str)  # looks, and then both come
+    with pytest.raises(PeerFailedError):
+        channel.beat()
+    return text
+
+
+def test_what_was_said_before_a_failure_is_heard(either: Over) -> None:
+    assert either.run(3, say_and_fail) == ["all the same", "", "all the same"]
 
 
 def the_first_failure_counts(rank: int) -> str:
@@ -228,8 +342,8 @@ def the_first_failure_counts(rank: int) -> str:
     return failure
 
 
-def test_the_first_failure_counts(workers: Workers) -> None:
-    assert workers.run(3, the_first_failure_counts)[2].endswith("Rank 0: first")
+def test_the_first_failure_counts(either: Over) -> None:
+    assert either.run(3, the_first_failure_counts)[2].endswith("Rank 0: first")
 
 
 def broken_collective(rank: int) -> str:
@@ -250,8 +364,8 @@ def broken_collective(rank: int) -> str:
     return ""
 
 
-def test_a_broken_collective_is_explained(workers: Workers) -> None:
-    text = workers.outcomes(2, broken_collective)[0].value
+def test_a_broken_collective_is_explained(either: Over) -> None:
+    text = either.outcomes(2, broken_collective)[0].value
     assert "Rank 1: KeyError: 'a hole' <- RuntimeError" in text
 
 
@@ -267,8 +381,8 @@ def wait_in_vain(rank: int) -> str:
     return str(error.value)
 
 
-def test_a_timeout_names_who_is_missing(workers: Workers) -> None:
-    for rank, text in enumerate(workers.run(3, wait_in_vain)[:2]):
+def test_a_timeout_names_who_is_missing(either: Over) -> None:
+    for rank, text in enumerate(either.run(3, wait_in_vain)[:2]):
         assert f"Rank {rank} waited 1 s" in text
         assert re.search(r"rank(s [01],)? 2 at work elsewhere\.", text), text
 
@@ -289,8 +403,8 @@ def killed_peer(rank: int) -> tuple[str, float]:
     return "", 0.0
 
 
-def test_a_killed_rank_is_named_within_seconds(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, killed_peer, timeout=60.0)
+def test_a_killed_rank_is_named_within_seconds(either: Over) -> None:
+    outcomes = either.outcomes(3, killed_peer, timeout=60.0)
     assert outcomes[1].error == "the process ended"
     for outcome in (outcomes[0], outcomes[2]):
         text, seconds = outcome.value
@@ -313,15 +427,15 @@ def broken_by_a_kill(rank: int) -> str:
     return ""
 
 
-def test_a_collective_broken_by_a_kill_names_who_is_silent(workers: Workers) -> None:
-    outcomes = workers.outcomes(2, broken_by_a_kill, timeout=60.0)
-    assert "A collective failed on rank 0, and rank 1 did not answer since" in outcomes[0].value
+def test_a_collective_broken_by_a_kill_names_who_is_silent(either: Over) -> None:
+    outcomes = either.outcomes(2, broken_by_a_kill, timeout=60.0)
+    assert re.search("rank 1 did not answer since|Rank 1: its process is gone", outcomes[0].value), outcomes[0]
 
 
 def slow_peer(rank: int) -> int:
     channel = open_channel()
-    assert isinstance(channel, StoreChannel)
-    store_of(channel).set_timeout(timedelta(seconds=1))  # so that the wait turns into looking around
+    if isinstance(channel, StoreChannel):
+        store_of(channel).set_timeout(timedelta(seconds=1))  # so that the wait turns into looking around
     if rank == 1:
         time.sleep(2.0)
     found = channel.beat(1).total + len(channel.gather(None))
@@ -329,8 +443,8 @@ def slow_peer(rank: int) -> int:
     return found
 
 
-def test_a_slow_rank_is_waited_for(workers: Workers) -> None:
-    assert workers.run(2, slow_peer) == [4, 4]
+def test_a_slow_rank_is_waited_for(either: Over) -> None:
+    assert either.run(2, slow_peer) == [4, 4]
 
 
 def test_counts_out_of_range_are_refused() -> None:
@@ -345,6 +459,8 @@ def test_counts_out_of_range_are_refused() -> None:
 def drop(rank: int) -> tuple[int, bool]:
     gc.disable()
     try:
+        open_channel()  # the first one has the ranks connected
+        gc.collect()
         before = threading.active_count()
         channel = open_channel()
         channel.beat()
@@ -357,5 +473,5 @@ def drop(rank: int) -> tuple[int, bool]:
         dist.barrier()
 
 
-def test_a_dropped_channel_ends_its_thread_at_once(workers: Workers) -> None:
-    assert workers.run(2, drop) == [(0, True)] * 2
+def test_a_dropped_channel_ends_its_thread_at_once(either: Over) -> None:
+    assert either.run(2, drop) == [(0, True)] * 2

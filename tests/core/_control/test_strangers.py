@@ -116,7 +116,7 @@ def meet_a_stranger(rank: int, kind: str, what: str, path: str) -> tuple[str, fl
 @pytest.mark.parametrize("what", ["pickle", "garbage", "wrong"])
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_every_key_of_a_channel(workers: Workers, tmp_path: Path, kind: str, what: str) -> None:
-    outcomes = workers.outcomes(2, meet_a_stranger, kind, what, str(tmp_path / "run"))
+    outcomes = workers.outcomes(2, meet_a_stranger, kind, what, str(tmp_path / "run"), links=False)
     assert not (tmp_path / "run").exists()
     for outcome in outcomes:
         assert outcome.value is not None, outcome
@@ -163,7 +163,7 @@ ATTACKS = {
 def test_every_key_of_a_loop(workers: Workers, tmp_path: Path, name: str, what: str) -> None:
     keys, heartbeat = ATTACKS[name]
     arguments = ((2, 5, 6), heartbeat, keys, what, str(tmp_path / "run"))
-    outcomes = workers.outcomes(3, train, *arguments, timeout=6.0)
+    outcomes = workers.outcomes(3, train, *arguments, timeout=6.0, links=False)
     assert not (tmp_path / "run").exists()
     assert any("is not a message of its ranks" in outcome.error for outcome in outcomes), outcomes
     for outcome in outcomes:
@@ -201,7 +201,7 @@ def outlive(rank: int, messages: list[str]) -> tuple[list[bool], list[int]]:
 
 def test_the_answering_thread_outlives_what_a_stranger_writes(workers: Workers) -> None:
     messages = ['{"scalar":["uint8",1,"hpu"]}', '{"size":[100000000000000000000]}', "[" * 400 + "]" * 400]
-    for alive, answers in workers.run(2, outlive, messages):
+    for alive, answers in workers.run(2, outlive, messages, links=False):
         assert alive == [True] * 3
         assert sorted(answers) == [0, 1]
 
@@ -228,6 +228,6 @@ def an_answer(rank: int, what: str, path: str) -> str:
 
 @pytest.mark.parametrize("what", ["pickle", "garbage", "wrong"])
 def test_an_answer_to_a_roll_call(workers: Workers, tmp_path: Path, what: str) -> None:
-    text = workers.run(2, an_answer, what, str(tmp_path / "run"))[0]
+    text = workers.run(2, an_answer, what, str(tmp_path / "run"), links=False)[0]
     assert not (tmp_path / "run").exists()
     assert "an answer to a roll call is not a message of its ranks" in text

@@ -22,7 +22,7 @@ from tests.support.workers import Workers, connect
 from torch_join import Join, JoinError, PeerFailedError
 from torch_join._base import compat as _compat
 from torch_join._collectives.tap import CollectiveTap
-from torch_join._control.store_channel import StoreChannel
+from torch_join._control.waiting import WaitingChannel
 from torch_join.integration import open_channel, telling_failures
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_killed_in_the_tail_is_noticed_soon(workers: Workers) -> 
 def host_raises(rank: int, where: str) -> str:
     connect()
     channel = open_channel()
-    assert isinstance(channel, StoreChannel)
+    assert isinstance(channel, WaitingChannel)
     try:
         with telling_failures(channel):
             if rank == 0:
@@ -178,9 +178,17 @@ def breaks_without_a_word(rank: int) -> str:
 
 
 def test_a_rank_that_does_not_answer_is_told_of_to_the_others(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, breaks_without_a_word)
+    outcomes = workers.outcomes(3, breaks_without_a_word, links=False)
     assert "rank 1 did not answer since" in outcomes[0].value, outcomes
     assert "Rank 1 failed, so rank 2 cannot go on. Rank 1: it does not answer: it was killed" in outcomes[2].value
+
+
+def test_a_rank_that_is_gone_is_named_by_all(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, breaks_without_a_word, links=True)
+    for rank in (0, 2):
+        assert (
+            f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: its process is gone: killed" in outcomes[rank].value
+        )
 
 
 # ---------------------------------------------------------------- the last step of a rank that departs

@@ -69,8 +69,8 @@ def allocate(rank: int, active: int, layers: int, width: int, optimizer: str, we
                     adam.zero_grad()
                     model(batch).mean().backward()
                     adam.step()
-    # What the threads of the process group free is not seen: the least is right.
-    return [min(peak.value for peak in peaks) for peaks in zip(*rounds, strict=True)]
+    # What the threads of the process group free is not seen: the least is right, of what was seen at all.
+    return [min((peak.value for peak in peaks if peak.value), default=0) for peaks in zip(*rounds, strict=True)]
 
 
 # Many small tensors, which are packed to be sent, and few large ones, which are sent from where they are.

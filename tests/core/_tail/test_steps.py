@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.inside import keys_at_rest
 from tests.support.workers import Workers
 from torch_join._control.rendezvous import open_channel
-from torch_join._control.store_channel import StoreChannel
+from torch_join._control.waiting import WaitingChannel
 from torch_join._shadow.model import ModelShadow
 from torch_join._tail.steps import StepDriver
 from torch_join.lockstep import LockstepJoin
@@ -19,7 +19,7 @@ STEPS = 60
 
 def count_keys(rank: int) -> tuple[list[bool], list[int]]:
     channel = open_channel()
-    assert isinstance(channel, StoreChannel)
+    assert isinstance(channel, WaitingChannel)
     ddp = DistributedDataParallel(nn.Linear(2, 1))
     driver = StepDriver(channel)
     join = LockstepJoin(driver, ModelShadow(ddp))

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.core.backward.synced import SyncNorm
 from tests.emulator import place
+from tests.support.inside import planned_rows
 from torch_join import Join
 
 ROWS = 3  # of each rank, in a contrastive loss
@@ -38,8 +39,16 @@ class Program:
     def world_size(self) -> int:
         return len(self.lengths)
 
+    @cached_property
+    def rows(self) -> list[dict[int, tuple[int, int]]]:
+        """By step and rank that trains: whose batch, and which of its."""
+        if "rebalance" in self.options:
+            return planned_rows(self.lengths, [None] * self.world_size if "stream" in self.options else None)
+        lengths = [*enumerate(self.lengths)]
+        return [{r: (r, step) for r, length in lengths if length > step} for step in range(max(self.lengths))]
+
     def active(self, step: int) -> list[int]:
-        return [rank for rank, length in enumerate(self.lengths) if length > step]
+        return [*self.rows[step]]
 
     def batch(self, rank: int, step: int, epoch: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1000 * rank + step + 77 * epoch + 9999 * self.seed)
@@ -48,7 +57,7 @@ class Program:
         return make(rows, 8), make(rows, 4)
 
     def syncs(self, step: int) -> bool:
-        return "accumulates" not in self.options or step % 2 == 1 or step + 1 == max(self.lengths)
+        return "accumulates" not in self.options or step % 2 == 1 or step + 1 == len(self.rows)
 
 
 class Net(nn.Module):
@@ -116,9 +125,9 @@ def reference(program: Program) -> Net:
     optimizer = optimizer_of(program, nn.ModuleList([net, second] if second is not None else [net]))
     for epoch in range(program.epochs):
         cleared = True
-        for step in range(max(program.lengths)):
+        for step, row in enumerate(program.rows):
             active = program.active(step)
-            batches = {rank: program.batch(rank, step, epoch) for rank in active}
+            batches = {rank: program.batch(*row[rank], epoch) for rank in active}
             sizes = {rank: len(batches[rank][0]) for rank in active}
             inputs = {rank: batches[rank][0].requires_grad_("penalty" in options) for rank in active}
             if cleared:
@@ -186,7 +195,8 @@ def train(rank: int, program: Program) -> list[Tensor]:
     if "fp16 hook" in options:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     given = [*models, optimizer, *([] if scaler is None else [scaler])]
-    with Join(given, weighting=program.weighting, heartbeat="heartbeat" in options) as join:  # type: ignore[arg-type]
+    switches = {name: name in options for name in ("heartbeat", "rebalance")}
+    with Join(given, weighting=program.weighting, **switches) as join:  # type: ignore[arg-type]
         join.backward_collectives = "subgroup" in options and "no switch" not in options
         for epoch in range(program.epochs):
             batches = [program.batch(rank, step, epoch) for step in range(program.lengths[rank])]

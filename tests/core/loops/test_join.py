@@ -101,7 +101,8 @@ def assert_same_bits(outcomes: Sequence[Outcome], buffers: bool = True) -> None:
 
 
 def assert_exact(program: Program, outcomes: Sequence[Outcome], models: Models, expected: Expected) -> None:
-    assert_same_bits(outcomes)
+    # After a last step of all ranks each has its own buffers until the next forward, as in plain DDP.
+    assert_same_bits(outcomes, buffers=not program.rebalance)
     assert difference(outcomes[0].parameters, list(models.parameters())) < 1e-10
     assert outcomes[0].lr == expected.lr
     assert outcomes[0].scaler == expected.scaler

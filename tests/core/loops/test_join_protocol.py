@@ -1,5 +1,6 @@
 """The semantics that PyTorch's own tests of its Join assert, as tests of ours."""
 
+import gc
 import sys
 import threading
 import warnings
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.emulator import place
 from tests.support.inside import entered_joins, installed_tap
-from tests.support.workers import Workers
+from tests.support.workers import Workers, connect
 from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError
 from torch_join._base import compat as _compat
 from torch_join._base import compat_c10d as _dispatch
@@ -230,6 +231,8 @@ def leave_nothing(rank: int, where: str, loop: str) -> list[Any]:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
     scheduler, thing = torch.optim.lr_scheduler.StepLR(optimizer, 1), AllReducer(breaks=where == "hook" and rank == 0)
     things: list[Any] = [model, optimizer, scheduler, thing]
+    gc.collect()  # the links of a process group that has been destroyed
+    connect()  # what this starts, ends with the process group
     before = [state_of(model), thing._join_config, optimizer._join_config, in_the_process()]
     raised: Any = None
     try:

@@ -98,6 +98,7 @@ def train_sharded(rank: int, fault: Fault) -> None:
     train(rank, fault, ShardedTraining)
 
 
+LONG = pytest.mark.long  # what is as slow as it is alike
 PLACES = ("forward", "backward", "optimizer")
 
 
@@ -113,7 +114,7 @@ def test_a_rank_that_raises_is_named(workers: Workers, place: str, step: int, lo
     check_survivors(reports, fault, f"Rank 1: BrokenError: in {place}", within=TIMEOUT + GRACE)
 
 
-@pytest.mark.parametrize("loop", ["sized", "plain"], ids=["FSDP2", "FSDP1"])
+@pytest.mark.parametrize("loop", [pytest.param("sized", id="FSDP2"), pytest.param("plain", id="FSDP1", marks=LONG)])
 @pytest.mark.parametrize("victim", [2, 1], ids=["active", "joined"])
 @pytest.mark.parametrize("action", ["kill", pytest.param("stop", marks=pytest.mark.long)])  # waits for timeouts
 @pytest.mark.parametrize("place", PLACES)

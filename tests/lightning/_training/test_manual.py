@@ -140,9 +140,8 @@ class Alone:
     def run(self, program: str) -> list[State]:
         self.optimizers, self.schedulers = self.net.build()
         for epoch in range(self.case.epochs):
-            data = [self.case.trained(rank, epoch) for rank in range(self.case.world_size)]
-            for index in range(longest(self.case, epoch)):
-                self.batches = {rank: mine[index] for rank, mine in enumerate(data) if index < len(mine)}
+            for index, row in enumerate(self.case.rows(epoch)):
+                self.batches = {rank: self.case.batch(owner, epoch, place) for rank, (owner, place) in row.items()}
                 # Every rank starts from the same buffers; those of the lowest rank are kept.
                 self.buffers = {rank: copy.deepcopy(dict(self.net.named_buffers())) for rank in self.batches}
                 PROGRAMS[program](self, self.net, index)

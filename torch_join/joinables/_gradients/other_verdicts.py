@@ -28,8 +28,8 @@ class OtherVerdicts:
         """Leave a word on an active rank that is about to announce a backward."""
         self._delete(self._read)
         if self._driver.members.rank != self._driver.members.leader:
-            key = self._key(self._driver.members.rank, self._driver.server.channel.records)
-            self._driver.server.channel.post(key, verdict)
+            key = self._key(self._driver.server.channel.records)
+            self._driver.server.channel.keep(key, verdict)
             self._left.append(key)
         if averages:
             # Nobody comes through its collectives before the joined ranks have answered it.
@@ -53,29 +53,24 @@ class OtherVerdicts:
             PeerFailedError: One of them has failed.
             JoinTimeoutError: One of them has not come to this backward.
         """
-        channel = self._driver.server.channel
-        keys = [self._key(rank, channel.records - 1) for rank in self._others]
-        return common_verdict([channel.read(key, of=str) for key in keys])
+        return common_verdict(self._words(self._driver.server.channel.records - 1))
 
     def settle(self) -> str:
         """Return their verdict on what was in doubt before, at a backward that averages; see `ask`."""
         if not self._doubts:
             return KEPT
         self.ask()  # who has come here has left all its words from before
-        channel, verdicts = self._driver.server.channel, []
-        while self._doubts:
-            record = self._doubts.pop()
-            keys = [key for rank in self._others if channel.posted(key := self._key(rank, record))]
-            verdicts.append(common_verdict([channel.read(key, of=str) for key in keys]))
+        verdicts = [common_verdict(self._words(record, waits=False)) for record in self._doubts]
+        self._doubts.clear()
         return UNKNOWN if UNKNOWN in verdicts else CLEARED if CLEARED in verdicts else KEPT
 
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in self._driver.members.active if rank != self._driver.members.leader]
+    def _words(self, record: int, waits: bool = True) -> list[str]:
+        others = [rank for rank in self._driver.members.active if rank != self._driver.members.leader]
+        return [*self._driver.server.channel.ask(self._key(record), others, str, waits).values()]
 
     def _delete(self, keys: list[str]) -> None:
         while keys:
-            self._driver.server.channel.delete(keys.pop())
+            self._driver.server.channel.drop(keys.pop())
 
-    def _key(self, rank: int, record: int) -> str:
-        return f"gradients/{self._index}/{record}/{rank}"
+    def _key(self, record: int) -> str:
+        return f"gradients/{self._index}/{record}"

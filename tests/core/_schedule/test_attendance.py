@@ -1,6 +1,6 @@
 """Who is active at which step, without processes."""
 
-from torch_join._tail.attendance import Attendance
+from torch_join._schedule.attendance import Attendance
 
 
 def test_attendance() -> None:

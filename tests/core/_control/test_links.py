@@ -1,0 +1,367 @@
+"""Connections between ranks: what they carry, who hears what through whom, and what a child process holds of them."""
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.inside import (
+    MOST_BYTES,
+    Layout,
+    Links,
+    channel_of,
+    is_linked,
+    links_of,
+    messages,
+    neighbours,
+    on_host,
+    store_of,
+)
+from tests.support.workers import Workers
+from torch_join import Join
+from torch_join.integration import open_channel
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[Workers]:
+    pool = Workers(12, links=True)
+    yield pool
+    pool.close()
+
+
+# ---------------------------------------------------------------- bytes
+
+
+class Ends:
+    """Two processes' links in one, and what each has got."""
+
+    def __init__(self) -> None:
+        # As between hosts; and links know nothing of another kind of socket.
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.ours = ours = socket.create_connection(listener.getsockname())
+            theirs, _ = listener.accept()
+        self.got: tuple[list[Any], list[Any]] = [], []
+        self.lost: list[int] = []
+        self.first = Links({1: ours}, lambda *message: self.got[0].append(message), self.lost.extend)
+        self.second = Links({0: theirs}, lambda *message: self.got[1].append(message), self.lost.extend)
+
+    def wait(self, ready: Any) -> None:
+        end = time.monotonic() + 20
+        while not ready():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.first.close()
+    made.second.close()
+
+
+def test_more_than_sockets_hold_goes_both_ways_at_once(ends: Ends) -> None:
+    texts = [bytes([number]) * 3_000_000 for number in range(12)]
+    for text in texts:  # nobody reads meanwhile but the threads
+        ends.first.send(1, 3, 7, text)
+        ends.second.send(0, 4, 8, text)
+    ends.wait(lambda: len(ends.got[0]) == len(ends.got[1]) == 12)
+    assert ends.got[1] == [(0, 3, 7, text) for text in texts]
+    assert ends.got[0] == [(1, 4, 8, text) for text in texts]
+    assert ends.first.messages == ends.second.messages == [12, 12]
+
+
+def test_whoever_waits_reads_and_the_thread_does_not(ends: Ends) -> None:
+    found = []
+    with ends.first.reading():
+        ends.second.send(0, 1, 0, b"x")
+        time.sleep(0.1)
+        assert ends.got[0] == []
+        ends.first.read(1.0)
+        found.append([*ends.got[0]])
+    ends.second.send(0, 1, 0, b"y")
+    ends.wait(lambda: len(ends.got[0]) == 2)
+    assert found == [[(1, 1, 0, b"x")]]
+
+
+def test_many_threads_send_whole_messages(ends: Ends) -> None:
+    def send(number: int) -> None:
+        for _ in range(200):
+            ends.first.send(1, number, 0, bytes([number]) * 5000)
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ends.wait(lambda: len(ends.got[1]) == 1600)
+    assert all(payload == bytes([kind]) * 5000 for _, kind, _, payload in ends.got[1])
+
+
+def test_a_message_that_is_too_long_ends_the_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    lost: list[int] = []
+    links = Links({5: ours}, lambda *_: None, lost.extend)
+    theirs.sendall((MOST_BYTES + 1).to_bytes(4, "little") + bytes(5))
+    end = time.monotonic() + 10
+    while not lost and time.monotonic() < end:
+        time.sleep(0.01)
+    links.close()
+    theirs.close()
+    assert lost[0] == 5
+
+
+def test_whoever_says_goodbye_is_not_lost(ends: Ends) -> None:
+    before = threading.active_count()
+    ends.first.send(1, 2, 0, b"last words")
+    ends.first.close()
+    ends.wait(lambda: ends.second.left == {0})
+    time.sleep(0.1)
+    assert ends.got[1] == [(0, 2, 0, b"last words")]
+    assert ends.lost == []
+    assert threading.active_count() == before - 1
+
+
+def test_a_forked_child_holds_no_connection(ends: Ends) -> None:
+    with ends.first.lock:  # as another thread may
+        child = os.fork()
+    if child == 0:
+        with ends.first.lock:
+            pass
+        ends.first.close()  # as a finalizer does
+        time.sleep(5)
+        os._exit(0)
+    ends.first.send(1, 2, 0, b"x")
+    ends.wait(lambda: ends.got[1])
+    ends.ours.shutdown(socket.SHUT_WR)
+    start = time.monotonic()
+    ends.wait(lambda: ends.lost)
+    assert time.monotonic() - start < 1
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+
+
+# ---------------------------------------------------------------- the layout
+
+
+@given(st.lists(st.sampled_from("abcdefghijklmnopqrstuvwxyz"), min_size=1, max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_layouts(hosts: list[str]) -> None:
+    layouts = [Layout(hosts, rank) for rank in range(len(hosts))]
+    everyone = (1 << len(hosts)) - 1
+    assert [rank for rank, layout in enumerate(layouts) if layout.parent is None] == [0]
+    for rank, layout in enumerate(layouts):
+        assert all(layouts[child].parent == rank for child in layout.children)
+        here = [child for child in layout.children if hosts[child] == hosts[rank]]
+        assert len(here) <= 8
+        assert len(layout.children) - len(here) <= 8
+        assert sum(layout.below.values()) | 1 << rank == layout.subtree
+        assert sum(ranks.bit_count() for ranks in layout.below.values()) == layout.subtree.bit_count() - 1
+        for child, ranks in layout.below.items():
+            assert ranks == layouts[child].subtree
+        way, steps = rank, 0
+        while (parent := layouts[way].parent) is not None:
+            way, steps = parent, steps + 1
+        assert way == 0
+        assert steps <= 6  # 200 ranks: three levels of hosts, and three of a host's
+        for other in range(len(hosts)):
+            if other != rank:
+                neighbour = layout.next_to(other)
+                assert neighbour == layout.parent or layouts[neighbour].subtree >> other & 1
+    assert layouts[0].subtree == everyone
+
+
+# ---------------------------------------------------------------- several levels of real processes
+
+
+def meet(rank: int, hosts: str) -> Any:
+    with on_host(hosts[rank]):
+        channel = open_channel()
+    assert is_linked(channel)
+    world_size, found = len(hosts), []
+    for step in range(60):
+        notice = {"at": step} if step % world_size == rank else None
+        beat = channel.beat(rank + step, notice)
+        found.append((beat.total, beat.notices))
+    # Some ranks meet, on both sides of nodes that do not take part.
+    some = range(1, world_size, 2)
+    if rank in some:
+        for step in range(20):
+            channel.say(step, {"rank": rank} if step == 7 else None, some)
+            beat = channel.hear()
+            found.append((beat.total, beat.notices))
+    values = channel.gather((rank, channel.position))
+    if rank not in some:
+        channel.skip_to(values[1][1])
+    if rank in some:
+        channel.contribute("sum", rank, some)
+    found.append((channel.beat(1).total, {}))
+    assert channel.contributed("sum", some) == (sum(some) if rank == 1 else None)
+    assert channel.beats == 81
+    if rank == world_size - 1:
+        channel.announce("said by one", leads=True)
+    assert rank == world_size - 1 or channel.follow() == "said by one"
+    sums = channel.add("together", 1)
+    assert 0 < sums <= world_size
+    channel.gather(None)
+    channel.finish()
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aaaaaaaaaaaa", "aaabbbcccddd", "abababababab"])
+def test_meetings_over_several_levels(crowd: Workers, hosts: str) -> None:
+    world_size = len(hosts)
+    expected: list[Any] = []
+    for step in range(60):
+        said = {rank: {"at": step} for rank in range(world_size) if step % world_size == rank}
+        expected.append((sum(range(world_size)) + world_size * step, said))
+    some = range(1, world_size, 2)
+    partly = [(len(some) * step, {rank: {"rank": rank} for rank in some} if step == 7 else {}) for step in range(20)]
+    for rank, found in enumerate(crowd.run(world_size, meet, hosts)):
+        assert found == [*expected, *(partly if rank in some else []), (world_size, {})], rank
+
+
+def count_messages(rank: int) -> list[int]:
+    channel = open_channel()
+    channel.beat()
+    dist.barrier()
+    time.sleep(0.3)  # the deletions of what all have met in
+    before = messages(channel)
+    for _ in range(100):
+        channel.beat(1)
+    return [after - then for after, then in zip(messages(channel), before, strict=True)]
+
+
+def test_a_beat_takes_one_message_each_way_over_each_link(crowd: Workers) -> None:
+    counts = crowd.run(12, count_messages)
+    for sent, came in counts[2:]:
+        assert 100 <= sent <= 102
+        assert 100 <= came <= 102
+    assert 800 <= counts[0][0] <= 810
+
+
+# ---------------------------------------------------------------- a loop leaves nothing
+
+
+def train_unevenly(rank: int) -> list[int]:
+    model = DistributedDataParallel(torch.nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    keys = []
+    for _ in range(3):
+        with Join([model, optimizer], heartbeat=True) as join:
+            store = store_of(channel_of(join))
+            for step, x in enumerate(join.batches([torch.ones(2, 5)] * (5, 40, 80)[rank])):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 39:
+                    time.sleep(0.6)  # until another thread has deleted what all have read
+                    keys.append(store.num_keys())
+    return keys
+
+
+def test_what_is_said_in_loops_is_forgotten(crowd: Workers) -> None:
+    first, *others = crowd.run(3, train_unevenly)
+    assert first == []
+    for keys in others:
+        assert len(keys) == 3
+        assert max(keys) < 12
+
+
+def open_and_close(rank: int) -> list[tuple[int, int, int]]:
+    counts = []
+    for number in range(60):
+        channel = open_channel()
+        channel.beat()
+        channel.gather(number)
+        channel.finish()
+        streams = len(links_of(channel)._handle.__self__.streams)
+        if number in (9, 59):
+            dist.barrier()
+            counts.append((threading.active_count(), len(os.listdir("/proc/self/fd")), streams))
+    return counts
+
+
+def test_channels_leave_no_threads_descriptors_or_messages(crowd: Workers) -> None:
+    for early, late in crowd.run(3, open_and_close):
+        assert late == early
+        assert late[2] <= 1
+
+
+def open_in_new_groups(rank: int) -> int:
+    before = -1
+    for number in range(6):
+        group = dist.new_group([0, 1, 2])
+        channel = open_channel(group)
+        assert channel.beat(rank).total == 3
+        channel.finish()
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del channel, group
+        if number == 1:
+            before = sum(thread.name == "torch_join links" for thread in threading.enumerate())
+    dist.barrier()
+    return sum(thread.name == "torch_join links" for thread in threading.enumerate()) - before
+
+
+def test_links_end_with_their_group(crowd: Workers) -> None:
+    assert crowd.run(3, open_in_new_groups) == [0] * 3
+
+
+def children_hold(rank: int) -> list[bool]:
+    """Whether a child process has this rank's connections, whichever way it was begun."""
+    channel = open_channel()
+    channel.beat()
+    inodes = {os.readlink(f"/proc/self/fd/{one.fileno()}") for one in neighbours(channel).values()}
+    assert inodes
+    found = []
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        files = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+        held = any(inode.rpartition("/")[2] in file for inode in inodes for file in files)
+        os.write(writer, b"1" if held else b"0")
+        os._exit(0)
+    found.append(os.read(reader, 1) == b"1")
+    os.waitpid(child, 0)
+    channel.beat()
+    return found
+
+
+def test_children_hold_nothing(crowd: Workers) -> None:
+    assert crowd.run(3, children_hold) == [[False]] * 3
+
+
+# ---------------------------------------------------------------- silence
+
+
+def hold_the_interpreter(rank: int, who: int, seconds: float) -> tuple[int, float]:
+    channel = open_channel()
+    channel.beat()
+    if rank == who:
+        ctypes.PyDLL(None).usleep(int(1e6 * seconds))  # does not give the lock away
+    start = time.monotonic()
+    total = channel.beat(1).total + len(channel.gather(rank))
+    return total, time.monotonic() - start
+
+
+def test_a_rank_in_a_long_call_fails_nobody(crowd: Workers) -> None:
+    assert [total for total, _ in crowd.run(12, hold_the_interpreter, 1, 3.5)] == [24] * 12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", [0, 1, 11])
+def test_a_rank_in_a_very_long_call_fails_nobody(crowd: Workers, who: int) -> None:
+    assert [total for total, _ in crowd.run(12, hold_the_interpreter, who, 10.0)] == [24] * 12

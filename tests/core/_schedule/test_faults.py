@@ -1,0 +1,604 @@
+"""Rebalancing when something goes wrong: who is left ends in time and knows why, and nothing is left behind."""
+
+import gc
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from tests.core.loops.test_join_faults import (
+    GRACE,
+    TIMEOUT,
+    BrokenError,
+    Fault,
+    Report,
+    Training,
+    check_survivors,
+    end,
+    resume,
+    train,
+)
+from tests.support.cases import Batch, difference
+from tests.support.inside import counted_gifts, exchange_threads, planned_rows
+from tests.support.loops import Models, Program, Stream
+from tests.support.workers import Outcome, Workers, connect
+from torch_join import Join, JoinValueError
+
+WITHIN = TIMEOUT + GRACE  # seconds until a rank raises what another one has told, or why it hears nothing
+STOPPED = 2 * TIMEOUT + GRACE  # a timeout, a roll call, and rank 0 waits once more as it leaves
+LENGTHS = (4, 9, 2)
+GIVER, RECEIVER = 1, 2  # rank 0 trains on its own batches
+LARGE = 2**20  # elements of what makes a gift so large that it is on its way for a while
+
+
+class Map(Dataset[Any]):
+    """What a loader of certain length reads, which can go wrong."""
+
+    def __init__(self, batches: list[Any], look: Callable[[int], None]) -> None:
+        self.batches, self.look = batches, look
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        self.look(index)
+        return self.batches[index]
+
+
+def first(batch: Any) -> Any:
+    return batch
+
+
+class Rebalanced(Training):
+    """A model, an optimizer and a loop of rebalanced large batches, in which one rank does something wrong."""
+
+    def run(self) -> None:
+        joinables = [self.ddp, self.optimizer, self.scheduler, self.counter]
+        pad = torch.zeros(LARGE)
+        batches = [(*batch, pad.clone()) for batch in Program(self.fault.lengths).data.batches(self.rank, 0)]
+        with ExitStack() as stack:
+            # Gifts are in the giver's memory, and in sockets, while something happens in a step.
+            stack.enter_context(counted_gifts(0.1))
+            self.join = stack.enter_context(Join(joinables, timeout=timedelta(seconds=TIMEOUT), rebalance=True))
+            for step, batch in enumerate(self.join.batches(self.loader_of(batches))):
+                self.step(step, batch[:2])
+            self.at(len(batches), "exit")
+
+    def loader_of(self, batches: list[Any]) -> Iterable[Any]:
+        if self.fault.loop == "iterable":
+            return Stream(self.loader(batches))
+        data = Map(batches, lambda index: self.at(index, "loader"))
+        return DataLoader(data, batch_size=None, collate_fn=first)
+
+    def installed(self) -> dict[str, Any]:
+        end = time.monotonic() + TIMEOUT + 2  # a message that comes no more is waited for as long
+        while exchange_threads() and time.monotonic() < end:
+            time.sleep(0.05)
+        return {**super().installed(), "threads": exchange_threads()}
+
+
+def train_rebalanced(rank: int, fault: Fault) -> None:
+    train(rank, fault, Rebalanced)
+
+
+def found(workers: Workers, fault: Fault, store: str = "file") -> list[Report | None]:
+    return end(workers, fault, store, train_rebalanced)
+
+
+WHERE = ("loader", "forward", "body", "backward", "optimizer")
+RAISES = {
+    f"{where}-{who}-{loop}": Fault(where, rank, step, LENGTHS, loop)
+    for where in WHERE
+    for who, rank, step in (("giver", GIVER, 2), ("receiver", RECEIVER, 1))
+    for loop in ("sized", "iterable")
+}
+RAISES["loader-at-once"] = Fault("loader", GIVER, 0, LENGTHS)
+RAISES["body-of-the-first-step"] = Fault("body", GIVER, 0, LENGTHS)
+RAISES["body-of-the-last-step"] = Fault("body", GIVER, 4, LENGTHS)
+RAISES["exit-giver"] = Fault("exit", GIVER, LENGTHS[GIVER], LENGTHS)
+RAISES["exit-receiver"] = Fault("exit", RECEIVER, LENGTHS[RECEIVER], LENGTHS)
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_a_rank_that_raises_is_named_and_its_exception_passes(workers: Workers, name: str) -> None:
+    fault = RAISES[name]
+    reports = found(workers, fault)
+    culprit = reports[fault.rank]
+    assert culprit is not None
+    assert culprit.unchanged, culprit
+    assert not culprit.left, culprit
+    check_survivors(reports, fault, f"Rank {fault.rank}: BrokenError: in {fault.where}", within=WITHIN)
+
+
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("victim", [GIVER, RECEIVER], ids=["giver", "receiver"])
+def test_a_rank_that_is_killed_is_named(workers: Workers, victim: int, step: int, loop: str) -> None:
+    reports = found(workers, Fault("kill", victim, step, LENGTHS, loop))
+    assert reports[victim] is None
+    # gloo leaves a thread that was in the middle of a message of the victim's.
+    check_gone(reports, victim, WITHIN, ("threads",))
+
+
+def check_gone(reports: list[Report | None], victim: int, within: float, may_leave: tuple[str, ...] = ()) -> None:
+    for rank, report in enumerate(reports):
+        if rank != victim:
+            assert report is not None, rank
+            assert report.errors, rank
+            assert f"rank {victim}" in report.errors[0].lower(), (rank, report)
+            assert report.seconds < within, (rank, report)
+            assert {*report.left} <= {*may_leave}, (rank, report)
+
+
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("victim", [GIVER, RECEIVER], ids=["giver", "receiver"])
+@pytest.mark.long  # waits for timeouts
+def test_a_rank_that_is_stopped_is_named(workers: Workers, victim: int, loop: str) -> None:
+    fault = Fault("stop", victim, 1, LENGTHS, loop)
+    resuming = threading.Thread(target=resume, args=(workers.pid(victim), STOPPED))
+    resuming.start()
+    reports = found(workers, fault, "tcp")  # whoever is stopped may hold the lock of a file store
+    resuming.join()
+    check_gone(reports, victim, STOPPED)
+
+
+# ---------------------------------------------------------------- loops that are left
+
+
+class Small:
+    """A model and an optimizer; what is trained on has a place."""
+
+    def __init__(self, lengths: tuple[int, ...], wraps: bool = True) -> None:
+        self.lengths = lengths
+        self.models = Models(Program(lengths))
+        self.model: Any = DistributedDataParallel(self.models) if wraps else self.models
+        self.optimizer = torch.optim.Adam(self.models.parameters(), lr=0.05)
+
+    @property
+    def data(self) -> Any:
+        return Program(self.lengths).data
+
+    def join(self, **options: Any) -> Join:
+        options = {"rebalance": True, "timeout": timedelta(seconds=30), **options}
+        return Join([self.model, self.optimizer], **options)
+
+    def step(self, batches: list[Batch]) -> None:
+        self.optimizer.zero_grad()
+        for x, y in batches:
+            weight = 1.0 if len(batches) == 1 and self.model is not self.models else 1 / len(self.lengths)
+            ((self.model(x) - y).pow(2).mean() * weight).backward()
+        self.optimizer.step()
+
+    def follow(self, rows: list[dict[int, tuple[int, int]]], epoch: int) -> None:
+        """Do in one process what ranks do in these steps."""
+        for row in rows:
+            self.step([self.data.batch(owner, epoch, index) for owner, index in row.values()])
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.models.parameters()]
+
+
+Found = tuple[list[Tensor], list[list[int]]]
+
+
+def loader_of(loop: str, batches: list[Any]) -> Any:
+    return DataLoader(Stream(batches), batch_size=None) if loop == "iterable" else batches
+
+
+def leave(rank: int, lengths: tuple[int, ...], stop: int, loop: str, when: str) -> list[Tensor]:
+    """Break in the first epoch, then go through another loop and through another epoch."""
+    small = Small(lengths)
+    with small.join(timeout=timedelta(seconds=30)) as join:
+        for step, batch in enumerate(join.batches(loader_of(loop, small.data.batches(rank, 0)))):
+            if when == "before" and step == stop:
+                break
+            small.step([batch])
+            if when == "after" and step + 1 == stop:
+                break
+        for batch in join.batches(loader_of(loop, small.data.batches(rank, 1)[::-1])):
+            small.step([batch])
+        for batch in join.batches(loader_of(loop, small.data.batches(rank, 2))):
+            small.step([batch])
+    return small.parameters
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize(("lengths", "stop"), [((2, 9), 1), ((9, 1, 2), 2), ((2, 9), 4), ((0, 4, 1), 1), ((0, 5), 2)])
+def test_a_break_on_all_ranks_leaves_no_gift_behind(
+    workers: Workers, lengths: tuple[int, ...], stop: int, loop: str, when: str
+) -> None:
+    found: list[list[Tensor]] = workers.run(len(lengths), leave, lengths, stop, loop, when)
+    one = Small(lengths, wraps=False)
+    rows = planned_rows(lengths, [None] * len(lengths) if loop == "iterable" else None)
+    one.follow(rows[:stop], 0)
+    backwards = [{rank: (owner, lengths[owner] - 1 - i) for rank, (owner, i) in row.items()} for row in rows]
+    one.follow(backwards, 1)
+    one.follow(rows, 2)
+    for mine in found:
+        assert difference(mine, one.parameters) < 1e-10
+        assert all(torch.equal(a, b) for a, b in zip(mine, found[0], strict=True))
+
+
+def leave_alone(rank: int, lengths: tuple[int, ...], who: int, stop: int, loop: str) -> None:
+    connect()
+    small = Small(lengths)
+    with small.join() as join:
+        for step, batch in enumerate(join.batches(loader_of(loop, small.data.batches(rank, 0)))):
+            small.step([batch])
+            if rank == who and step + 1 == stop:
+                break
+
+
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize(("who", "stop"), [(0, 1), (1, 1), (0, 3), (1, 4)])
+def test_a_break_on_one_rank_is_told(workers: Workers, who: int, stop: int, loop: str) -> None:
+    outcomes = workers.outcomes(2, leave_alone, (2, 9), who, stop, loop, timeout=TIMEOUT, deadline=45.0)
+    for outcome in outcomes:
+        assert f"The loop of rank {who} was left by `break`" in outcome.error, outcomes
+        assert outcome.seconds < WITHIN, outcomes
+
+
+# ---------------------------------------------------------------- one `with` after the other
+
+
+def twice(rank: int, lengths: tuple[int, ...], loop: str) -> list[Tensor]:
+    small = Small(lengths)
+    again = small.join()
+    for epoch, join in enumerate((small.join(), again, again, small.join())):
+        with join:
+            for batch in join.batches(loader_of(loop, small.data.batches(rank, epoch))):
+                small.step([batch])
+    return small.parameters
+
+
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+def test_contexts_in_a_row_are_exact(workers: Workers, loop: str) -> None:
+    lengths = (1, 8, 3)
+    found: list[list[Tensor]] = workers.run(3, twice, lengths, loop)
+    one = Small(lengths, wraps=False)
+    for epoch in range(4):
+        one.follow(planned_rows(lengths, [None] * 3 if loop == "iterable" else None), epoch)
+    assert all(difference(mine, one.parameters) < 1e-10 for mine in found)
+
+
+def fail_and_go_on(rank: int, lengths: tuple[int, ...], who: int, loop: str) -> tuple[list[str], list[Tensor]]:
+    """Raise between two steps of one context, at the end of another, and train in a third."""
+    connect()
+    errors, small = [], Small(lengths)
+    for where in ("body", "exit"):
+        broken = Small(lengths)
+        try:
+            with broken.join() as join:
+                for step, batch in enumerate(join.batches(loader_of(loop, broken.data.batches(rank, 0)))):
+                    broken.step([batch])
+                    if (rank, step, where) == (who, 1, "body"):
+                        raise BrokenError(where)
+                if (rank, where) == (who, "exit"):
+                    raise BrokenError(where)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    with small.join() as join:
+        for batch in join.batches(loader_of(loop, small.data.batches(rank, 0))):
+            small.step([batch])
+    return errors, small.parameters
+
+
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("who", [0, 1], ids=["receiver", "giver"])
+def test_after_an_exception_that_is_caught_another_context_is_exact(workers: Workers, who: int, loop: str) -> None:
+    lengths = (2, 9)
+    outcomes = workers.outcomes(2, fail_and_go_on, lengths, who, loop, timeout=10.0, deadline=60.0)
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    one = Small(lengths, wraps=False)
+    one.follow(planned_rows(lengths, [None] * 2 if loop == "iterable" else None), 0)
+    for rank, outcome in enumerate(outcomes):
+        errors, parameters = outcome.value
+        assert len(errors) == 2
+        for error, where in zip(errors, ("body", "exit"), strict=True):
+            assert f"BrokenError: {where}" in error
+            assert error.startswith("PeerFailedError") == (rank != who)
+        assert difference(parameters, one.parameters) < 1e-10
+
+
+def apart(rank: int, lengths: tuple[int, ...]) -> list[Tensor] | None:
+    """Train on the first two ranks, of which one is in a group of other ranks, too."""
+    group = dist.new_group([0, 1])
+    dist.new_group([0, 2])
+    small = Small(lengths, wraps=False)
+    if rank == 2:
+        return None
+    small.model = DistributedDataParallel(small.models, process_group=group)
+    with small.join() as join:
+        for batch in join.batches(small.data.batches(rank, 0)):
+            small.step([batch])
+    return small.parameters
+
+
+def test_ranks_of_a_group_may_be_in_others(workers: Workers) -> None:
+    lengths = (2, 7)
+    outcomes = workers.outcomes(3, apart, lengths, timeout=30.0, deadline=60.0)
+    one = Small(lengths, wraps=False)
+    one.follow(planned_rows(lengths), 0)
+    for outcome in outcomes[:2]:
+        assert not outcome.error, outcomes
+        assert difference(outcome.value, one.parameters) < 1e-10
+
+
+def many(rank: int, times: int, fails: bool) -> list[tuple[int, int, list[str]]]:
+    """Return the descriptors, the threads of the process and what Python's are called, after each context."""
+    lengths, counts = (1, 6), []
+    small = Small(lengths)
+    for _ in range(times):
+        try:
+            with small.join(timeout=timedelta(seconds=20)) as join:
+                for batch in join.batches(small.data.batches(rank, 0)):
+                    small.step([batch])
+                if fails:
+                    raise BrokenError
+        except BrokenError:
+            pass
+        gc.collect()
+        counts.append((entries("/proc/self/fd"), entries("/proc/self/task"), exchange_threads()))
+    return counts
+
+
+def entries(folder: str) -> int:
+    return len([*Path(folder).iterdir()])
+
+
+def test_thirty_contexts_leave_nothing_behind(workers: Workers) -> None:
+    for counts in workers.run(2, many, 30, False):
+        early, late = counts[5], counts[-1]
+        assert late[0] <= early[0], counts
+        assert late[1] <= early[1], counts
+        assert not any(names for *_, names in counts), counts
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("heartbeat", "rebalance=True and heartbeat=True"), ("throw_on_early_termination", "no rank runs out before")],
+)
+def test_options_that_contradict_it_are_refused(option: str, says: str) -> None:
+    with pytest.raises(JoinValueError, match=says):
+        Join([nn.Linear(1, 1)], rebalance=True, **{option: True})
+
+
+def plain(rank: int) -> None:
+    connect()
+    small = Small((2, 3))
+    with small.join():
+        for batch in small.data.batches(rank, 0):
+            small.step([batch])
+
+
+def test_a_plain_for_is_refused(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, plain):
+        assert "A forward outside of a loop over join.batches, with rebalance=True" in outcome.error, outcome
+
+
+class Positioned:
+    """A loader whose place can be saved."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def positioned(rank: int, who: int) -> None:
+    connect()
+    small = Small((2, 5))
+    batches = small.data.batches(rank, 0)
+    with small.join() as join:
+        for batch in join.batches(Positioned(batches) if rank == who else batches):
+            small.step([batch])
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_loader_with_a_state_is_refused(workers: Workers, who: int) -> None:
+    for outcome in workers.outcomes(2, positioned, who):
+        assert "Positioned has, or draws from something that has, a state_dict()" in outcome.error, outcome
+        assert outcome.seconds < WITHIN
+
+
+# ---------------------------------------------------------------- batches that cannot travel
+
+
+def give_odd(
+    rank: int, lengths: tuple[int, ...], who: int, begin: int, odd: str, loop: str
+) -> tuple[list[str], list[Tensor]]:
+    """Train where the batches of one rank cannot be packed, or not be put together, from one on."""
+    connect()
+    small = Small(lengths)
+    strange: Any = (lambda: 0) if odd == "lambda" else Strange()
+    batches = [
+        (x, y, strange if rank == who and index >= begin else None)
+        for index, (x, y) in enumerate(small.data.batches(rank, 0))
+    ]
+    loader = DataLoader(Stream(batches), batch_size=None, collate_fn=first) if loop == "iterable" else batches
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with small.join() as join:
+            for x, y, _ in join.batches(loader):
+                small.step([(x, y)])
+    return [str(w.message) for w in caught if "cannot be given away" in str(w.message)], small.parameters
+
+
+class Strange:
+    """What can be packed, and not be put together."""
+
+    def __reduce__(self) -> Any:
+        return (explode, ())
+
+
+def explode() -> None:
+    raise BrokenError("in its making")
+
+
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("lengths", [(2, 9), (0, 6, 7)])
+def test_who_cannot_give_its_first_batch_trains_on_all_of_them(
+    workers: Workers, lengths: tuple[int, ...], loop: str
+) -> None:
+    outcomes = workers.outcomes(len(lengths), give_odd, lengths, GIVER, 0, "lambda", loop)
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    said = [None] * len(lengths) if loop == "iterable" else None
+    rows = planned_rows(lengths, said, [0 if rank == GIVER else len(lengths) for rank in range(len(lengths))])
+    assert all(owner != GIVER or rank == GIVER for row in rows for rank, (owner, _) in row.items())
+    one = Small(lengths, wraps=False)
+    one.follow(rows, 0)
+    for rank, outcome in enumerate(outcomes):
+        warned, parameters = outcome.value
+        assert len(warned) == (rank == GIVER), warned
+        assert all(
+            "A batch of type tuple cannot be given away" in text and "trains on all of its batches itself" in text
+            for text in warned
+        )
+        assert difference(parameters, one.parameters) < 1e-10
+
+
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+def test_a_later_batch_that_cannot_be_given_is_told(workers: Workers, loop: str) -> None:
+    outcomes = workers.outcomes(3, give_odd, LENGTHS, GIVER, 3, "lambda", loop, timeout=TIMEOUT, deadline=45.0)
+    check_told(outcomes, GIVER, "JoinTypeError: A batch of type tuple cannot be given away")
+
+
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+def test_a_batch_that_cannot_be_put_together_is_told(workers: Workers, loop: str) -> None:
+    outcomes = workers.outcomes(2, give_odd, (0, 6), GIVER, 0, "strange", loop, timeout=TIMEOUT, deadline=45.0)
+    check_told(outcomes, 0, "BrokenError: in its making")
+
+
+def check_told(outcomes: list[Outcome], who: int, says: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert says in outcome.error, outcomes
+        assert rank == who or f"Rank {who}: " in outcome.error, outcomes
+        assert outcome.seconds < WITHIN, outcomes
+
+
+# ---------------------------------------------------------------- loaders that are not what they seem
+
+
+class Ring:
+    """A loader that refills the memory of a few batches."""
+
+    def __init__(self, batches: list[Batch], size: int) -> None:
+        self.batches, self.size = batches, size
+
+    def __iter__(self) -> Iterator[Batch]:
+        memory = [tuple(map(torch.empty_like, self.batches[0])) for _ in range(self.size)] if self.batches else []
+        for index, (x, y) in enumerate(self.batches):
+            into = memory[index % self.size]
+            into[0].copy_(x)
+            into[1].copy_(y)
+            yield into  # type: ignore[misc]
+
+
+class SizedRing(Ring):
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class More(DataLoader[Any]):
+    """A loader that yields more than its sampler says."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+class Short(DataLoader[Any]):
+    """A loader with a length of its own, which is less than what it yields."""
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - 1)
+
+
+@dataclass
+class Pair:
+    """A batch whose inside nobody knows."""
+
+    x: Tensor
+    y: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.x, self.y))
+
+
+KINDS: dict[str, Callable[[list[Batch]], Any]] = {
+    **{f"ring of {size}": lambda batches, size=size: Ring(batches, size) for size in (1, 2, 3)},  # type: ignore[misc]
+    **{f"sized ring of {size}": lambda batches, size=size: SizedRing(batches, size) for size in (1, 3)},  # type: ignore[misc]
+    "ring of 1, of pairs": lambda batches: (Pair(*batch) for batch in Ring(batches, 1)),
+    "more": lambda batches: More(batches, batch_size=None),  # type: ignore[arg-type]
+    "short": lambda batches: Short(batches, batch_size=None),  # type: ignore[arg-type]
+    "masks": lambda batches: ((*batch, MASKS[min(index, 3)]) for index, batch in enumerate(batches)),
+}
+MASKS = [torch.ones(1 + length) for length in range(4)]  # the later batches share theirs
+
+
+def deceive(rank: int, lengths: tuple[int, ...], kind: str) -> list[list[float]]:
+    connect()
+    small, trained = Small(lengths), []
+    with small.join() as join:
+        for batch in join.batches(KINDS[kind](small.data.batches(rank, 0))):
+            x, y, *_ = batch
+            trained.append(x[0].tolist())
+            small.step([(x, y)])
+    return trained
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [(4, 4), (2, 9)])
+def test_odd_loaders_are_exact_or_told(workers: Workers, lengths: tuple[int, ...], kind: str) -> None:
+    outcomes = workers.outcomes(len(lengths), deceive, lengths, kind)
+    if kind != "masks" and any(outcome.error for outcome in outcomes):
+        assert all("refills the memory" in outcome.error or "length" in outcome.error for outcome in outcomes), outcomes
+        return
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    data = Small(lengths, wraps=False).data
+    wanted = [batch[0][0].tolist() for rank in range(len(lengths)) for batch in data.batches(rank, 0)]
+    assert sorted(x for outcome in outcomes for x in outcome.value) == sorted(wanted * (2 if kind == "more" else 1))
+
+
+def unasked(rank: int, lengths: tuple[int, ...]) -> list[float]:
+    """Evaluate where a rank that has no batch asks for none, and then train."""
+    connect()
+    small, seen = Small(lengths), []
+    batches = small.data.batches(rank, 0)
+    with small.join() as join:
+        loop = iter(join.batches(batches))
+        if batches:
+            for x, _ in loop:
+                seen.append(x[0, 0].item())
+        for batch in join.batches(small.data.batches(rank, 1)):
+            small.step([batch])
+    return seen
+
+
+def test_no_gift_is_lost_where_a_rank_without_batches_asks_for_none(workers: Workers) -> None:
+    outcomes = workers.outcomes(2, unasked, (0, 5))
+    if not any(outcome.error for outcome in outcomes):
+        data = Small((0, 5), wraps=False).data
+        assert sorted(x for o in outcomes for x in o.value) == sorted(x[0, 0].item() for x, _ in data.batches(1, 0))

@@ -1,0 +1,51 @@
+"""Who is connected to whom.
+
+Ranks of one host form a heap of eight, and so do the first ranks of the hosts above them: at 64 processes a node with
+64 children takes 445 us a beat, one with eight 52.
+"""
+
+from collections.abc import Sequence
+
+_WIDTH = 8
+
+
+class Layout:
+    """Who is connected to whom.
+
+    Args:
+        hosts: By rank, what tells its host from others.
+        rank: This rank.
+
+    Attributes:
+        parent: Whom this rank passes beats on to; `None` for rank 0.
+        children: Who passes them on to this rank.
+        below: By child, the ranks that reach this one through it, as the bits of a number.
+    """
+
+    def __init__(self, hosts: Sequence[str], rank: int) -> None:
+        by_host: dict[str, list[int]] = {}
+        for other, host in enumerate(hosts):
+            by_host.setdefault(host, []).append(other)
+        parents: dict[int, int | None] = {}
+        for ranks in ([ranks[0] for ranks in by_host.values()], *by_host.values()):
+            for index, other in enumerate(ranks):
+                if index or other not in parents:
+                    parents[other] = ranks[(index - 1) // _WIDTH] if index else None
+        self.parent = parents[rank]
+        self.children = [child for child, parent in parents.items() if parent == rank]
+        self.below = dict.fromkeys(self.children, 0)
+        for other in range(len(hosts)):
+            way: int | None = other
+            while way is not None and parents[way] != rank:
+                way = parents[way]
+            if way is not None:
+                self.below[way] |= 1 << other
+        self.subtree = (1 << rank) | sum(self.below.values())
+
+    def next_to(self, rank: int) -> int:
+        """Return the neighbour that is on the way to a rank."""
+        for child, ranks in self.below.items():
+            if ranks >> rank & 1:
+                return child
+        assert self.parent is not None
+        return self.parent

@@ -1,0 +1,240 @@
+"""The ranks as a tree, and what its nodes do with messages: pass them on, merge beats, keep what was said to all.
+
+A message to all goes over each connection once.
+
+Messages of one rank come in the order in which it sent them, and after whatever it had received: two ways in a tree
+part at one node, which passes on what comes first.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch_join._control import codec as _codec
+from torch_join._control._links.layout import Layout
+from torch_join._control._links.links import Links
+from torch_join._control._links.processes import Process
+
+SET, APPEND, SWAP, DELETE, ADD, ASK, ANSWER, UP, DOWN = range(9)  # kinds of messages
+_BEAT = struct.Struct("<QIqH")  # number, how many have come, their sum, bytes of the set of ranks that follows
+# Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
+SUMS, GATHERS = 1 << 62, 1 << 63
+VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
+QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth time, a number
+_ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
+GONE = (
+    "its process is gone: killed, or ended without a word. Its own log, or the system's (a lack of memory, perhaps),"
+    " says why."
+)
+BROKEN = "the link between ranks"
+_BROKEN_SECONDS = 0.3  # after which a process that is still there has not ended
+
+
+WHERE = ""  # what a roll call asks for
+
+
+def no_place() -> None:
+    """Answer no roll call."""
+
+
+@dataclass
+class _Arrivals:
+    """Who has come to a beat, of the ranks below this one."""
+
+    came: int = 0
+    total: int = 0
+    notices: bytes = b""
+
+
+@dataclass
+class Stream:
+    """What a channel's messages have left on this rank."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)  # on rank 0: what is added to
+    kept: dict[str, bytes] = field(default_factory=dict)  # on this rank, for others to ask for
+    asked: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # who waits for what is not kept yet
+    answers: dict[int, bytes] = field(default_factory=dict)  # to what this rank has asked
+    arrivals: dict[int, _Arrivals] = field(default_factory=dict)  # by beat
+    beats: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # the sum, and the notices or values
+    place: Callable[[], Callable[[], bytes] | None] = no_place  # returns what answers roll calls, if anything does
+    begun: int = 0  # how many beats this rank has come to
+    floor: int = 0  # records of the log before this one are done with
+
+
+class Node:
+    """The part of a tree that messages are handled by; the thread keeps it."""
+
+    links: Links
+
+    def __init__(self, layout: Layout, rank: int, processes: Mapping[int, Process]) -> None:
+        self._layout = layout
+        self.rank = rank
+        self._processes = processes
+        self._neighbours = [*layout.children, *([] if layout.parent is None else [layout.parent])]
+        self.streams: dict[int, Stream] = {}
+        self._lost: dict[int, str] = {}  # why, by neighbour
+        self.opened = 0  # streams up to this one; what comes for one that was, and is no more, is passed on alone
+
+    def handle(self, peer: int, kind: int, number: int, payload: bytes) -> None:
+        """Handle a message of a neighbour."""
+        if kind == UP:
+            beat, came, total, length = _BEAT.unpack_from(payload)
+            begin = _BEAT.size + length
+            ranks = int.from_bytes(payload[_BEAT.size : begin], "little")
+            self.arrive(number, beat, came, total, ranks, payload[begin:])
+        elif kind == DOWN:
+            self._hear(number, payload)
+        elif kind in (ADD, ASK):
+            self.ask(number, kind, payload)
+        elif kind == ANSWER:
+            self._pass_answer(number, payload)
+        else:
+            self.keep(number, kind, payload)
+            self.pass_on(peer, kind, number, payload)
+
+    def end(self, number: int) -> None:
+        """Forget a stream; what others say in it is passed on all the same."""
+        with self.links.lock:
+            if (stream := self.streams.pop(number, None)) is not None:
+                stream.values.clear()
+                stream.numbers.clear()
+
+    def pass_on(self, source: int | None, kind: int, number: int, payload: bytes) -> None:
+        """Send to all neighbours but one."""
+        for neighbour in self._neighbours:
+            if neighbour != source:
+                self.links.send(neighbour, kind, number, payload)
+
+    def _stream(self, number: int) -> Stream | None:
+        if number >= self.opened:  # not open here yet
+            return self.streams.setdefault(number, Stream())
+        return self.streams.get(number)
+
+    # ------------------------------------------------------------ keys
+
+    def keep(self, number: int, kind: int, payload: bytes) -> None:
+        """Take note of what is said to all."""
+        if (stream := self._stream(number)) is None:
+            return
+        begin = 2 + int.from_bytes(payload[:2], "little")
+        key, value, values = payload[2:begin].decode(), payload[begin:], stream.values
+        if key.startswith("log/") and int(key[4:]) < stream.floor:
+            return
+        if kind == SET:
+            values[key] = value
+            if key.startswith("watch/") and stream.begun > (beat := int(key[6:])):
+                values[f"came/{beat}"] = b""
+                self._tell(number, f"came/{beat}")
+        elif kind == APPEND:
+            values[key] = values.get(key, b"") + value
+        elif kind == SWAP:
+            length = 4 + int.from_bytes(value[:4], "little")
+            if values.get(key, b"") == value[4:length]:
+                values[key] = value[length:]
+        else:
+            for gone in value.decode().split("\n"):
+                values.pop(gone, None)
+                stream.numbers.pop(gone, None)
+
+    def _tell(self, number: int, key: str) -> None:
+        data = key.encode()
+        self.pass_on(None, SET, number, len(data).to_bytes(2, "little") + data)
+
+    # ------------------------------------------------------------ questions to one rank
+
+    def ask(self, number: int, kind: int, payload: bytes) -> None:
+        """Answer a question, or pass it on: what a number comes to with another one, or what is kept."""
+        rank, who, asked, value = QUESTION.unpack_from(payload)
+        if rank != self.rank:
+            self.links.send(self._layout.next_to(rank), kind, number, payload)
+            return
+        key = payload[QUESTION.size :].decode()
+        if (stream := self._stream(number)) is None:
+            return
+        if kind == ADD:
+            stream.numbers[key] = value = stream.numbers.get(key, 0) + value
+            self._answer(number, who, asked, value.to_bytes(8, "little", signed=True))
+        elif key == WHERE:
+            self._answer(number, who, asked, place() if (place := stream.place()) is not None else b"")
+        elif value and key not in stream.kept:
+            stream.asked.setdefault(key, []).append((who, asked))
+        else:
+            self._answer(number, who, asked, stream.kept.get(key, b""))
+
+    def keep_here(self, number: int, key: str, value: bytes) -> None:
+        """Keep a value, and answer those who wait for it."""
+        if (stream := self._stream(number)) is not None:
+            stream.kept[key] = value
+            for who, asked in stream.asked.pop(key, ()):
+                self._answer(number, who, asked, value)
+
+    def _answer(self, number: int, who: int, asked: int, data: bytes) -> None:
+        self._pass_answer(number, _ANSWER.pack(who, asked) + data)
+
+    def _pass_answer(self, number: int, payload: bytes) -> None:
+        who, asked = _ANSWER.unpack_from(payload)
+        if who != self.rank:
+            self.links.send(self._layout.next_to(who), ANSWER, number, payload)
+        elif (stream := self._stream(number)) is not None:
+            stream.answers[asked] = payload[_ANSWER.size :]
+
+    # ------------------------------------------------------------ beats
+
+    def arrive(self, number: int, beat: int, came: int, total: int, ranks: int, notices: bytes) -> None:
+        """Note who has come; pass it on when all below this rank have that come at all."""
+        if (stream := self._stream(number)) is None:
+            return
+        arrivals = stream.arrivals.setdefault(beat, _Arrivals())
+        arrivals.came += came
+        arrivals.total += total
+        arrivals.notices += notices
+        below = self._layout.subtree & ranks if ranks else self._layout.subtree
+        if arrivals.came < below.bit_count():
+            return
+        del stream.arrivals[beat]
+        hear = ranks & -ranks if self._layout.parent is None and SUMS <= beat < GATHERS else ranks
+        bits = hear.to_bytes((hear.bit_length() + 7) // 8, "little")
+        payload = _BEAT.pack(beat, arrivals.came, arrivals.total, len(bits)) + bits + arrivals.notices
+        if self._layout.parent is None:
+            self._hear(number, payload)
+        else:
+            self.links.send(self._layout.parent, UP, number, payload)
+
+    def _hear(self, number: int, payload: bytes) -> None:
+        beat, _, total, length = _BEAT.unpack_from(payload)
+        begin = _BEAT.size + length
+        ranks = int.from_bytes(payload[_BEAT.size : begin], "little")
+        for child, below in self._layout.below.items():
+            if not ranks or ranks & below:
+                self.links.send(child, DOWN, number, payload)
+        if (not ranks or ranks >> self.rank & 1) and (stream := self._stream(number)) is not None:
+            stream.beats[beat] = total, payload[begin:]
+
+    # ------------------------------------------------------------ connections that end
+
+    def look_after(self, ended: Mapping[int, float]) -> None:
+        """Find out why connections have ended, and tell: an end alone proves nothing."""
+        for peer, seconds in ended.items():
+            process = self._processes.get(peer)
+            if peer in self._lost or (process is not None and process.is_there and seconds < _BROKEN_SECONDS):
+                continue
+            if process is None:
+                text = "its process or its host is gone, or the network between them is. Its own log says more."
+            elif process.is_there:
+                text = f"{BROKEN} {min(self.rank, peer)} and {max(self.rank, peer)} broke: both processes are there."
+            else:
+                text = GONE
+            with self.links.lock:
+                self._lost[peer] = text
+                self.tell_who_is_lost()
+
+    def tell_who_is_lost(self) -> None:
+        """Say in all streams that a neighbour has failed, unless a failure is known there."""
+        for peer, text in self._lost.items():
+            for number, stream in [*self.streams.items()]:
+                if "failure" not in stream.values:
+                    value = (0).to_bytes(4, "little") + _codec.encode((peer, text))
+                    key = len(b"failure").to_bytes(2, "little") + b"failure"
+                    self.keep(number, SWAP, key + value)
+                    self.pass_on(peer, SWAP, number, key + value)

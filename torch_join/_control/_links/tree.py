@@ -1,0 +1,160 @@
+"""What a channel says over a tree of ranks, and waits for."""
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from socket import socket
+
+from torch_join._base.errors import JoinError
+from torch_join._control._links import node as _node
+from torch_join._control._links.layout import Layout
+from torch_join._control._links.links import Links
+from torch_join._control._links.node import Node, Stream
+from torch_join._control._links.processes import Process
+
+_READ_SECONDS = 0.05  # for which a wait reads at a time
+
+
+def _sum_of(key: str) -> int:
+    return _node.SUMS | int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+
+
+class Tree:
+    """This rank's node.
+
+    Args:
+        connections: To the neighbours.
+        layout: The tree.
+        rank: This rank.
+        processes: Of the ranks on this rank's host.
+    """
+
+    def __init__(
+        self, connections: Mapping[int, socket], layout: Layout, rank: int, processes: Mapping[int, Process]
+    ) -> None:
+        self.processes = processes
+        self._node = node = Node(layout, rank, processes)
+        node.links = self.links = Links(connections, node.handle, node.look_after)
+        self.close = weakref.finalize(self, self.links.close)
+
+    def wait(self, ready: Callable[[], bool], look: Callable[[], None]) -> None:
+        """Read until something is so; call `look` again and again, which may take its time."""
+        links = self.links
+        links.read()
+        while True:
+            seen = links.messages[1]
+            if ready():
+                return
+            try:
+                look()
+            except JoinError:
+                if ready():  # it came before the failure that `look` has read of
+                    return
+                raise
+            with links.reading():
+                if links.messages[1] == seen:  # none that another thread has read since
+                    links.read(_READ_SECONDS)
+
+    def open(self) -> "Sayer":
+        """Begin the next stream, as all ranks do; its messages may have come before."""
+        with self.links.lock:
+            number, self._node.opened = self._node.opened, self._node.opened + 1
+            self._node.streams.setdefault(number, Stream())
+            self._node.tell_who_is_lost()
+        return Sayer(self, self._node, number)
+
+
+class Sayer:
+    """What a channel says over its stream; see `Stream` for what it reads."""
+
+    def __init__(self, tree: Tree, node: Node, number: int) -> None:
+        self.tree = tree
+        self.links = tree.links
+        self._node = node
+        self.number = number
+        self.stream = node.streams[number]
+        self._asked = 0
+        self.close = weakref.finalize(self, node.end, self.number)
+
+    def to_all(self, kind: int, key: str, value: bytes) -> None:
+        """Do something with a key, here and on all other ranks."""
+        data = key.encode()
+        payload = len(data).to_bytes(2, "little") + data + value
+        with self.links.lock:
+            self._node.keep(self.number, kind, payload)
+            self._node.pass_on(None, kind, self.number, payload)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Give a key a value."""
+        self.to_all(_node.SET, key, value)
+
+    def append(self, key: str, value: bytes) -> None:
+        """Append to a key's value; the order may differ by rank."""
+        self.to_all(_node.APPEND, key, value)
+
+    def swap(self, key: str, expected: bytes, value: bytes) -> None:
+        """Give a key another value where it has the one that is expected, `b""` for none: ranks may differ then."""
+        self.to_all(_node.SWAP, key, len(expected).to_bytes(4, "little") + expected + value)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete keys."""
+        self.to_all(_node.DELETE, "", "\n".join(keys).encode())
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a number of rank 0's; return the key of `Stream.answers` where the sum will be."""
+        return self._ask(_node.ADD, 0, key, number)
+
+    def ask(self, rank: int, key: str, waits: bool) -> int:
+        """Ask a rank for what it keeps; return the key of `Stream.answers` where that will be, `b""` for nothing."""
+        return self._ask(_node.ASK, rank, key, waits)
+
+    def _ask(self, kind: int, rank: int, key: str, number: int) -> int:
+        with self.links.lock:
+            self._asked = asked = self._asked + 1
+            payload = _node.QUESTION.pack(rank, self._node.rank, asked, number) + key.encode()
+            self._node.ask(self.number, kind, payload)
+        return asked
+
+    def keep(self, key: str, value: bytes) -> None:
+        """Keep a value on this rank, for others to ask for."""
+        with self.links.lock:
+            self._node.keep_here(self.number, key, value)
+
+    def drop(self, key: str) -> None:
+        """Keep it no longer."""
+        self.stream.kept.pop(key, None)
+
+    def come(self, number: int, total: int, notices: bytes, ranks: int) -> None:
+        """Come to a beat, of some ranks if `ranks` is not 0."""
+        with self.links.lock:
+            self.stream.begun = number + 1
+            self._node.arrive(self.number, number, 1, total, ranks, notices)
+
+    def contribute(self, key: str, number: int, ranks: int) -> None:
+        """Add to a sum of which the lowest of these ranks, the bits of a number, hears."""
+        with self.links.lock:
+            self._node.arrive(self.number, _sum_of(key), 1, number, ranks, b"")
+
+    def contributed(self, key: str) -> int | None:
+        """Return that sum, once, if it has come."""
+        total, _ = self.stream.beats.pop(_sum_of(key), (None, b""))
+        return total
+
+    def give(self, index: int, value: bytes) -> Callable[[], list[bytes] | None]:
+        """Give a value to all; return what returns every rank's, by rank, once they are here."""
+        number, beats = _node.GATHERS + index, self.stream.beats
+        with self.links.lock:
+            self._node.arrive(self.number, number, 1, 0, 0, _node.VALUE.pack(self._node.rank, len(value)) + value)
+
+        def found() -> list[bytes] | None:
+            if number not in beats:
+                return None
+            _, data = beats.pop(number)
+            values, begin = {}, 0
+            while begin < len(data):
+                rank, length = _node.VALUE.unpack_from(data, begin)
+                begin += _node.VALUE.size + length
+                values[rank] = data[begin - length : begin]
+            return [value for _, value in sorted(values.items())]
+
+        return found

@@ -1,0 +1,208 @@
+"""The channel over a tree of connections: what another rank says is here when it is needed, or waited for.
+
+A failure that a rank tells of ends every wait at once. A process that has ended is noticed by its neighbours, by the
+end of its connections, and by whoever waits on its host, as one that is stopped is.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torch_join._base.errors import PeerFailedError
+from torch_join._control import codec as _codec
+from torch_join._control._links.node import BROKEN, GONE, WHERE, no_place
+from torch_join._control._links.tree import Tree
+from torch_join._control._links.tree_store import TreeBeats, TreeStore
+from torch_join._control.channel import Channel, Status
+from torch_join._control.messages import Messages
+from torch_join._control.waiting import MOST_TEXT, WaitingChannel
+
+T = TypeVar("T")
+
+_ANSWERS_WITHIN = 3.0  # seconds
+_ANSWER = tuple[bool, Status | None]
+
+
+class TreeChannel(Messages, WaitingChannel, Channel):
+    """A channel over a tree.
+
+    Args:
+        tree: This rank's node.
+        rank: This rank.
+        world_size: The number of ranks.
+        timeout: How long a rank waits for another one.
+        group: The process group.
+    """
+
+    _looks_every, _probes_after, _probes_every = 0.0, 1.0, 1.0
+
+    def __init__(self, tree: Tree, rank: int, world_size: int, timeout: timedelta, group: dist.ProcessGroup) -> None:
+        self._tree = tree
+        self._suspects: dict[int, str] = {}  # at the last look: ranks that may be in others' way, and why
+        store: Any = TreeStore(tree)
+        Messages.__init__(self)
+        Channel.__init__(self, rank, world_size)
+        WaitingChannel.__init__(self, store, timeout, group)
+        # Weakly, so that a channel that is dropped is gone at once.
+        store.sayer.stream.place = weakref.WeakMethod(self._place)
+        wait = weakref.WeakMethod(self._until)
+        self._beats: Any = TreeBeats(store, rank, world_size, lambda ready: wait()(ready))  # type: ignore[misc]
+
+    def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
+        data = _codec.encode(value)
+        index, self._gathers = self._gathers, self._gathers + 1
+        found = self._store.sayer.give(index, data)
+        values: list[bytes] | None = None
+
+        def ready() -> bool:
+            nonlocal values
+            values = values or found()
+            return values is not None
+
+        if unless_beat:
+            self._beats.watch()
+        try:
+            self._until(ready, (lambda: self._refuse_beat(ready)) if unless_beat else None)
+        finally:
+            if unless_beat:
+                self._beats.unwatch()
+        self._all_have_met()
+        assert values is not None
+        return [self._decode(f"gather/{index}/{rank}", data, of) for rank, data in enumerate(values)]
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._store.add(key, number, self.vigil()))
+
+    def keep(self, key: str, value: Any) -> None:
+        self._store.sayer.keep(key, _codec.encode(value))
+
+    def ask(self, key: str, ranks: Sequence[int], of: Any = Any, waits: bool = True) -> dict[int, Any]:
+        asked = {rank: self._store.sayer.ask(rank, key, waits) for rank in ranks}
+        answers = self._store.sayer.stream.answers
+        self._until(lambda: all(number in answers for number in asked.values()))
+        found = {rank: answers.pop(number) for rank, number in asked.items()}
+        return {rank: self._decode(key, data, of) for rank, data in found.items() if data}
+
+    def drop(self, key: str) -> None:
+        self._store.sayer.drop(key)
+
+    def contribute(self, key: str, number: int, ranks: Sequence[int]) -> None:
+        self._store.sayer.contribute(key, number, sum(1 << rank for rank in ranks))
+
+    def contributed(self, key: str, ranks: Sequence[int]) -> int | None:
+        self._tree.links.read()
+        total: int | None = self._store.sayer.contributed(key)
+        return total
+
+    def delete(self, key: str) -> None:
+        self._store.delete_keys([key])
+
+    def announce(self, record: Any, leads: bool) -> None:
+        super().announce(record, leads)
+        self._store.pass_log(self._log)
+
+    def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
+        record = super().follow(meanwhile, of)
+        self._store.pass_log(self._log)
+        return record
+
+    def forget(self, delete: bool = True) -> None:
+        pass  # each rank has deleted its own
+
+    def begin_loop(self) -> None:
+        self._store.delete_here([f"corrections/{self._loop}"])
+        super().begin_loop()
+
+    def corrections(self) -> dict[int, int]:
+        if (failure := self.failure()) is not None:
+            raise failure
+        return super().corrections()
+
+    def fail(self, reason: str, rank: int | None = None) -> None:
+        told = _codec.encode((self.rank if rank is None else rank, reason[:MOST_TEXT])).decode()
+        self._store.compare_set("failure", "", told)
+
+    def finish(self) -> None:
+        self.gather(None)
+        self.close()
+
+    def leave(self) -> None:
+        self._store.sayer.stream.place = no_place
+        self._tree.links.flush()  # what was said of a failure, before the process may end
+
+    def close(self) -> None:
+        self.leave()
+        self._store.close()
+
+    def _call_roll(self) -> dict[int, Any]:
+        sayer, answers = self._store.sayer, self._store.sayer.stream.answers
+        asked = {rank: sayer.ask(rank, WHERE, waits=False) for rank in range(self.world_size)}
+        deadline = time.monotonic() + _ANSWERS_WITHIN
+
+        def enough() -> bool:
+            late = time.monotonic() > deadline or self.failure() is not None
+            return late or all(number in answers for number in asked.values())
+
+        self._tree.wait(enough, lambda: None)
+        found = {rank: answers.pop(number) for rank, number in asked.items() if number in answers}
+        return {rank: self._decode("an answer to a roll call", data, _ANSWER) for rank, data in found.items() if data}
+
+    def _place(self) -> bytes:
+        try:
+            return _codec.encode(self.place())
+        except Exception:  # the status is in the making, in another thread
+            return _codec.encode((self._waits is not None, None))
+
+    def _read_failure(self, store: Any) -> PeerFailedError | None:
+        failure = super()._read_failure(store)
+        if failure is None or f": {BROKEN}" not in str(failure):
+            return failure
+        what = str(failure).partition(f": {BROKEN}")[2]
+        return PeerFailedError(f"Rank {self.rank} cannot go on: {BROKEN}{what}")
+
+    def _wait(self, keys: list[str], meanwhile: Callable[[], None] | None = None, wakes: bool = True) -> list[bytes]:
+        there = self._store.has
+        self._until(lambda: all(map(there, keys)), meanwhile)
+        found: list[bytes] = self._store.multi_get(keys)
+        return found
+
+    def _until(self, ready: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
+        self._tree.links.read()
+        if ready():
+            return
+        vigil = self.vigil()
+
+        def look() -> None:
+            if meanwhile is not None:
+                meanwhile()
+            vigil()
+
+        self._waits = True
+        try:
+            self._tree.wait(ready, look)
+        finally:
+            self._waits = None
+
+    def _probe(self) -> None:
+        """Look at the processes of this host, and who has left; twice, before one counts as stopped, or is missed."""
+        processes = self._tree.processes
+        gone = [rank for rank, process in processes.items() if not process.is_there]
+        before, self._suspects = (
+            self._suspects,
+            {
+                **dict.fromkeys(
+                    self._tree.links.left, "it has destroyed the process group, or ended, before the others."
+                ),
+                **{rank: "its process is stopped: by a signal." for rank in processes if processes[rank].is_stopped},
+            },
+        )
+        found = {rank: why for rank, why in self._suspects.items() if rank in before}
+        if not gone and not found:
+            return
+        rank, why = (gone[0], GONE) if gone else min(found.items())
+        self.fail(why, rank)
+        raise self.failure() or PeerFailedError(f"Rank {rank} failed, so rank {self.rank} cannot go on. {why}")

@@ -1,0 +1,127 @@
+"""A batch as bytes: any nest of what can be pickled, whose tensors and arrays travel from their own memory.
+
+Whoever is in the process group is trusted, as torch trusts it: its object collectives unpickle, too.
+
+Contract, of pickle's protocol 5: `persistent_id` is asked for every object, and `persistent_load` for those that have
+one; the buffers that `buffer_callback` has taken are asked for in the same order.
+"""
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_join._base.errors import JoinTypeError
+from torch_join._base.raw import raw_bytes
+from torch_join._base.specs import TensorSpec, flaw, storage_view
+
+
+class _Described(NamedTuple):
+    place: int  # of its bytes among the contents of the batch
+    spec: TensorSpec
+    pinned: bool
+
+
+class Skeleton(NamedTuple):
+    """A batch without contents.
+
+    Attributes:
+        sizes: How many bytes each of the contents has.
+        arrays: Which of them are no tensors'.
+        pickled: The rest.
+    """
+
+    sizes: list[int]
+    arrays: list[int]
+    pickled: bytes
+
+
+def pack(batch: Any) -> tuple[bytes, list[Tensor]]:
+    """Take a batch apart.
+
+    Returns:
+        Its skeleton, pickled: the same bytes for like batches. And its contents, as bytes in one dimension, which are
+        the batch's own memory where they lie in it as they travel.
+
+    Raises:
+        JoinTypeError: It cannot be described.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(batch)
+    except Exception as error:
+        raise JoinTypeError(f"A batch of type {type(batch).__name__} cannot be given away: {error}") from error
+    skeleton = Skeleton([len(content) for content in pickler.contents], pickler.arrays, file.getvalue())
+    return pickle.dumps(tuple(skeleton)), pickler.contents
+
+
+def unpack(skeleton: Skeleton, contents: Sequence[Tensor]) -> Any:
+    """Put a batch together, on this rank's current device where it was on an accelerator.
+
+    Args:
+        skeleton: What there is besides the contents.
+        contents: In one dimension, as bytes; each has a storage of its own, which becomes the batch's.
+    """
+    return _Unpickler(skeleton, contents).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._take)
+        self.contents: list[Tensor] = []
+        self.arrays: list[int] = []
+        self._known: dict[int, tuple[Tensor, _Described]] = {}  # held, so that no other one gets its `id`
+
+    def persistent_id(self, value: Any) -> _Described | None:
+        if not isinstance(value, Tensor):
+            return None
+        if value.is_nested or value.grad_fn is not None:
+            raise JoinTypeError(f"it has {'a nested tensor' if value.is_nested else 'a tensor with a graph'}")
+        # Of a subclass, of one with attributes, or where autograd takes part, there is more to tell: as pickle does.
+        if type(value) is not Tensor or value.requires_grad or vars(value) or flaw(value) is not None:
+            if value.device.type != "cpu":
+                raise JoinTypeError(f"it has a {type(value).__name__} on {value.device}, which another rank has not")
+            return None
+        if id(value) not in self._known:
+            spec = TensorSpec.of(value)
+            described = _Described(len(self.contents), spec, value.is_pinned())
+            self.contents.append(raw_bytes(storage_view(value, spec)).cpu())
+            self._known[id(value)] = value, described
+        return self._known[id(value)][1]
+
+    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes == 0:
+            return True  # it stays in the skeleton
+        self.arrays.append(len(self.contents))
+        self.contents.append(torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8))
+        return False
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, skeleton: Skeleton, contents: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(skeleton.pickled), buffers=[contents[place].numpy() for place in skeleton.arrays])
+        self._contents = contents
+        self._made: dict[int, Tensor] = {}
+
+    def persistent_load(self, described: _Described) -> Tensor:
+        place, spec, pinned = described
+        if place not in self._made:
+            tensor = _make(spec, self._contents[place])
+            self._made[place] = tensor.pin_memory() if pinned and torch.accelerator.is_available() else tensor
+        return self._made[place]
+
+
+def _make(spec: TensorSpec, content: Tensor) -> Tensor:
+    storage = content.untyped_storage()
+    if not spec.expanded:
+        # No view of the bytes: views of one tensor share its version counter.
+        return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, spec.stride).to(spec.device)
+    tensor = spec.create()
+    travelled = torch.empty(0, dtype=spec.dtype).set_(storage)
+    storage_view(tensor, spec).copy_(travelled.view(spec.storage_shape))
+    return tensor

@@ -1,0 +1,153 @@
+"""Who trains on whose batch at which step: a function of what all ranks know.
+
+Contract: all ranks make the same calls of their `Plan`, and so plan the same rows. A row follows from what is left
+alone (and from limits that do not change), so that a run that is resumed, or corrected, plans as any other.
+
+Known lengths. With S batches left on W ranks, L of them on a rank that may give up to g in a step, no schedule has
+fewer steps than T = max(ceil(S / W), ceil(L / (1 + g)) of each rank), and in one of T steps some step takes at least
+ceil(L / T) batches of that rank. Each row takes floor(L / T) or ceil(L / T) of each rank, as many together as there
+are ranks to train on them, so both bounds are met: what is left fits into T - 1 steps, in which no rank's share is
+larger than before. Of the ranks whose share is no whole number, those give one more that are the furthest behind: so
+gifts are spread over the epoch, and whoever receives one puts a batch of its own off.
+
+Unknown lengths. As long as some rank's is, those that have batches train on their own, and idle ranks get what is
+given. Without limits every such row is full, and there are no more steps than with known lengths. With limits there
+are at most ceil(S / W) + max(ceil(L / (1 + g))), twice the least: a row that is not full takes 1 + g batches of each
+rank that has as many, so there are no more of these than the second term says.
+
+Either way, a rank without a batch has none until the epoch's end: its own loop may be over. That takes care only where
+a length proves wrong.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Share(NamedTuple):
+    """A batch that a rank trains on in a step: whose it is, and its index among that rank's in the epoch."""
+
+    owner: int
+    batch_idx: int
+
+
+Row = tuple[Share | None, ...]  # by rank; `None`: it has no batch in this step
+
+
+class Plan:
+    """The steps of one epoch: those that are planned, and what is left for others.
+
+    Args:
+        left: By rank, how many batches it has from here on; `None` where it cannot say yet.
+        most_gifts: By rank, how many it may give away in one step.
+        taken: By rank, how many of its batches were trained on before, in an epoch that is resumed in its middle.
+
+    Attributes:
+        left: By rank, how many of its batches no row has yet; `None` while unknown.
+        most_gifts: The same.
+    """
+
+    def __init__(
+        self, left: Sequence[int | None], most_gifts: Sequence[int], taken: Sequence[int] | None = None
+    ) -> None:
+        self.left = list(left)
+        self.most_gifts = list(most_gifts)
+        self._most = [1 + gifts for gifts in most_gifts]
+        self._taken = [0] * len(self.left) if taken is None else list(taken)
+        self._gone: set[int] = set()
+
+    @property
+    def steps_left(self) -> int | None:
+        """How many rows are yet to be planned; `None` while that is unknown."""
+        known = [left for left in self.left if left is not None]
+        if len(known) < len(self.left):
+            return None
+        by_rank = (-(-left // most) for left, most in zip(known, self._most, strict=True))
+        return max(-(-sum(known) // max(1, len(known) - len(self._gone))), *by_rank)
+
+    @property
+    def ahead(self) -> list[int]:
+        """By rank, how many batches it must know that it has, or know its end, before the next row is planned."""
+        steps = self.steps_left
+        if steps is not None:
+            return [-(-left // steps) if left else 0 for left in self.left]
+        ends = [*zip(self.left, self._most, strict=True)]
+        wanted = self.left.count(0) - len(self._gone) - sum(min(left, most) - 1 for left, most in ends if left)
+        unknown = [most for left, most in ends if left is None]
+        each = 1
+        while each < max(unknown) and sum(min(each, most) - 1 for most in unknown) < wanted:
+            each += 1
+        return [min(most, each if left is None else left) for left, most in ends]
+
+    def announce(self, left: Mapping[int, int]) -> None:
+        """Note what ranks have left that have come to their end, or know better than before."""
+        for rank, number in left.items():
+            self.left[rank] = number
+
+    def leave(self, ranks: Iterable[int]) -> None:
+        """Plan on without ranks that leave the epoch: from now on they neither train nor give."""
+        self._gone |= {*ranks}
+        for rank in self._gone:
+            self.left[rank] = 0
+
+    def plan(self) -> Row:
+        """Plan the next row; one without any batch where all have come to their end."""
+        steps = self.steps_left
+        counts = self._as_read() if steps is None else self._as_known(steps)
+        owners = [rank if count else None for rank, count in enumerate(counts)]
+        idle = (rank for rank, count in enumerate(counts) if not count and rank not in self._gone)
+        gifts = (rank for rank, count in enumerate(counts) for _ in range(count - 1))
+        for receiver, giver in zip(idle, gifts, strict=False):
+            owners[receiver] = giver
+        row: list[Share | None] = [None] * len(counts)
+        for rank in sorted(range(len(counts)), key=lambda rank: owners[rank] != rank):  # its own comes first
+            if (owner := owners[rank]) is not None:
+                row[rank] = Share(owner, self._taken[owner])
+                self._taken[owner] += 1
+        for rank, count in enumerate(counts):
+            if (left := self.left[rank]) is not None:
+                self.left[rank] = left - count
+        self._gone |= {rank for rank, share in enumerate(row) if share is None}
+        return tuple(row)
+
+    def _as_known(self, steps: int) -> list[int]:
+        """Return how many batches of each rank the next row takes, where all lengths are known."""
+        lengths = [left or 0 for left in self.left]
+        counts = [length // steps if steps else 0 for length in lengths]
+        behind = [rank for rank, length in enumerate(lengths) if steps and length % steps]
+        # An earlier deadline goes first; where two are one, a batch that its owner trains on.
+        behind.sort(key=lambda rank: (-lengths[rank] / (counts[rank] + 1), counts[rank], rank))
+        for rank in behind[: len(lengths) - len(self._gone) - sum(counts)]:
+            counts[rank] += 1
+        return counts
+
+    def _as_read(self) -> list[int]:
+        """Return the same where some lengths are unknown: of these ranks, as many as they have read may be taken."""
+        has = [min(ahead, most) for ahead, most in zip(self.ahead, self._most, strict=True)]
+        counts = [min(1, number) for number in has]
+        for _ in range(counts.count(0) - len(self._gone)):
+            givers = [rank for rank, count in enumerate(counts) if 0 < count < has[rank]]
+            if not givers:
+                break
+            most_left = {
+                rank: -float(left) if (left := self.left[rank]) is not None else float("-inf") for rank in givers
+            }
+            counts[
+                min(givers, key=lambda rank: (self.left[rank] is not None, counts[rank], most_left[rank], rank))
+            ] += 1
+        return counts
+
+
+def steps_of(lengths: Sequence[int], most_gifts: Sequence[int] | None = None) -> int:
+    """Return how many steps an epoch with these lengths has; see `schedule`."""
+    return Plan(lengths, [len(lengths)] * len(lengths) if most_gifts is None else most_gifts).steps_left or 0
+
+
+def schedule(lengths: Sequence[int], most_gifts: Sequence[int] | None = None) -> list[Row]:
+    """Return all rows of an epoch with these lengths.
+
+    Args:
+        lengths: By rank, its number of batches.
+        most_gifts: By rank, how many it may give away in one step; by default as many as it likes.
+    """
+    plan = Plan(lengths, [len(lengths)] * len(lengths) if most_gifts is None else most_gifts)
+    return [plan.plan() for _ in range(plan.steps_left or 0)]

@@ -1,0 +1,227 @@
+"""What one rank trains on in an epoch in which batches are rebalanced: its own, and those of others."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch_join._base.errors import JoinValueError
+from torch_join._control.channel import Beat, Channel
+from torch_join._schedule.exchange import Exchange, arrived
+from torch_join._schedule.plan import Plan, Row, Share
+
+
+class Source(Protocol):
+    """This rank's own batches."""
+
+    def read(self, ahead: int) -> int:
+        """Read until `ahead` batches wait, or the end is found; return how many wait."""
+
+    def peek(self) -> Any:
+        """Return the first batch that waits."""
+
+    def reserve(self, count: int) -> list[Any]:
+        """Return the next batches, which are those of one step: as many as there are."""
+
+
+class _Step(NamedTuple):
+    row: Row
+    unknown: tuple[int, ...]  # ranks that could not say how many batches they have when it was planned
+    samples: int  # in the batches of this rank's that the step trains on, wherever
+    gifts: int  # of this rank's
+    mine: Any = None  # the batch, or what brings it; `None` once it was taken
+    comes: bool = False
+    trained: int = 0  # samples in the batch that was taken
+
+
+# Meets all ranks that have a batch: adds up numbers of samples, and shares what there is to say.
+Meet = Callable[[int, dict[str, Any]], Beat]
+
+
+class Rebalancer:
+    """One epoch: whose batch each rank trains on, and this rank's batches; answers what `Attendance` does.
+
+    A row of the plan is made some steps ahead, so that gifts travel while the steps before are run. All meet before
+    each row, since a rank that has left the loop would be counted on. A rank that has come to its end before it said
+    so says what it has left, and if others must then read on, to know that they have what is asked of them, all meet
+    once more.
+
+    Args:
+        channel: Where the ranks meet, and hear of failures.
+        exchange: Brings batches to other ranks.
+        source: This rank's batches.
+        plan: Plans the epoch.
+        lead: How many rows are planned besides the current one.
+        size: Returns a batch's number of samples, where they count.
+        step: The number of the first step.
+
+    Attributes:
+        step: The current step.
+        total_samples: The number of samples in all ranks' batches at the current step, where they count.
+        gifts: How many batches this rank has given away, for steps that are done.
+        lost: How many batches nobody trains on, since they were given to ranks that have left the epoch.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        exchange: Exchange,
+        source: Source,
+        plan: Plan,
+        lead: int = 1,
+        size: Callable[[Any], int] | None = None,
+        step: int = 0,
+    ) -> None:
+        self._channel = channel
+        self._exchange = exchange
+        self._source = source
+        self._plan = plan
+        self._lead = lead
+        self._size = size
+        self._steps: deque[_Step] = deque()
+        self._last_ranks: tuple[int, ...] = ()
+        self.step = step
+        self.total_samples = self.gifts = self.lost = 0
+
+    # ------------------------------------------------------------ the epoch
+
+    def begin(self, meet: Meet) -> None:
+        """Plan the first rows."""
+        for _ in range(1 + self._lead):
+            self._settle(meet, 0)
+            self._plan_row()
+        if self._size is not None:
+            self.total_samples = meet(self._steps[0].samples, {}).total
+        self._note_last()
+
+    def advance(self, meet: Meet) -> None:
+        """Go on to the next step, and plan another one."""
+        self.gifts += self._steps.popleft().gifts
+        self.step += 1
+        self._exchange.settle(self.step)
+        self._settle(meet, self._steps[0].samples)
+        self._plan_row()
+        self._note_last()
+
+    def _settle(self, meet: Meet, samples: int) -> None:
+        """Meet until all ranks know that they have what the next row asks of them."""
+        rank, met = self._channel.rank, False
+        while True:
+            read = self._plan.ahead
+            waiting = self._source.read(read[rank])
+            is_news = waiting < read[rank] and waiting != self._plan.left[rank]
+            beat = meet(0 if met else samples, {"left": waiting} if is_news else {})
+            self.total_samples, met = self.total_samples if met else beat.total, True
+            self._plan.announce({rank: notice["left"] for rank, notice in beat.notices.items() if "left" in notice})
+            if all(now <= before for now, before in zip(self._plan.ahead, read, strict=True)):
+                return
+
+    def _plan_row(self) -> None:
+        unknown = tuple(rank for rank, left in enumerate(self._plan.left) if left is None)
+        row, me, step = self._plan.plan(), self._channel.rank, self.step + len(self._steps)
+        share = row[me]
+        is_own = share is not None and share.owner == me
+        receivers = [rank for rank, its in enumerate(row) if its is not None and its.owner == me and rank != me]
+        batches = self._source.reserve(is_own + len(receivers))
+        if len(batches) < is_own + len(receivers):
+            raise JoinValueError(
+                f"The loader of rank {me} has ended before the length that it said it had, while other ranks count on"
+                " that: its sampler yields less than its __len__ says. Mend it, or train without rebalance=True."
+            )
+        samples = sum(map(self._size, batches)) if self._size is not None else 0
+        for receiver, batch in zip(receivers, batches[is_own:], strict=True):
+            self._exchange.give(batch, receiver, step)
+        comes = share is not None and not is_own
+        mine = self._exchange.expect(share.owner) if share is not None and comes else batches[0] if is_own else None
+        self._steps.append(_Step(row, unknown, samples, len(receivers), mine, comes))
+
+    def leave(self, ranks: list[int]) -> None:
+        """Go on without ranks that leave the epoch at the current step: nobody trains on what was given to them."""
+        self._plan.leave(ranks)
+        for index, step in enumerate(self._steps):
+            shares = [share for rank in ranks if (share := step.row[rank]) is not None]
+            self.lost += sum(share.owner not in ranks for share in shares)
+            row = tuple(None if rank in ranks else share for rank, share in enumerate(step.row))
+            self._steps[index] = step._replace(row=row)
+
+    def unknown_at(self, step: int) -> tuple[int, ...]:
+        """Return the ranks that could not say how many batches they have when a step was planned that is to come."""
+        index = step - self.step
+        return self._steps[index].unknown if 0 <= index < len(self._steps) else ()
+
+    def end(self) -> None:
+        """End the epoch, if need be before its last step; all ranks call this at the same step.
+
+        What was given for steps that are not run is taken, so that nothing of it is left for the next epoch.
+        """
+        for step in self._steps:
+            if step.comes:
+                arrived(step.mine, self._channel)
+        self._steps.clear()
+        self._exchange.flush()
+
+    @property
+    def ahead(self) -> int:
+        """How many batches this rank must know that it has, or know its end, before the next row is planned."""
+        return self._plan.ahead[self._channel.rank]
+
+    @property
+    def most_gifts(self) -> list[int]:
+        """By rank, how many batches it may give away in one step."""
+        return self._plan.most_gifts
+
+    @property
+    def steps(self) -> int | None:
+        """The number of the last step, and one; `None` while that is unknown."""
+        left = self._plan.steps_left
+        return None if left is None else self.step + sum(any(step.row) for step in self._steps) + left
+
+    # ------------------------------------------------------------ the current step
+
+    def take(self, ahead: int = 0) -> Any:
+        """Return the batch that this rank trains on, once it is here: at the current step, or at one after it.
+
+        Raises:
+            PeerFailedError: The rank that gives it has failed.
+        """
+        step = self._steps[ahead]
+        self._steps[ahead] = step._replace(mine=None, comes=False)  # so that nothing here holds it
+        batch = arrived(step.mine, self._channel) if step.comes else step.mine
+        if self._size is not None:
+            self._steps[ahead] = self._steps[ahead]._replace(trained=self._size(batch))
+        return batch
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in the batch that this rank has taken for the current step, where they count."""
+        return self._steps[0].trained if self._steps else 0
+
+    def has_batch(self, ahead: int = 0) -> bool:
+        """Whether this rank has a batch at the current step, or at one after it."""
+        return bool(self._steps) and self._steps[ahead].row[self._channel.rank] is not None
+
+    @property
+    def share(self) -> Share | None:
+        """Whose batch this rank trains on at the current step."""
+        return self._steps[0].row[self._channel.rank] if self._steps else None
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """See `Attendance`."""
+        row = self._steps[0].row if self._steps else ()
+        return tuple(rank for rank, share in enumerate(row) if share is not None)
+
+    @property
+    def is_last_step(self) -> bool:
+        """See `Attendance`."""
+        return bool(self.active_ranks) and not any(self._steps[1].row)
+
+    def joined(self, rank: int) -> bool:
+        """See `Attendance`."""
+        return rank not in self.active_ranks
+
+    def ended_last(self, rank: int) -> bool:
+        """See `Attendance`."""
+        return rank in self._last_ranks
+
+    def _note_last(self) -> None:
+        self._last_ranks = self.active_ranks or self._last_ranks

@@ -1,0 +1,148 @@
+"""Rebalancing in one epoch after the other."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch_join._base.errors import JoinError, JoinTypeError, JoinValueError
+from torch_join._base.membership import Membership
+from torch_join._control.channel import Channel
+from torch_join._schedule.exchange import Exchange, connections_of, find_problem
+from torch_join._schedule.packing import pack
+from torch_join._schedule.plan import Plan
+from torch_join._schedule.rebalancer import Meet, Rebalancer, Source
+
+_AT_ONCE = 2**30  # bytes of batches that a rank gives away in one step, at most
+_Begin = tuple[int | None, int, int, bool, str, str]  # of an epoch: see `Rebalancing.begin`
+
+
+class Rebalancing:
+    """What outlives an epoch: the group over which batches travel, made in the first one that may need it.
+
+    Args:
+        members: The ranks.
+        enabled: Whether batches are rebalanced at all; else there is never anything to do.
+
+    Attributes:
+        current: What goes through the current epoch, if there is anything to rebalance in it.
+    """
+
+    def __init__(self, members: Membership, enabled: bool = True) -> None:
+        self._members = members
+        self._exchange: Exchange | None = None
+        self.enabled = enabled and members.world_size > 1
+        self.current: Rebalancer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank has given away."""
+        return self._exchange.nbytes if self._exchange is not None else 0
+
+    def begin(
+        self,
+        channel: Channel,
+        source: Source,
+        length: int | None,
+        meet: Meet,
+        *,
+        lead: int = 1,
+        size: Callable[[Any], int] | None = None,
+        step: int = 0,
+        taken: int = 0,
+        most_gifts: int | None = None,
+        verifies: bool = False,
+        leaves: bool = False,
+    ) -> Rebalancer | None:
+        """Begin an epoch; all ranks meet.
+
+        Args:
+            channel: The ranks' channel.
+            source: This rank's batches.
+            length: How many there are from here on, if that is certain.
+            meet: Meets all ranks that have a batch.
+            lead: See `Rebalancer`.
+            size: See `Rebalancer`.
+            step: The number of the first step.
+            taken: How many of this rank's batches were trained on in the steps before.
+            most_gifts: How many this rank may give away in a step; by default as the size of its first batch allows.
+            leaves: Whether this rank has left the epoch before, and neither trains nor gives.
+            verifies: Whether all meet before each step anyway, so that a length may prove wrong.
+
+        Returns:
+            What goes through the epoch; `None` if all ranks are certain to have as many batches.
+
+        Raises:
+            JoinError: Nothing can be sent from here.
+            PeerFailedError: The same of another rank.
+        """
+        self.current = None
+        most_gifts = most_gifts_of(source) if most_gifts is None else most_gifts
+        problem = find_problem()
+        mine = length, most_gifts, taken, leaves, problem, connections_of(self._members.group)
+        everyone = channel.gather(mine, of=_Begin)
+        lengths = [length for length, *_ in everyone]
+        if not verifies and None not in lengths and len(set(lengths)) == 1:
+            return None
+        if problem:
+            raise JoinError(problem)
+        if any(theirs for *_, theirs, _ in everyone):
+            channel.gather(None)  # which raises what they tell
+        if self._exchange is None:
+            # A rank on which an error has ended the last one has none, as others may have.
+            self._exchange = Exchange(self._members.group, channel, [name for *_, name in everyone])
+            if self._exchange.is_new:
+                channel.gather(None)  # all have read where the others are
+                self._exchange.tidy()
+        plan = Plan(lengths, [most for _, most, *_ in everyone], [taken for _, _, taken, *_ in everyone])
+        plan.leave([rank for rank, (*_, left, _, _) in enumerate(everyone) if left])
+        self.current = Rebalancer(channel, self._exchange, source, plan, lead, size, step)
+        self.current.begin(meet)
+        return self.current
+
+    def end_epoch(self) -> None:
+        """End the current epoch; all ranks call this at the same step."""
+        if self.current is not None:
+            self.current.end()
+
+    def close(self) -> None:
+        """End, when all ranks are done with what they were given."""
+        self.current, exchange, self._exchange = None, self._exchange, None
+        if exchange is not None:
+            exchange.close()
+
+    def abandon(self) -> None:
+        """End after an error, and wait for nobody; does nothing after `close`."""
+        self.current, exchange, self._exchange = None, self._exchange, None
+        if exchange is not None:
+            exchange.abandon()
+
+
+def check_can_rebalance(heartbeat: bool, throw_on_early_termination: bool) -> None:
+    """Raise for what contradicts rebalancing.
+
+    Raises:
+        JoinValueError: Something does.
+    """
+    if heartbeat:
+        raise JoinValueError(
+            "rebalance=True and heartbeat=True: ranks that may `break` at different steps cannot be counted on to train"
+            " on what they are given. Leave one of them out; rebalance=True needs no heartbeat."
+        )
+    if throw_on_early_termination:
+        raise JoinValueError(
+            "rebalance=True and throw_on_early_termination=True: no rank runs out before the others where batches are"
+            " rebalanced. Leave one of them out."
+        )
+
+
+def most_gifts_of(source: Source) -> int:
+    """Return how many batches may be given away in a step, by the size of the first one; 0 if none can be."""
+    if not source.read(1):
+        return 0
+    batch = source.peek()
+    try:
+        _, contents = pack(batch)
+    except JoinTypeError as error:
+        warnings.warn(f"{error}. So this rank trains on all of its batches itself.", stacklevel=2)
+        return 0
+    return max(1, _AT_ONCE // max(1, sum(map(len, contents))))
