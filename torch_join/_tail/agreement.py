@@ -21,8 +21,8 @@ class Agreement:
     first steps, and in every eighth after these, the active ranks add up their checksums, and the lowest one looks at
     the sum.
 
-    A rank that leaves compares what it has announced up to its last step with the lowest rank's word, before it
-    follows the log: it would look for its next record in the wrong place.
+    Where one leaves, all compare what they have announced so far with the lowest rank's word, before anything else:
+    they would look for each other's words, or the log's next record, in different places.
 
     Args:
         channel: The channel between the ranks.
@@ -76,7 +76,7 @@ class Agreement:
         self._due.append((key, self.word[0]))
 
     def part(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-        """Compare what has been announced up to the last step of those who leave; every active rank calls this.
+        """Compare what all have announced up to the last step of those who leave; every active rank calls this.
 
         Args:
             rank: This rank.
@@ -90,7 +90,7 @@ class Agreement:
         key = f"{self._tail}/last/{len(after)}"
         if rank == lowest:
             self._channel.post(key, self.word, until_met=True)
-        elif rank not in after and self._channel.read(key, of=tuple[int, int, str])[:2] != self.word[:2]:
+        elif self._channel.read(key, of=tuple[int, int, str])[:2] != self.word[:2]:
             raise self._disagreement()
 
     def _disagreement(self) -> JoinError:

@@ -137,6 +137,7 @@ def ask_each_other(rank: int) -> list[Any]:
         channel.gather(None)
     for step in range(20):
         channel.drop(f"word/{step}")
+        assert isinstance(channel, StoreChannel) or channel.ask(f"word/{step}", [rank], waits=False) == {}
     channel.finish()
     return found
 
