@@ -182,7 +182,7 @@ def freeze(value: Any) -> Any:
     """Make `value` comparable, tensors by their bits."""
     if isinstance(value, Tensor):
         bits = value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
-        return str(value.dtype), tuple(value.shape), str(value.device), bits
+        return str(value.dtype), tuple(value.shape), value.device.type, bits
     if isinstance(value, dict):
         return {key: freeze(item) for key, item in sorted(value.items(), key=lambda pair: repr(pair[0]))}
     if isinstance(value, (list, tuple)):
