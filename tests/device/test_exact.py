@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.backward import programs, recipes
 from tests.core.backward.test_exact import KINDS, assert_exact
@@ -14,6 +16,7 @@ from tests.support import loops
 from tests.support.cases import difference
 from tests.support.loops import Program
 from tests.support.workers import Workers
+from torch_join import Join
 
 PLAIN: dict[str, Program] = {
     "Adam": Program((2, 5, 3), ragged=True),
@@ -87,3 +90,51 @@ def test_sharded_models(devices: Workers, api: str, options: tuple[str, ...], tm
     tensors: list[list[Tensor]] = [each for each, _ in results]
     assert_exact(program, tensors)
     assert_one_order([log for _, log in results])
+
+
+class SteppedInBackward:
+    """A model of which torch steps each parameter as soon as its gradient is averaged, and batches of it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        x, y = (torch.randn(2 + rank, size, generator=generator, dtype=torch.float64) for size in (4, 1))
+        return (model(x) - y).pow(2).mean()
+
+    def tensors(self, optimizers: list[Any]) -> list[Tensor]:
+        momenta = [o.state[p]["momentum_buffer"] for o in optimizers for p in o.param_groups[0]["params"]]
+        return [tensor.detach().cpu() for tensor in [*self.model.parameters(), *momenta]]
+
+
+def step_in_backward(rank: int, lengths: tuple[int, ...], weighting: Any, given: bool) -> list[Tensor]:
+    stepped = SteppedInBackward()
+    parameters: Any = [*stepped.model.parameters()]
+    _apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1, "momentum": 0.9})
+    optimizers = [optimizer for parameter in parameters for optimizer in parameter._in_backward_optimizers]
+    ddp = DistributedDataParallel(stepped.model, bucket_cap_mb=0.0001)
+    for _ in range(2):
+        with Join([ddp, *(optimizers if given else [])], weighting=weighting) as join:
+            for step in join.batches(range(lengths[rank])):
+                stepped.loss(ddp, rank, step).backward()
+    return stepped.tensors(optimizers)
+
+
+# Torch runs them on a stream of an accelerator, so that there are none on CPUs.
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("weighting", ["world", "active"])
+@pytest.mark.parametrize("lengths", [(3, 3), (2, 5, 3), (0, 4, 2), (4, 0)])
+def test_optimizers_in_backward(devices: Workers, lengths: tuple[int, ...], weighting: str, given: bool) -> None:
+    stepped = SteppedInBackward()
+    optimizer = torch.optim.SGD(stepped.model.parameters(), lr=0.1, momentum=0.9)
+    for step in [*range(max(lengths))] * 2:
+        active = [rank for rank, length in enumerate(lengths) if step < length]
+        optimizer.zero_grad()
+        for rank in active:
+            share = len(active) if weighting == "active" else len(lengths)
+            (stepped.loss(stepped.model, rank, step) / share).backward()
+        optimizer.step()
+    for tensors in devices.run(len(lengths), step_in_backward, lengths, weighting, given):
+        assert difference(tensors, stepped.tensors([optimizer])) < 1e-10
