@@ -100,6 +100,7 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         self._read.append(key)
 
     def fail(self, reason: str, rank: int | None = None) -> None:
+        self._has_told = self._has_told or rank is None
         try:
             self._tell(reason, self.rank if rank is None else rank)
             # The others can only be waiting for what this rank would have said next, or look before a step.

@@ -40,6 +40,7 @@ class WaitingChannel:
         self._group = None if group is None else weakref.ref(group)
         self._waits: Any = None  # not `None` while this rank waits
         self._heard: PeerFailedError | None = None
+        self._has_told = False  # whether this rank has told of a failure of its own
         self._silent: set[int] = set()  # who did not answer the last roll call
 
     def fail(self, reason: str, rank: int | None = None) -> None:
@@ -86,7 +87,9 @@ class WaitingChannel:
             error = _codec.foreign("'failure'", problem)
             return PeerFailedError(f"Rank {self.rank} cannot go on, since a rank may have failed. {error}")
         if rank == self.rank:
-            return None
+            return (
+                None if self._has_told else PeerFailedError(f"The others go on, or end, without rank {rank}: {reason}")
+            )
         return PeerFailedError(f"Rank {rank} failed, so rank {self.rank} cannot go on. Rank {rank}: {reason}")
 
     def _published(self, error: JoinError) -> JoinError:

@@ -330,6 +330,26 @@ def test_what_was_said_before_a_failure_is_heard(either: Over) -> None:
     assert either.run(3, say_and_fail) == ["all the same", "", "all the same"]
 
 
+def go_on_without_rank_1(rank: int) -> str:
+    channel = open_channel()
+    channel.beat()
+    if rank == 0:
+        channel.fail("its process is stopped: by a signal.", 1)
+    dist.barrier()
+    found = ""
+    if rank == 1:
+        with pytest.raises(PeerFailedError) as error:
+            channel.beat()
+        found = str(error.value)
+    dist.barrier()
+    return found
+
+
+def test_a_rank_that_others_have_given_up_is_told(either: Over) -> None:
+    told = either.run(3, go_on_without_rank_1)[1]
+    assert told == "The others go on, or end, without rank 1: its process is stopped: by a signal."
+
+
 def the_first_failure_counts(rank: int) -> str:
     channel = open_channel()
     if rank == 0:

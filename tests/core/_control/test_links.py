@@ -70,6 +70,33 @@ def ends() -> Iterator[Ends]:
     made.second.close()
 
 
+def test_what_a_peer_has_said_last_is_heard(ends: Ends) -> None:
+    with ends.first.lock:  # it is in the midst of something, and says things itself
+        ends.second.send(0, 2, 0, b"why")
+        ends.second.close()
+        for _ in range(3):
+            ends.first.send(1, 0, 0, b"too late")
+            time.sleep(0.05)
+    ends.wait(lambda: ends.first.left == {1})
+    assert ends.got[0] == [(1, 2, 0, b"why")]
+    assert not ends.lost
+
+
+def test_a_peer_that_ends_before_it_has_got_all_is_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    lost: list[int] = []
+    links = Links({1: ours}, lambda *_: None, lost.extend)
+    links.send(1, 3, 0, bytes(30_000_000))
+    theirs.close()
+    end = time.monotonic() + 20
+    while len(lost) < 3:  # the thread looks again and again
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    links.close()
+
+
 def test_more_than_sockets_hold_goes_both_ways_at_once(ends: Ends) -> None:
     texts = [bytes([number]) * 3_000_000 for number in range(12)]
     for text in texts:  # nobody reads meanwhile but the threads

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _HEADER = struct.Struct("<IBI")  # bytes that follow, kind, stream
 MAX_BYTES = 1 << 30  # of one message, and of what waits to be sent over one connection
@@ -29,6 +29,8 @@ _BYE = 255  # the kind of the last message, of one that closes its connections
 _LOOKS_FOR = 1.0  # seconds, after a connection has ended
 _LOOKS_EVERY = 0.02
 _FLUSH_SECONDS = 2.0
+# So that the end of a host, or of the network to it, is noticed where nothing is said: after about 40 seconds.
+_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 Handle = Callable[[int, int, int, bytes], None]  # whose message it is, its kind, its stream, and what it says
 
@@ -39,10 +41,15 @@ class _Link:
     def __init__(self, connection: socket.socket, peer: int) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _ALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.socket = connection
         self.peer = peer
         self.incoming = bytearray()
         self.outgoing = bytearray()
+        self.takes = True  # else nothing can be sent any more; what the peer has said last is still read
 
 
 class Links:
@@ -90,7 +97,7 @@ class Links:
         """Send a message, or what of it there is room for: the rest follows."""
         with self.lock:
             link = self._links.get(peer)
-            if link is None or peer in self._ended:
+            if link is None or peer in self._ended or not link.takes:
                 return  # whoever waits hears that it is gone
             self.messages[0] += 1
             message = _HEADER.pack(len(payload), kind, stream) + payload
@@ -104,7 +111,7 @@ class Links:
             except BlockingIOError:
                 sent = 0
             except OSError:
-                self._end(link)
+                self._stop_sending(link)
                 return
             if sent < len(message):
                 link.outgoing += message[sent:]
@@ -208,10 +215,15 @@ class Links:
         except BlockingIOError:
             return
         except OSError:
-            self._end(link)
+            self._stop_sending(link)
             return
         if not link.outgoing:
             self._inner.modify(link.socket.fileno(), select.EPOLLIN)
+
+    def _stop_sending(self, link: _Link) -> None:
+        link.takes = False
+        link.outgoing.clear()
+        self._inner.modify(link.socket.fileno(), select.EPOLLIN)
 
     def _receive(self, link: _Link) -> None:
         try:
@@ -244,11 +256,13 @@ class Links:
         del buffer[:begin]
 
     def _end(self, link: _Link) -> None:
-        if self._closing:
+        if self._closing or link.peer in self._ended:
             return
         self._ended[link.peer] = time.monotonic()
         self._inner.unregister(link.socket.fileno())
         link.outgoing.clear()
+        with suppress(OSError):
+            link.socket.shutdown(socket.SHUT_RDWR)  # so that the peer notices too, if it is there
         os.eventfd_write(self._alarm, 1)  # have the thread find out why
 
 

@@ -125,7 +125,7 @@ class Node:
             values[key] = value
             if key.startswith("watch/") and stream.begun > (beat := int(key[6:])):
                 values[f"came/{beat}"] = b""
-                self._tell(number, f"came/{beat}")
+                self.tell(number, f"came/{beat}")
         elif kind == APPEND:
             values[key] = values.get(key, b"") + value
         elif kind == SWAP:
@@ -137,7 +137,8 @@ class Node:
                 values.pop(gone, None)
                 stream.numbers.pop(gone, None)
 
-    def _tell(self, number: int, key: str) -> None:
+    def tell(self, number: int, key: str) -> None:
+        """Give a key an empty value on all other ranks."""
         data = key.encode()
         self.pass_on(None, SET, number, len(data).to_bytes(2, "little") + data)
 

@@ -128,6 +128,8 @@ class Sayer:
         """Come to a beat, of some ranks if `ranks` is not 0."""
         with self.links.lock:
             self.stream.begun = number + 1
+            if self.stream.values.pop(f"watch/{number}", None) is not None:
+                self._node.tell(self.number, f"came/{number}")
             self._node.arrive(self.number, number, 1, total, ranks, notices)
 
     def contribute(self, key: str, number: int, ranks: int) -> None:

@@ -123,6 +123,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         return super().corrections()
 
     def fail(self, reason: str, rank: int | None = None) -> None:
+        self._has_told = self._has_told or rank is None
         told = _codec.encode((self.rank if rank is None else rank, reason[:MOST_TEXT])).decode()
         self._store.compare_set("failure", "", told)
 

@@ -117,8 +117,6 @@ class TreeBeats:
             most = MAX_COUNT // self._world_size
             raise JoinValueError(f"A beat of {self._world_size} ranks adds from 0 to {most} on each, not {count}.")
         index, self.number = self.number, self.number + 1
-        if self._store.has(f"watch/{index}"):
-            self._store.set(f"came/{index}", b"")
         said = b"" if notice is None else _codec.encode((self._rank, notice)) + b"\n"
         them = 0 if len(ranks) == self._world_size else sum(1 << rank for rank in ranks)
         self._sayer.come(index, count, said, them)
