@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -205,6 +207,33 @@ def test_a_rank_that_can_tell_may_be_late(workers: Workers, skips: str) -> None:
         expected = reference("none", pattern, epochs)
     for parameters in workers.run(3, train_late, pattern, epochs):
         assert difference(parameters, expected) < 1e-10
+
+
+def run_ahead(rank: int, lengths: tuple[int, ...]) -> None:
+    model = DistributedDataParallel(new_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def average_nothing(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, average_nothing)
+    with Join([model, optimizer], timeout=timedelta(seconds=10), audit=False) as join:
+        for length in (3, lengths[rank]):  # DDP makes its buckets anew in the first loop, which all ranks wait for
+            for step, x in enumerate(join.batches([batch(0, rank, step) for step in range(length)])):
+                with model.no_sync() if step == 0 else nullcontext():
+                    if (rank, step) == (0, 0):
+                        continue  # so that rank 0, which leads, cannot tell what has become of rank 1's gradients
+                    model(x).sum().backward()
+                if step > 0:
+                    optimizer.step()
+                    IDIOMS["none"](list(model.parameters()), optimizer)
+
+
+def test_active_ranks_may_be_ahead(workers: Workers) -> None:
+    # As on accelerators: nobody waits for an average. What they say must be there when rank 1 comes to ask.
+    workers.run(3, run_ahead, (8, 1, 8))
 
 
 # With two ranks nobody else can.

@@ -121,11 +121,10 @@ class Node:
         key, value, values = payload[2:begin].decode(), payload[begin:], stream.values
         if key.startswith("log/") and int(key[4:]) < stream.floor:
             return
-        if kind == SET:
+        if kind == SET and key.startswith("watch/") and stream.begun > (beat := int(key[6:])):
+            self.tell(number, f"came/{beat}")
+        elif kind == SET:
             values[key] = value
-            if key.startswith("watch/") and stream.begun > (beat := int(key[6:])):
-                values[f"came/{beat}"] = b""
-                self.tell(number, f"came/{beat}")
         elif kind == APPEND:
             values[key] = values.get(key, b"") + value
         elif kind == SWAP:

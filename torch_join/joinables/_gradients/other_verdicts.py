@@ -3,10 +3,17 @@
 Each leaves a word where a backward of its own begins, which nobody waits for. A joined rank looks for these words if it
 holds gradients of which the leader cannot tell whether they count. To a backward that averages all active ranks come;
 of one that does not it only notes that there was a doubt, since others may leave that out.
+
+Words are kept for a while: where the host does not wait for an average (on an accelerator, or where a communication
+hook makes none), active ranks may be some backwards ahead of those that have joined.
 """
+
+from collections import deque
 
 from torch_join.joinables._gradients.verdicts import CLEARED, KEPT, UNKNOWN, common_verdict
 from torch_join.joinables.part import Driver
+
+_KEPT = 256  # backwards that average; an accelerator's queue holds fewer
 
 
 class OtherVerdicts:
@@ -21,24 +28,26 @@ class OtherVerdicts:
         self._driver = driver
         self._index = index
         self._left: list[str] = []
-        self._read: list[str] = []  # by all, as the next backward begins
+        self._before: deque[list[str]] = deque()  # of the backwards that averaged, and what led to them
         self._doubts: list[int] = []  # on a joined rank, the records of them
 
     def leave(self, verdict: str, averages: bool) -> None:
         """Leave a word on an active rank that is about to announce a backward."""
-        self._delete(self._read)
         if self._driver.members.rank != self._driver.members.leader:
             key = self._key(self._driver.server.channel.records)
             self._driver.server.channel.keep(key, verdict)
             self._left.append(key)
         if averages:
-            # Nobody comes through its collectives before the joined ranks have answered it.
-            self._read, self._left = self._left, []
+            self._before.append(self._left)
+            self._left = []
+            if len(self._before) > _KEPT:
+                self._delete(self._before.popleft())
 
     def forget(self) -> None:
         """Delete what is left: the tail is over."""
         self._delete(self._left)
-        self._delete(self._read)
+        while self._before:
+            self._delete(self._before.popleft())
         self._doubts.clear()
 
     def doubt(self) -> str:
