@@ -25,11 +25,9 @@ from torch.utils.data import BatchSampler, IterableDataset
 from accelerate_join import _compat
 from accelerate_join._protocol import JoinContext, PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Begin, Reader, refuse_position
+from torch_join.integration import Begin, Reader, draws_exactly, refuse_position
 
 _KINDS = get_args(PreparedLoader)
-# Samplers of these modules have as many indices as they say, as has Accelerate's SeedableRandomSampler.
-_TRUSTED = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 _Iter: TypeAlias = Callable[[Any], Iterator[Any]]
 
 
@@ -43,9 +41,6 @@ class PreparedReader(Reader[Any]):
     Attributes:
         prepared: The loader.
     """
-
-    sight = 1
-    corrects = False
 
     def __init__(self, own_iter: _Iter, loader: PreparedLoader) -> None:
         super().__init__(own_iter(loader))
@@ -69,11 +64,6 @@ class PreparedReader(Reader[Any]):
             self.has_next()
         return self
 
-    def length_if_known(self, step: int) -> int | None:
-        if not self.has_next():
-            return step
-        return step + 1 if self.at_last else None
-
     @property
     def at_last(self) -> bool:
         return self.has_next() and bool(self.prepared.end_of_dataloader)
@@ -88,7 +78,7 @@ class _OwnBatches(Reader[Any]):
         super().__init__(loader.base_dataloader)
         self._prepared = loader
 
-    def trusted_length(self) -> int | None:
+    def certain_length(self) -> int | None:
         return certain_length(self._prepared)
 
 
@@ -115,10 +105,8 @@ def certain_length(loader: PreparedLoader) -> int | None:
         if sampler.split_batches:
             return None
         sampler = sampler.batch_sampler
-    if type(sampler) is BatchSampler:
-        sampler = sampler.sampler
-    trusted = type(sampler) is SeedableRandomSampler or type(sampler).__module__ in _TRUSTED
-    return len(loader) if trusted else None
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    return len(loader) if type(inner) is SeedableRandomSampler or draws_exactly(sampler) else None
 
 
 def is_prepared(loader: object) -> bool:

@@ -52,7 +52,7 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # The files beside these folders, which may import all of them.
 FACE = {
-    "torch_join": ("__init__", "integration", "join", "lockstep", "sampler", "sharded_lockstep"),
+    "torch_join": ("__init__", "integration", "join", "lockstep", "sharded_lockstep"),
     "lightning_join": ("__init__", "_callback", "_collectives", "_joining", "_sharded", "_strategy"),
     "accelerate_join": ("__init__", "_context"),
 }

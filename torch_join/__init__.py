@@ -14,10 +14,10 @@ from torch_join._base.errors import (
     PeerFailedError,
     UnsupportedError,
 )
+from torch_join._base.sampler import UnpaddedDistributedSampler
 from torch_join._base.weighting import Weighting
 from torch_join.join import Join
 from torch_join.joinables import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
-from torch_join.sampler import UnpaddedDistributedSampler
 
 __version__ = "0.1.0"
 

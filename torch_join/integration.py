@@ -21,7 +21,7 @@ from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._shadow.model import ModelShadow
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.loops import LoopDriver
-from torch_join._tail.reader import Begin, Reader, refuse_position
+from torch_join._tail.reader import Begin, Reader, draws_exactly, refuse_position
 from torch_join._tail.refills import RefillGuard
 from torch_join._tail.steps import StepDriver
 from torch_join.join import Join
@@ -49,6 +49,7 @@ __all__ = [
     "StepMirror",
     "check_can_rebalance",
     "closed",
+    "draws_exactly",
     "driver_of",
     "follow_sharded_model",
     "group_options",

@@ -89,7 +89,6 @@ class ReadAheadFetcher(DataFetcher):
         self._resumed = None
         if self.rebalances:
             self._guard = RefillGuard(loader.flattened[0] if len(loader.flattened) == 1 else loader)
-            self._guard.strict = True
         if place is None:
             self.iterator = iter(loader)
         else:

@@ -51,6 +51,7 @@ PUBLIC = {
         "StepMirror",
         "check_can_rebalance",
         "closed",
+        "draws_exactly",
         "driver_of",
         "follow_sharded_model",
         "group_options",

@@ -1,6 +1,7 @@
 """One plain training loop, described once, done twice: by ranks under `Join` and by one process."""
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ class Program:
         False  # a GradScaler, for which some batches overflow; gradients are unscaled before they are clipped
     )
     accumulate: int = 1
-    loop: str = "sized"  # or "iterable", "plain", "heartbeat"
+    loop: str = "sized"  # or "iterable", "wrong length", "plain", "heartbeat"
     norm: bool = False
     epochs: int = 3
     ragged: bool = False
@@ -279,6 +280,21 @@ class Stream(IterableDataset[Batch]):
         return iter(self.batches)
 
 
+class Claims:
+    """A sized loader that does not hold what its length says, and takes `seconds` for a batch."""
+
+    def __init__(self, batches: list[Batch], claimed: int, seconds: float = 0.0) -> None:
+        self.batches, self.claimed, self.seconds = batches, claimed, seconds
+
+    def __len__(self) -> int:
+        return self.claimed
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            time.sleep(self.seconds)
+            yield batch
+
+
 @dataclass
 class Outcome:
     """What one rank holds after training."""
@@ -387,6 +403,9 @@ def loop(program: Program, join: Any, batches: list[Batch]) -> Iterable[Batch]:
         return batches
     if program.loop == "iterable":
         return join.batches(DataLoader(Stream(batches), batch_size=None))
+    if program.loop == "wrong length":
+        claimed = len(batches) + (-1 if len(batches) % 3 == 1 else 2)
+        return join.batches(Claims(batches, claimed, seconds=0.005 * (len(batches) % 2)))
     return join.batches(batches)
 
 

@@ -163,14 +163,13 @@ class Channel:
     def keep(self, key: str, value: Any) -> None:
         """Give a value (what `gather` takes) a name of this rank's, by which others may `ask` it; waits for nobody."""
 
-    def ask(self, key: str, ranks: Sequence[int], of: Any = Any, waits: bool = True) -> dict[int, Any]:
-        """Return what other ranks keep by a name, by rank.
+    def ask(self, key: str, ranks: Sequence[int], of: Any = Any) -> dict[int, Any]:
+        """Return what ranks keep by a name, by rank.
 
         Args:
             key: The name.
             ranks: Who is asked.
             of: The type that the values must be of.
-            waits: Whether to wait until they are there; else those are left out that are not.
 
         Raises:
             PeerFailedError: Another rank has failed.
@@ -193,16 +192,6 @@ class Channel:
 
     def forget(self, delete: bool = True) -> None:
         """Delete the records up to here, which all who follow must have read, or leave that to another rank."""
-
-    def begin_loop(self) -> None:
-        """Corrections are of another loop from here on: all ranks call this after the same `gather`."""
-
-    def correct(self, length: int) -> None:
-        """Tell the others of a number of batches that differs from the one that was exchanged."""
-
-    def corrections(self) -> dict[int, int]:
-        """Return what others have told with `correct`; waits for nobody."""
-        return {}
 
     @property
     def beats(self) -> int:

@@ -14,7 +14,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _ONE = 1 << 48  # above a sum of as many numbers below 2**32 as there may be ranks
-NOBODY = -1  # in place of the rank of a corrected length: a rank has failed
 
 
 def naming_failures(method: Callable[P, T]) -> Callable[P, T]:
@@ -47,7 +46,7 @@ class Messages:
     _published: Callable[[JoinError], JoinError]
 
     def __init__(self) -> None:
-        self._gathers = self._log = self._forgotten = self._loop = 0
+        self._gathers = self._log = self._forgotten = 0
         self._until_met: list[str] = []  # keys that all will have read when they have met
 
     @naming_failures
@@ -101,9 +100,8 @@ class Messages:
     def keep(self, key: str, value: Any) -> None:
         self.post(f"{key}/{self.rank}", value)
 
-    def ask(self, key: str, ranks: Sequence[int], of: Any = Any, waits: bool = True) -> dict[int, Any]:
-        there = [rank for rank in ranks if waits or self.posted(f"{key}/{rank}")]
-        return {rank: self.read(f"{key}/{rank}", of=of) for rank in there}
+    def ask(self, key: str, ranks: Sequence[int], of: Any = Any) -> dict[int, Any]:
+        return {rank: self.read(f"{key}/{rank}", of=of) for rank in ranks}
 
     def drop(self, key: str) -> None:
         self.delete(f"{key}/{self.rank}")
@@ -122,26 +120,6 @@ class Messages:
         for number in range(self._forgotten, self._log) if delete else ():
             self.delete(f"log/{number}")
         self._forgotten = self._log
-
-    def begin_loop(self) -> None:
-        self._loop = self._gathers
-
-    @naming_failures
-    def correct(self, length: int) -> None:
-        self._store.append(f"corrections/{self._loop}", _codec.encode((self.rank, length)).decode() + "\n")
-
-    @naming_failures
-    def corrections(self) -> dict[int, int]:
-        if not self._store.check([f"corrections/{self._loop}"]):
-            return {}
-        key = f"corrections/{self._loop}"
-        lines = [self._decode(key, line, tuple[int, int]) for line in self._store.get(key).splitlines()]
-        lengths = dict(lines)
-        if NOBODY in lengths:
-            raise self.failure() or PeerFailedError("Another rank failed.")
-        if not all(0 <= rank < self.world_size and length >= 0 for rank, length in lines):
-            raise self._published(_codec.foreign(repr(key), f"{_codec.brief(lines)} in place of ranks and lengths"))
-        return lengths
 
     @property
     def beats(self) -> int:

@@ -30,7 +30,7 @@ from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError
 from torch_join._control import codec as _codec
 from torch_join._control.beats import MAX_RANKS, Beats
 from torch_join._control.channel import Channel
-from torch_join._control.messages import NOBODY, Messages, naming_failures
+from torch_join._control.messages import Messages, naming_failures
 from torch_join._control.presence import Presence, call, delete_all
 from torch_join._control.waiting import MOST_TEXT, WaitingChannel
 
@@ -107,7 +107,6 @@ class StoreChannel(Messages, WaitingChannel, Channel):
             self._store.set(f"go/{self.beats}", FAILED)
             self._store.set(f"gather/{self._gathers}/{self.rank}", FAILED)
             self._store.set(f"log/{self._log}", FAILED)
-            self._store.append(f"corrections/{self._loop}", _codec.encode((NOBODY, 0)).decode() + "\n")
         except RuntimeError:  # the store went down with its host: nobody is left to tell
             pass
 

@@ -86,10 +86,10 @@ class WaitingChannel:
         except _codec.Malformed as problem:
             error = _codec.foreign("'failure'", problem)
             return PeerFailedError(f"Rank {self.rank} cannot go on, since a rank may have failed. {error}")
+        if rank == self.rank and self._has_told:
+            return None
         if rank == self.rank:
-            return (
-                None if self._has_told else PeerFailedError(f"The others go on, or end, without rank {rank}: {reason}")
-            )
+            return PeerFailedError(f"The others go on, or end, without rank {rank}: {reason}")
         return PeerFailedError(f"Rank {rank} failed, so rank {self.rank} cannot go on. Rank {rank}: {reason}")
 
     def _published(self, error: JoinError) -> JoinError:

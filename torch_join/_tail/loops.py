@@ -162,13 +162,10 @@ class LoopDriver(Meetings):
             for model in self.server.models():
                 model.check_can_train(reader.has_next)
             length = None if self.members.may_break else reader.certain_length()
-            if length is not None and reader.corrects and (real := reader.length_if_known(0)) is not None:
-                length = real  # the others could not hear in time of a loader that turns out empty
             how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
             said = self.server.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
             compare([theirs for _, theirs, _ in said])
             lengths = [theirs for theirs, _, _ in said]
-            self.server.channel.begin_loop()
             self.server.channel.forget()  # what the last loop has left: all have read it
             ways = [way for _, _, way in said]
             if _ASKS not in ways:

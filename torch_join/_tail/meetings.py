@@ -171,7 +171,7 @@ class Meetings:
             self._meet(reader.has_next(), samples, reader.at_last)
         else:
             if not (self._throws and min(certain) <= self.step_number):  # else all know, and throw
-                self._correct(reader, certain)
+                self._check(reader, certain[self.members.rank])
             self._at_last = self.step_number + 1 >= max(certain)
             self.server.change(tuple(r for r, length in enumerate(certain) if length > self.step_number))
         return self._go_on()
@@ -180,29 +180,17 @@ class Meetings:
         """Return the models, unless this is a tail."""
         return () if self.members.announces else self.server.models()
 
-    def _correct(self, reader: Reader[Any], lengths: list[int]) -> None:
-        """Tell the others in time if this loader's length proves wrong, and hear of theirs."""
-        rank = self.members.rank
-        real = reader.length_if_known(self.step_number)
-        claimed = lengths[rank]
-        if (real is None and self.step_number + reader.sight >= claimed) or (real is not None and real > claimed):
+    def _check(self, reader: Reader[Any], length: int) -> None:
+        """Raise if this loader's certain length proves wrong, or, at every other step, if another rank has failed."""
+        has_next = reader.has_next()
+        if has_next != (self.step_number < length):
+            does = "goes on after that" if has_next else f"ended after {self.step_number} batches"
             raise JoinValueError(
-                f"The loader of rank {rank} said its length was {claimed} and goes on after that, which the other"
-                " ranks cannot know in time. Mend its __len__, or use Join(..., heartbeat=True)."
+                f"The loader of rank {self.members.rank} said its length was {length} and {does}, which the other ranks"
+                " cannot know in time. Mend its __len__, or use Join(..., heartbeat=True)."
             )
-        if not reader.corrects:
-            if real is not None and real != claimed:
-                raise JoinValueError(
-                    f"The loader of rank {rank} said its length was {claimed} and ended after {real} batches,"
-                    " which the other ranks cannot know in time. Mend its __len__, or use heartbeat=True."
-                )
-            return
-        if real is not None and real != claimed:
-            self.server.channel.correct(real)
-            lengths[rank] = real
-        # Who ends early has told of it before its last step but one began, so that every other look is enough.
-        for other, length in self.server.channel.corrections().items() if self.step_number % 2 else ():
-            lengths[other] = length
+        if self.step_number % 2 and (failure := self.server.channel.failure()) is not None:
+            raise failure
 
     def arrive(self, waits: bool = True) -> None:
         """Meet the other ranks, if that has been put off until this rank does something in its step."""

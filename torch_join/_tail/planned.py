@@ -99,7 +99,7 @@ class PlannedLoops:
 
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
         size = count_samples if self.server.members.weighting == "samples" else None
-        length, lead = source.trusted_length(), source.lead
+        length, lead = source.certain_length(), source.lead
         plan = self.rebalancing.begin(self.server.channel, source, length, self._meet, lead=lead, size=size)
         return None if plan is None else PlannedReader(plan)
 

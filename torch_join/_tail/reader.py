@@ -1,13 +1,14 @@
 """Reading a loader so that its end is known in time."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.samples import count_samples
@@ -17,21 +18,17 @@ T = TypeVar("T")
 # Begins to rebalance what a reader reads, and returns what reads this rank's batches then; `None`: the same ones.
 Begin = Callable[["Reader[Any]"], "Reader[Any] | None"]
 # Samplers of these modules have as many indices as they say.
-_TRUSTED = ("torch.utils.data.sampler", "torch.utils.data.distributed")
+_EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler")
 
 
 class Reader(Generic[T]):
     """An iterator that can look ahead.
 
     Attributes:
-        sight: How many batches before its end the loader's real length is known.
         pulling: Whether the loader is at work on its next batch.
-        corrects: Whether a length that proves wrong can still be made good. It takes two batches of sight.
         lead: How many steps ahead a batch of another rank must have been given.
     """
 
-    sight = 2
-    corrects = True
     lead = 1
 
     def __init__(self, loader: Iterable[T]) -> None:
@@ -41,7 +38,7 @@ class Reader(Generic[T]):
         self._ahead: deque[T] = deque()
         self._ended = False
         self._reserved: deque[list[T]] = deque(maxlen=self.lead)  # of the steps that are to come
-        self._guard = RefillGuard(loader)
+        self._guard: RefillGuard | None = None  # where batches are read ahead
 
     def has_next(self, ahead: int = 1) -> bool:
         """Whether there are `ahead` more batches."""
@@ -49,7 +46,8 @@ class Reader(Generic[T]):
             waiting = [*chain(*self._reserved), *self._ahead]
             self.pulling = True
             try:
-                self._ahead.append(self._guard.read(waiting, lambda: next(self._iterator)))
+                read = partial(next, self._iterator)
+                self._ahead.append(read() if self._guard is None else self._guard.read(waiting, read))
             except StopIteration:
                 self._ended = True
             finally:
@@ -62,26 +60,13 @@ class Reader(Generic[T]):
         return self._ahead.popleft()
 
     def certain_length(self) -> int | None:
-        """Return the number of batches if there is reason to trust it, and none against reading ahead."""
-        loader = self._loader
-        is_guess = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-        if is_guess or _has_position(loader) or not isinstance(loader, Sized):
-            return None
-        try:
-            return len(loader)
-        except (TypeError, NotImplementedError):
-            return None
-
-    def trusted_length(self) -> int | None:
-        """Return the number of batches if the loader cannot end before it."""
+        """Return the number of batches if the loader can have no other."""
         loader = self._loader
         if isinstance(loader, DataLoader) and not {"__iter__", "__len__"} & _defined_by(type(loader)):
-            sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-            sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
-            trusted = type(sampler).__module__ in _TRUSTED
+            is_certain = draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         else:
-            trusted = type(loader) in (list, tuple)
-        return self.certain_length() if trusted else None
+            is_certain = type(loader) in (list, tuple)
+        return len(loader) if is_certain else None  # type: ignore[arg-type]
 
     def rebalanced(self, begin: Begin) -> "Reader[Any]":
         """Begin an epoch in which batches are rebalanced; all ranks meet.
@@ -93,7 +78,7 @@ class Reader(Generic[T]):
             UnsupportedError: The loader has a state, as of which a checkpoint counts on what is given away.
         """
         refuse_position(self._loader)
-        self._guard.strict = not isinstance(self._loader, (list, tuple))
+        self._guard = RefillGuard(self._loader)
         return begin(self) or self
 
     def read(self, ahead: int) -> int:
@@ -110,10 +95,6 @@ class Reader(Generic[T]):
         batches = [self.take() for _ in range(min(count, self.read(count)))]
         self._reserved.append(batches)
         return batches[:]
-
-    def length_if_known(self, step: int) -> int | None:
-        """Return the number of batches if no more than `sight` are left, having taken `step`."""
-        return None if self.has_next(self.sight + 1) else step + len(self._ahead)
 
     @property
     def at_last(self) -> bool:
@@ -183,6 +164,12 @@ class Unbegun:
 def _defined_by(kind: type) -> set[str]:
     """Return what a class, and those between it and `DataLoader`, define anew."""
     return {name for base in kind.__mro__[: kind.__mro__.index(DataLoader)] for name in vars(base)}
+
+
+def draws_exactly(sampler: object) -> bool:
+    """Whether a sampler, or what batches are made of, has as many indices as it says: one of torch, or ours."""
+    sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
+    return type(sampler).__module__ in _EXACT
 
 
 def refuse_position(loader: object) -> None:

@@ -25,23 +25,19 @@ _SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # made when asked 
 class RefillGuard:
     """Raises when reading a batch changes one that has been read before and not been used yet.
 
-    Sharing memory is no mistake: each batch may hold one and the same mask. So the bytes decide. They are
-    compared for the first batches of a loop, and later only where these share memory.
+    Sharing memory is no mistake: each batch may hold one and the same mask. So the bytes decide. All are
+    compared for the first batches of a loop, and later where these share memory; else a few of each batch, since the
+    number of batches that are read ahead changes, and a larger ring of buffers is overrun late.
 
     Args:
         loader: Whose batches they are.
-
-    Attributes:
-        strict: Whether a few bytes of each batch are compared later on, too: where the number of batches that are
-            read ahead changes, a larger ring of buffers is overrun late.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._name = type(loader).__name__
-        # The batches of a list are there already.
-        self._looks = 0 if isinstance(loader, (list, tuple)) else _LOOKS
+        self._is_there = type(loader) in (list, tuple)
+        self._looks = _LOOKS
         self._shares = False
-        self.strict = False
 
     def read(self, waiting: list[Any], read: Callable[[], T]) -> T:
         """Return a batch that `read` returns.
@@ -49,7 +45,7 @@ class RefillGuard:
         Raises:
             JoinValueError: Those that wait have changed meanwhile.
         """
-        if self._looks == 0 and not self._shares and not self.strict:
+        if self._is_there:
             return read()
         held = [_copy(self._content(leaf)) for leaf in _leaves(waiting)]
         batch = read()
@@ -68,14 +64,9 @@ class RefillGuard:
         return content[::every] if isinstance(content, Tensor) else content[::every].tobytes()
 
     def _error(self) -> JoinValueError:
-        instead = (
-            "train without rebalance=True, with which more batches are read ahead"
-            if self.strict
-            else "use Join(..., heartbeat=True), with which a batch is read when it is needed"
-        )
         return JoinValueError(
-            f"The {self._name} refills the memory of one batch to make another, and Join reads two batches ahead"
-            f" of the loop where a loader has a length. Copy each batch in the loader (`.clone()`), or {instead}."
+            f"The {self._name} refills the memory of one batch to make another, and with rebalance=True batches are"
+            " read ahead of the loop. Copy each batch in the loader (`.clone()`), or train without rebalance=True."
         )
 
 

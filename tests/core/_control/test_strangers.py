@@ -55,12 +55,6 @@ def gather(channel: Channel, rank: int) -> None:
     channel.gather([rank], of=list[int])
 
 
-def correct(channel: Channel, rank: int) -> None:
-    if rank == 0:
-        channel.corrections()
-    channel.beat()
-
-
 def ask(channel: Channel, rank: int) -> None:
     if rank == 0:
         channel.roll_call()
@@ -82,7 +76,6 @@ KINDS: dict[str, tuple[str, Callable[[Channel, int], Any]]] = {
     "notice": ("notices/0", lambda channel, rank: channel.beat(1, {"end": 1})),
     "number": ("sum/0", lambda channel, rank: channel.beat(1)),
     "counter": ("lossless/0", lambda channel, rank: channel.add("lossless/0", 1)),
-    "correction": ("corrections/0", correct),
     "failure": ("failure", lambda channel, rank: (_ for _ in ()).throw(channel.failure() or KeyError("none"))),
     "roll": ("roll", ask),
     "group": ("sub/1/0", read),
@@ -154,7 +147,7 @@ ATTACKS = {
     "agreement": ([f"said/{number}/2/{step}" for number in range(9) for step in range(9)], False),
     "last words": ([f"said/{number}/last/{left}" for number in range(9) for left in range(3)], False),
     "groups": ([f"sub/{{pair}}/{number}" for number in range(9)], False),
-    "everything": (["log/2", "gather/1/0", "go/3", "notices/3", "corrections/1", "failure", "roll", "here/0"], True),
+    "everything": (["log/2", "gather/1/0", "go/3", "notices/3", "failure", "roll", "here/0"], True),
 }
 
 

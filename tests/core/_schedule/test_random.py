@@ -16,12 +16,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.core.loops import test_join_properties as properties
-from tests.core.loops.test_join_faults import Claims
 from tests.core.loops.test_join_properties import BATCH, Found
 from tests.support import loops
 from tests.support.cases import Batch
 from tests.support.inside import gives_at_most, planned_rows
-from tests.support.loops import Program, Stream
+from tests.support.loops import Claims, Program, Stream
 from tests.support.workers import WorkerError, Workers
 
 # torch says so where a GradScaler has skipped the first step.

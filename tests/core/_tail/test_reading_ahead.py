@@ -1,6 +1,9 @@
-"""Loaders that must not be read ahead, or that must not be refilled if they are."""
+"""Loaders that must not be read ahead, and those that must not refill their memory where they are."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy
@@ -10,12 +13,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.workers import Workers
-from torch_join import Join, JoinValueError
-from torch_join._tail.reader import Reader
+from torch_join import Join, JoinValueError, UnpaddedDistributedSampler, UnsupportedError
+from torch_join.integration import Reader, RefillGuard, refuse_position
 
 
 class Loader:
@@ -99,27 +102,28 @@ SHORT = (
 REFILLING = (*SHORT, "two in turns")
 
 
-def read_all(loader: Any) -> list[Any]:
-    """As a loop does where lengths are certain."""
-    reader, seen, step = Reader(loader), [], 0
+def read_ahead(loader: Any) -> Iterator[Any]:
+    """Read two batches ahead, as with `rebalance=True`."""
+    guard, batches, waiting = RefillGuard(loader), iter(loader), deque[Any]()
     while True:
-        reader.length_if_known(step)
-        if not reader.has_next():
-            return seen
-        seen.append(reader.take())
-        step += 1
+        with suppress(StopIteration):
+            while len(waiting) < 3:
+                waiting.append(guard.read([*waiting], partial(next, batches)))
+        if not waiting:
+            return
+        yield waiting.popleft()
 
 
 @pytest.mark.parametrize("kind", [*REFILLING, "late", "strided"])
 def test_a_refilled_batch_is_noticed(kind: str) -> None:
-    with pytest.raises(JoinValueError, match=r"refills the memory of one batch.*heartbeat=True"):
-        read_all(Loader(refilling(kind)))
+    with pytest.raises(JoinValueError, match=r"refills the memory of one batch.*rebalance=True"):
+        list(read_ahead(Loader(refilling(kind))))
 
 
 @pytest.mark.parametrize("kind", SHORT)
 def test_a_refilled_batch_of_two_is_noticed(kind: str) -> None:
     with pytest.raises(JoinValueError, match="refills the memory of one batch"):
-        read_all(Loader(refilling(kind), length=2))
+        list(read_ahead(Loader(refilling(kind), length=2)))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and quantized tensors
@@ -147,17 +151,15 @@ def test_what_is_not_refilled_may_share_memory() -> None:
         "empty": Loader(lambda n: torch.empty(0, 3)[:, ::2]),
     }
     for name, loader in loaders.items():
-        assert len(read_all(loader)) == 6, name
+        assert len(list(read_ahead(loader))) == 6, name
 
 
 def test_a_batch_may_be_changed_by_the_loop() -> None:
     """A list whose batches the loop normalizes in place, or a constant one."""
     constant = torch.ones(2)
-    reader, step = Reader(Loader(lambda _: constant)), 0
-    while reader.length_if_known(step) != step:
-        reader.take().mul_(2)
-        step += 1
-    assert step == 6
+    for batch in read_ahead(Loader(lambda _: constant)):
+        batch.mul_(2)
+    assert constant.eq(2**6).all()
 
 
 def train_refilled(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[float]:
@@ -171,12 +173,45 @@ def train_refilled(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list
     return seen
 
 
+@pytest.mark.parametrize("heartbeat", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 5), (0, 5)])
-def test_no_rank_trains_on_a_refilled_batch(workers: Workers, lengths: tuple[int, ...]) -> None:
-    for outcome in workers.outcomes(2, train_refilled, lengths, False):
-        assert "refills the memory of one batch" in outcome.error
-        assert outcome.seconds < 20
-    assert workers.run(2, train_refilled, lengths, True) == [list(map(float, range(n))) for n in lengths]
+def test_no_rank_trains_on_a_refilled_batch(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
+    assert workers.run(2, train_refilled, lengths, heartbeat) == [list(map(float, range(n))) for n in lengths]
+
+
+class Curriculum:
+    """Gives out, as a batch, how often the model has been trained."""
+
+    def __init__(self, model: torch.nn.Linear, length: int) -> None:
+        self.model, self.length = model, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self.length):
+            yield self.model.bias.detach().clone()
+
+
+def train_by_state(rank: int, lengths: tuple[int, ...], certain: bool) -> list[float]:
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.bias)
+    ddp, seen = DistributedDataParallel(model), []
+    loader: Any = Curriculum(model, lengths[rank])
+    if certain:
+        loader = DataLoader([0] * lengths[rank], batch_size=1, collate_fn=lambda _: model.bias.detach().clone())  # type: ignore[arg-type]
+    with Join([ddp]) as join:
+        for batch in join.batches(loader):
+            seen.append(float(batch))
+            ddp(batch).sum().backward()
+            model.bias.data += 1
+    return seen
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 5), (2, 5)])
+def test_a_batch_may_depend_on_the_step_before(workers: Workers, lengths: tuple[int, ...], certain: bool) -> None:
+    assert workers.run(2, train_by_state, lengths, certain) == [list(map(float, range(n))) for n in lengths]
 
 
 # ---------------------------------------------------------------- loaders with a position
@@ -261,5 +296,34 @@ def test_the_position_is_that_of_the_batch_in_the_loop(workers: Workers, kind: s
 def test_a_module_in_a_loader_is_no_position() -> None:
     loader = Bar(torch.ones(3, 1))
     loader.transform = torch.nn.Linear(1, 1)  # type: ignore[attr-defined]
-    assert Reader(loader).certain_length() == 3
-    assert Reader(Bar(Bar(Counting(3)))).certain_length() is None
+    refuse_position(loader)
+    with pytest.raises(UnsupportedError, match=r"has, a state_dict\(\)"):
+        refuse_position(Bar(Bar(Counting(3))))
+
+
+def test_lengths_that_are_certain() -> None:
+    data, even = torch.ones(6, 1), UnpaddedDistributedSampler(range(6), 2, 0)
+    loaders: dict[Any, int | None] = {
+        (1, 2, 3): 3,
+        DataLoader(data, 2): 3,  # type: ignore[arg-type]
+        DataLoader(data, 2, shuffle=True): 3,  # type: ignore[arg-type]
+        DataLoader(data, sampler=even): 3,  # type: ignore[arg-type]
+        DataLoader(data, batch_sampler=BatchSampler(even, 2, drop_last=True)): 1,  # type: ignore[arg-type]
+        DataLoader(data, sampler=CountingSampler(data)): None,  # type: ignore[arg-type]
+        DataLoader(data, batch_sampler=[[0], [1]]): None,  # type: ignore[arg-type]
+        DataLoader(Numbers(), 2): None,
+        DataLoader(Numbers(), None): None,
+        Loader(lambda number: number): None,
+        range(3): None,
+    }
+    for loader, length in loaders.items():
+        assert Reader(loader).certain_length() == length, loader
+    assert Reader([1, 2]).certain_length() == 2
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 4

@@ -236,6 +236,30 @@ def test_active_ranks_may_be_ahead(workers: Workers) -> None:
     workers.run(3, run_ahead, (8, 1, 8))
 
 
+def leave_one_out(rank: int, left_out: dict[int, int]) -> list[Tensor]:
+    """Windows of four micro-batches, of which ranks leave out one."""
+    model = DistributedDataParallel(new_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model], timeout=timedelta(seconds=20)) as join:
+        for step, x in enumerate(join.batches([batch(0, rank, step) for step in range((8, 1, 8)[rank])])):
+            if step == left_out.get(rank):
+                continue
+            with nullcontext() if step % 4 == 3 else model.no_sync():
+                model(x).pow(2).mean().backward()
+            if step % 4 == 3:
+                optimizer.step()
+                IDIOMS["none"]([*model.parameters()], optimizer)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_micro_batches_left_out_in_the_tail_are_told(workers: Workers, step: int) -> None:
+    # Rank 0 leads and cannot tell whether rank 1's gradient counts; what rank 2 says of it is found all the same.
+    outcomes = workers.outcomes(3, leave_one_out, {0: 0, 2: step}, timeout=4.0, deadline=30.0)
+    assert all("The active ranks do different things" in outcome.error for outcome in outcomes), outcomes
+    assert all(outcome.seconds < 10.0 for outcome in outcomes), outcomes
+
+
 # With two ranks nobody else can.
 ALONE = ((1, 4), (2, 2))
 

@@ -39,7 +39,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 LENGTHS = ((3, 6), (6, 3), (0, 4, 2), (5, 2))  # the same rank is first in each epoch
 WEIGHTINGS = ("world", "active", "samples")
-LOOPS = ("sized", "plain", "iterable", "heartbeat")
+LOOPS = ("sized", "plain", "iterable", "heartbeat", "wrong length")
 
 
 def crossed() -> dict[str, Program]:
@@ -47,7 +47,7 @@ def crossed() -> dict[str, Program]:
     programs = {}
     for i, (name, feature) in enumerate(FEATURES.items()):
         for j, optimizer in enumerate(OPTIMIZERS):
-            turns = {"lengths": LENGTHS[(i + j) % 4], "weighting": WEIGHTINGS[(i + j) % 3], "loop": LOOPS[(i + j) % 4]}
+            turns = {"lengths": LENGTHS[(i + j) % 4], "weighting": WEIGHTINGS[(i + j) % 3], "loop": LOOPS[(i + j) % 5]}
             options = {"optimizer": optimizer, **turns, **feature}
             # What follows a plain `for` in the same `with` would not wait for the other ranks.
             if options["loop"] == "plain" and (feature.get("evaluation") or feature.get("one_context")):
@@ -71,6 +71,8 @@ PROGRAMS = {
     "norm-evaluated": Program((0, 4, 3), norm=True, evaluation="no_grad"),
     "sgd-and-adam": Program((3, 6), optimizer="sgd+adam", scheduler="step"),
     "adam-and-zero": Program((6, 0, 3), optimizer="adam+zero", clip=0.3, scaler=True, loss="two models"),
+    "wrong-length-window": Program((4, 7, 0), accumulate=3, loop="wrong length", weighting="active"),
+    "wrong-length-evaluated": Program((2, 5), loop="wrong length", evaluation="no_grad"),
     "window-in-one-context": Program((4, 7), accumulate=3, one_context=True, optimizer="sgd"),
     "two-models-window": Program((5, 2), loss="two models", accumulate=2, loop="plain", weighting="active"),
     # A rank that leaves its loop serves the others at the beginning of the next one.
@@ -203,7 +205,13 @@ LEFT_OUT = [
     for feature in ("two-models", "two-forwards", "no-grad", "inference")
     for optimizer in OPTIMIZERS
     if f"{optimizer}-{feature}" not in FAILS
-] + ["zero-two-backwards", "zero-scaler-clip", "served-in-inference", "zero-served-in-inference"]
+] + [
+    "zero-two-backwards",
+    "zero-scaler-clip",
+    "served-in-inference",
+    "zero-served-in-inference",
+    "wrong-length-evaluated",
+]
 
 
 def under_torch(workers: Workers, program: Program) -> list[Any]:

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.core.loops.test_join import assert_same_bits
 from tests.support.cases import Batch, difference
 from tests.support.joinables import WorldJoinable
-from tests.support.loops import Models, Program, Stream, reference
+from tests.support.loops import Claims, Models, Program, Stream, reference
 from tests.support.loops import Outcome as Trained
 from tests.support.workers import Outcome, Workers, connect
 from torch_join import Join
@@ -460,19 +460,6 @@ def test_gradients_changed_by_hand_are_told(workers: Workers, lengths: tuple[int
 # ---------------------------------------------------------------- lengths that prove wrong
 
 
-class Claims:
-    """A sized loader that does not hold what its length says."""
-
-    def __init__(self, batches: list[Batch], claimed: int) -> None:
-        self.batches, self.claimed = batches, claimed
-
-    def __len__(self) -> int:
-        return self.claimed
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches)
-
-
 def uneven(
     rank: int, claimed: tuple[int, ...], real: tuple[int, ...], leaves: tuple[int, ...] | None, late: bool = False
 ) -> Trained:
@@ -512,7 +499,9 @@ def assert_exact(outcomes: list[Outcome], lengths: tuple[int, ...]) -> None:
         ((6, 6), (2, 2)),
     ],
 )
-def test_a_loader_that_ends_early_is_exact(workers: Workers, claimed: tuple[int, ...], real: tuple[int, ...]) -> None:
+def test_a_loader_that_ends_before_its_length_is_exact(
+    workers: Workers, claimed: tuple[int, ...], real: tuple[int, ...]
+) -> None:
     outcomes = workers.outcomes(len(real), uneven, claimed, real, None, timeout=TIMEOUT, deadline=45.0)
     assert_exact(outcomes, real)
 
@@ -520,16 +509,36 @@ def test_a_loader_that_ends_early_is_exact(workers: Workers, claimed: tuple[int,
 @pytest.mark.parametrize(
     ("claimed", "real"), [((3, 5), (4, 5)), ((3, 5), (5, 5)), ((5, 3), (5, 8)), ((3, 3), (3, 6)), ((0, 3), (2, 3))]
 )
-def test_a_loader_that_goes_on_is_exact_or_told(
+def test_a_loader_that_goes_on_after_its_length_is_exact(
     workers: Workers, claimed: tuple[int, ...], real: tuple[int, ...]
 ) -> None:
     outcomes = workers.outcomes(len(real), uneven, claimed, real, None, timeout=TIMEOUT, deadline=45.0)
-    if any(outcome.error for outcome in outcomes):
-        for outcome in outcomes:
-            assert "length" in outcome.error or "len(" in outcome.error, outcomes
-            assert outcome.seconds < TIMEOUT + GRACE
-    else:
-        assert_exact(outcomes, real)
+    assert_exact(outcomes, real)
+
+
+def change_a_list(rank: int, lengths: tuple[int, ...], who: int, by: int, syncs: bool) -> None:
+    """Go through lists, of which one becomes longer or shorter meanwhile."""
+    connect()
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    batches = [torch.ones(2, 1)] * lengths[rank]
+    with Join([model], timeout=timedelta(seconds=TIMEOUT)) as join:
+        for step, batch in enumerate(join.batches(batches)):
+            if step == 1 and rank == who:
+                batches[:] = batches * 2 if by > 0 else batches[:by]
+            with nullcontext() if syncs else model.no_sync():
+                model(batch).sum().backward()
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@pytest.mark.parametrize(("who", "by"), [(0, 1), (0, -1), (1, 1), (1, -2)])
+@pytest.mark.parametrize("lengths", [(6, 6), (4, 9), (9, 4, 2)])
+def test_a_list_that_changes_its_length_is_told(
+    workers: Workers, lengths: tuple[int, ...], who: int, by: int, syncs: bool
+) -> None:
+    outcomes = workers.outcomes(len(lengths), change_a_list, lengths, who, by, syncs, timeout=TIMEOUT, deadline=45.0)
+    for outcome in outcomes:
+        assert f"The loader of rank {who} said its length was {lengths[who]} and " in outcome.error, outcomes
+        assert outcome.seconds < GRACE, outcomes
 
 
 LEAVES = [

@@ -140,7 +140,7 @@ def check_all(workers: Workers, programs: list[Program]) -> None:
 def programs(draw: st.DrawFn, world_size: int) -> Program:
     epochs = draw(st.integers(1, 2))
     accumulate = draw(st.sampled_from((1, 1, 1, 2, 3)))
-    loop = draw(st.sampled_from(("sized", "iterable", "plain", "heartbeat")))
+    loop = draw(st.sampled_from(("sized", "iterable", "wrong length", "plain", "heartbeat")))
     # What follows a plain `for` in the same `with` would not wait for the other ranks.
     one_context = loop != "plain" and draw(st.booleans())
     return Program(

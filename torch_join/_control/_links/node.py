@@ -15,7 +15,7 @@ from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
 from torch_join._control._links.processes import Process
 
-SET, APPEND, SWAP, DELETE, ADD, ASK, ANSWER, UP, DOWN = range(9)  # kinds of messages
+SET, SWAP, DELETE, ADD, ASK, ANSWER, UP, DOWN = range(8)  # kinds of messages
 _BEAT = struct.Struct("<QIqH")  # number, how many have come, their sum, bytes of the set of ranks that follows
 # Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
 SUMS, GATHERS = 1 << 62, 1 << 63
@@ -125,8 +125,6 @@ class Node:
             self.tell(number, f"came/{beat}")
         elif kind == SET:
             values[key] = value
-        elif kind == APPEND:
-            values[key] = values.get(key, b"") + value
         elif kind == SWAP:
             length = 4 + int.from_bytes(value[:4], "little")
             if values.get(key, b"") == value[4:length]:

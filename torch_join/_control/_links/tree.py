@@ -88,10 +88,6 @@ class Sayer:
         """Give a key a value."""
         self.to_all(_node.SET, key, value)
 
-    def append(self, key: str, value: bytes) -> None:
-        """Append to a key's value; the order may differ by rank."""
-        self.to_all(_node.APPEND, key, value)
-
     def swap(self, key: str, expected: bytes, value: bytes) -> None:
         """Give a key another value where it has the one that is expected, `b""` for none: ranks may differ then."""
         self.to_all(_node.SWAP, key, len(expected).to_bytes(4, "little") + expected + value)

@@ -80,12 +80,12 @@ class TreeChannel(Messages, WaitingChannel, Channel):
     def keep(self, key: str, value: Any) -> None:
         self._store.sayer.keep(key, _codec.encode(value))
 
-    def ask(self, key: str, ranks: Sequence[int], of: Any = Any, waits: bool = True) -> dict[int, Any]:
-        asked = {rank: self._store.sayer.ask(rank, key, waits) for rank in ranks}
+    def ask(self, key: str, ranks: Sequence[int], of: Any = Any) -> dict[int, Any]:
+        asked = {rank: self._store.sayer.ask(rank, key, waits=True) for rank in ranks}
         answers = self._store.sayer.stream.answers
         self._until(lambda: all(number in answers for number in asked.values()))
         found = {rank: answers.pop(number) for rank, number in asked.items()}
-        return {rank: self._decode(key, data, of) for rank, data in found.items() if data}
+        return {rank: self._decode(key, data, of) for rank, data in found.items()}
 
     def drop(self, key: str) -> None:
         self._store.sayer.drop(key)
@@ -112,15 +112,6 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def forget(self, delete: bool = True) -> None:
         pass  # each rank has deleted its own
-
-    def begin_loop(self) -> None:
-        self._store.delete_here([f"corrections/{self._loop}"])
-        super().begin_loop()
-
-    def corrections(self) -> dict[int, int]:
-        if (failure := self.failure()) is not None:
-            raise failure
-        return super().corrections()
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         self._has_told = self._has_told or rank is None

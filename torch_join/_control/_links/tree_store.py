@@ -36,10 +36,6 @@ class TreeStore:
         """Give a key a value, on all ranks."""
         self._sayer.set(key, _bytes(value))
 
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append to a key's value; the order may differ by rank."""
-        self._sayer.append(key, _bytes(value))
-
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         """Give a key another value where it has the one that is expected."""
         self.tree.links.read()
@@ -89,8 +85,9 @@ class TreeStore:
             stream.floor = max(stream.floor, number)
 
     def num_keys(self) -> int:
-        """Return how many keys there are."""
-        return len(self._values) + len(self._sayer.stream.numbers)
+        """Return how many keys there are, and how many values are kept."""
+        stream = self._sayer.stream
+        return len(stream.values) + len(stream.numbers) + len(stream.kept)
 
     def close(self) -> None:
         """Forget all."""

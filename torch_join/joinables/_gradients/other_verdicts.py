@@ -1,8 +1,9 @@
 """What active ranks besides the leader have seen of an accumulation, in case the leader has seen nothing.
 
-Each leaves a word where a backward of its own begins, which nobody waits for. A joined rank looks for these words if it
-holds gradients of which the leader cannot tell whether they count. To a backward that averages all active ranks come;
-of one that does not it only notes that there was a doubt, since others may leave that out.
+At a backward that averages, to which all active ranks come, each leaves its words on those since the last such one, and
+nobody waits. They are named by how many there have been: of backwards that do not average, others may leave some out.
+A joined rank looks for them if it holds gradients of which the leader cannot tell whether they count; at a backward
+that does not average it only notes that there was a doubt.
 
 Words are kept for a while: where the host does not wait for an average (on an accelerator, or where a communication
 hook makes none), active ranks may be some backwards ahead of those that have joined.
@@ -14,6 +15,7 @@ from torch_join.joinables._gradients.verdicts import CLEARED, KEPT, UNKNOWN, com
 from torch_join.joinables.part import Driver
 
 _KEPT = 256  # backwards that average; an accelerator's queue holds fewer
+_Word = tuple[int, str]  # the number of active ranks, and a verdict
 
 
 class OtherVerdicts:
@@ -27,59 +29,59 @@ class OtherVerdicts:
     def __init__(self, driver: Driver, index: int) -> None:
         self._driver = driver
         self._index = index
-        self._left: list[str] = []
-        self._before: deque[list[str]] = deque()  # of the backwards that averaged, and what led to them
-        self._doubts: list[int] = []  # on a joined rank, the records of them
+        self._words: list[_Word] = []  # of the backwards since the last one that averaged
+        self._doubted = 0  # with how many active ranks this one, which has joined, had its first doubt since then
+        self._averages = 0  # in all tails: no name is used twice
+        self._left: deque[str] = deque()
 
     def leave(self, verdict: str, averages: bool) -> None:
         """Leave a word on an active rank that is about to announce a backward."""
-        if self._driver.members.rank != self._driver.members.leader:
-            key = self._key(self._driver.server.channel.records)
-            self._driver.server.channel.keep(key, verdict)
-            self._left.append(key)
+        word = len(self._driver.members.active), verdict
+        if self._words[-1:] != [word]:
+            self._words.append(word)
         if averages:
-            self._before.append(self._left)
-            self._left = []
-            if len(self._before) > _KEPT:
-                self._delete(self._before.popleft())
+            self._averages += 1
+            self._driver.server.channel.keep(self._key, self._words)
+            self._left.append(self._key)
+            self._words = []
+            self._delete(all_but=_KEPT)
 
     def forget(self) -> None:
         """Delete what is left: the tail is over."""
-        self._delete(self._left)
-        while self._before:
-            self._delete(self._before.popleft())
-        self._doubts.clear()
+        self._delete()
+        self._words, self._doubted = [], 0
 
     def doubt(self) -> str:
         """Note, on a joined rank, that the leader cannot tell at a backward that does not average; keep it for now."""
-        self._doubts.append(self._driver.server.channel.records - 1)
+        self._doubted = self._doubted or len(self._driver.members.active)
         return KEPT
 
-    def ask(self) -> str:
-        """Return the verdict of the active ranks besides the leader, at a backward that averages.
+    def settle(self) -> str:
+        """Begin a backward that averages, on a joined rank; return the verdict on what was in doubt before, if it was.
 
         Raises:
-            PeerFailedError: One of them has failed.
+            PeerFailedError: An active rank has failed.
             JoinTimeoutError: One of them has not come to this backward.
         """
-        return common_verdict(self._words(self._driver.server.channel.records - 1))
-
-    def settle(self) -> str:
-        """Return their verdict on what was in doubt before, at a backward that averages; see `ask`."""
-        if not self._doubts:
+        self._averages += 1
+        since, self._doubted = self._doubted, 0
+        if not since:
             return KEPT
-        self.ask()  # who has come here has left all its words from before
-        verdicts = [common_verdict(self._words(record, waits=False)) for record in self._doubts]
-        self._doubts.clear()
-        return UNKNOWN if UNKNOWN in verdicts else CLEARED if CLEARED in verdicts else KEPT
+        found = [{verdict for active, verdict in words if active <= since} for words in self._ask()]
+        return common_verdict(next((one for one in (CLEARED, UNKNOWN, KEPT) if one in each), UNKNOWN) for each in found)
 
-    def _words(self, record: int, waits: bool = True) -> list[str]:
-        others = [rank for rank in self._driver.members.active if rank != self._driver.members.leader]
-        return [*self._driver.server.channel.ask(self._key(record), others, str, waits).values()]
+    def ask(self) -> str:
+        """Return the verdict at the backward that `settle` has begun, of all active ranks; raises as that does."""
+        return common_verdict(words[-1][1] for words in self._ask())
 
-    def _delete(self, keys: list[str]) -> None:
-        while keys:
-            self._driver.server.channel.drop(keys.pop())
+    def _ask(self) -> list[list[_Word]]:
+        channel, active = self._driver.server.channel, self._driver.members.active
+        return [words for words in channel.ask(self._key, active, list[_Word]).values() if words]
 
-    def _key(self, record: int) -> str:
-        return f"gradients/{self._index}/{record}"
+    @property
+    def _key(self) -> str:
+        return f"gradients/{self._index}/{self._averages}"
+
+    def _delete(self, all_but: int = 0) -> None:
+        while len(self._left) > all_but:
+            self._driver.server.channel.drop(self._left.popleft())
