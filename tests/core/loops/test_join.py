@@ -71,8 +71,8 @@ PROGRAMS = {
     "norm-evaluated": Program((0, 4, 3), norm=True, evaluation="no_grad"),
     "sgd-and-adam": Program((3, 6), optimizer="sgd+adam", scheduler="step"),
     "adam-and-zero": Program((6, 0, 3), optimizer="adam+zero", clip=0.3, scaler=True, loss="two models"),
-    "wrong-length-window": Program((4, 7, 0), accumulate=3, loop="wrong length", weighting="active"),
-    "wrong-length-evaluated": Program((2, 5), loop="wrong length", evaluation="no_grad"),
+    "wrong-length-window": Program((3, 6, 0), accumulate=5, loop="wrong length", weighting="active"),
+    "wrong-length-evaluated": Program((5, 6, 3), loop="wrong length", evaluation="no_grad"),
     "window-in-one-context": Program((4, 7), accumulate=3, one_context=True, optimizer="sgd"),
     "two-models-window": Program((5, 2), loss="two models", accumulate=2, loop="plain", weighting="active"),
     # A rank that leaves its loop serves the others at the beginning of the next one.
