@@ -86,6 +86,8 @@ def _have_changed(waiting: list[Any], held: list[Any], content: Callable[[Any], 
 def _leaves(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
+    elif _is_array(batch) and batch.dtype.hasobject:  # its bytes are addresses, which are used again
+        batch = batch.reshape(-1).tolist()
     if isinstance(batch, (tuple, list)):
         for part in batch:
             yield from _leaves(part, depth)

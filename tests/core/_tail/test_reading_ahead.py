@@ -154,6 +154,14 @@ def test_what_is_not_refilled_may_share_memory() -> None:
         assert len(list(read_ahead(loader))) == 6, name
 
 
+def test_objects_in_an_array_may_be_made_where_others_were() -> None:
+    for kept in range(100):  # so that memory is used again in other ways
+        others = [Opaque() for _ in range(kept)]
+        assert len(list(read_ahead(Loader(lambda n: Made(torch.full((2,), float(n))))))) == 6
+        del others[::2]
+        assert len(list(read_ahead(Loader(lambda n: Made(torch.full((2,), float(n))))))) == 6
+
+
 def test_a_batch_may_be_changed_by_the_loop() -> None:
     """A list whose batches the loop normalizes in place, or a constant one."""
     constant = torch.ones(2)
