@@ -194,6 +194,11 @@ def keys_at_rest(channel: WaitingChannel) -> int:
     return count
 
 
+def words_kept(channel: WaitingChannel) -> int:
+    """How many values this rank keeps for others to ask for, where that is not in the store."""
+    return len(channel._store.sayer.stream.kept) if isinstance(channel, TreeChannel) else 0
+
+
 def forget_failure(channel: WaitingChannel) -> None:
     """Have the channel look again whether a rank has failed."""
     channel._heard = None

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.inside import keys_at_rest, store_of
+from tests.support.inside import keys_at_rest, store_of, words_kept
 from tests.support.workers import Outcome, Workers, connect
 from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
 from torch_join._control.channel import Beat
@@ -173,7 +173,7 @@ def count_keys(rank: int) -> list[int]:
         channel.gather(None)
         channel.drop(f"word/{step}")
         if step in (10, 99):
-            counts.append(keys_at_rest(channel))
+            counts.append(keys_at_rest(channel) + words_kept(channel))
     return counts
 
 

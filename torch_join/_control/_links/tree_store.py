@@ -85,9 +85,8 @@ class TreeStore:
             stream.floor = max(stream.floor, number)
 
     def num_keys(self) -> int:
-        """Return how many keys there are, and how many values are kept."""
-        stream = self._sayer.stream
-        return len(stream.values) + len(stream.numbers) + len(stream.kept)
+        """Return how many keys there are."""
+        return len(self._values) + len(self._sayer.stream.numbers)
 
     def close(self) -> None:
         """Forget all."""
