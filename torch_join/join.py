@@ -123,8 +123,8 @@ class Join(TorchJoin):
     def batches(self, loader: Iterable[T]) -> Iterable[T]:
         """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
 
-        A length that is certain (of a map-style dataset, of a list) is exchanged once, and a step then
-        costs one request to the store. Elsewhere the ranks meet at each batch.
+        A length that is certain (of a list, of a `DataLoader` with a sampler of torch's) is exchanged once, and
+        a step then costs nothing. Elsewhere the ranks meet at each batch.
 
         Args:
             loader: This rank's batches, which may be none.

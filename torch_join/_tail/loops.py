@@ -108,7 +108,7 @@ class LoopDriver(Meetings):
             for part in self.server.parts:
                 part.after_all(self.members.last_joiner)
             compare(self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters))
-            self.server.channel.forget()
+            self._forget()
             self._planned.rebalancing.close()
             self.server.channel.finish()
 
@@ -166,7 +166,7 @@ class LoopDriver(Meetings):
             said = self.server.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
             compare([theirs for _, theirs, _ in said])
             lengths = [theirs for theirs, _, _ in said]
-            self.server.channel.forget()  # what the last loop has left: all have read it
+            self._forget()
             ways = [way for _, _, way in said]
             if _ASKS not in ways:
                 return  # nobody goes through it

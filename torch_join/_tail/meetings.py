@@ -157,24 +157,27 @@ class Meetings:
                 model.remember()
             self._at_last = self._planned.advance(self.step_number)
             return self._go_on()
-        samples = reader.samples if self.members.weighting == "samples" else 0
         if self.members.may_break:
             # Put off until this rank does something in its step that others take part in: it may break before that.
             self.arrive()
             if reader.has_next():
-                self._due = Due(samples, reader.at_last)
+                self._due = Due(self._samples_in(reader), reader.at_last)
                 for model in self._even_models():
                     model.remember()
                 return True
             self._meet(False, 0)
         elif certain is None:
-            self._meet(reader.has_next(), samples, reader.at_last)
+            self._meet(reader.has_next(), self._samples_in(reader), reader.at_last)
         else:
-            if not (self._throws and min(certain) <= self.step_number):  # else all know, and throw
+            # Else all know, and throw; or this rank has left the loop, and its loader is its user's again.
+            if self.in_loop and not (self._throws and min(certain) <= self.step_number):
                 self._check(reader, certain[self.members.rank])
             self._at_last = self.step_number + 1 >= max(certain)
             self.server.change(tuple(r for r, length in enumerate(certain) if length > self.step_number))
         return self._go_on()
+
+    def _samples_in(self, reader: Reader[Any]) -> int:
+        return reader.samples if self.members.weighting == "samples" else 0
 
     def _even_models(self) -> Sequence[LoopModel]:
         """Return the models, unless this is a tail."""
@@ -187,7 +190,8 @@ class Meetings:
             does = "goes on after that" if has_next else f"ended after {self.step_number} batches"
             raise JoinValueError(
                 f"The loader of rank {self.members.rank} said its length was {length} and {does}, which the other ranks"
-                " cannot know in time. Mend its __len__, or use Join(..., heartbeat=True)."
+                " cannot know in time. Mend what it draws from, do not change it in the loop, or use"
+                " Join(..., heartbeat=True)."
             )
         if self.step_number % 2 and (failure := self.server.channel.failure()) is not None:
             raise failure
@@ -254,6 +258,12 @@ class Meetings:
     def _at_top(self) -> bool:
         """Whether this rank is at the top of a step, before any code of the user's."""
         return self.in_loop and self._loop is not None and self._loop.asked and not self.members.may_break
+
+    def _forget(self) -> None:
+        """Delete what the last loop has left: all have read it."""
+        self.server.channel.forget()
+        for model in self.server.models():
+            model.forget()
 
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left, before it does anything else with others."""

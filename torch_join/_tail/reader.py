@@ -62,7 +62,7 @@ class Reader(Generic[T]):
     def certain_length(self) -> int | None:
         """Return the number of batches if the loader can have no other."""
         loader = self._loader
-        if isinstance(loader, DataLoader) and not {"__iter__", "__len__"} & _defined_by(type(loader)):
+        if isinstance(loader, DataLoader) and not _methods_beyond(type(loader)):
             is_certain = draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         else:
             is_certain = type(loader) in (list, tuple)
@@ -161,14 +161,16 @@ class Unbegun:
                 pass
 
 
-def _defined_by(kind: type) -> set[str]:
-    """Return what a class, and those between it and `DataLoader`, define anew."""
-    return {name for base in kind.__mro__[: kind.__mro__.index(DataLoader)] for name in vars(base)}
+def _methods_beyond(kind: type) -> set[str]:
+    """Return the methods that a class, and those between it and `DataLoader`, have besides `__init__`."""
+    own = kind.__mro__[: kind.__mro__.index(DataLoader)]
+    return {name for base in own for name, value in vars(base).items() if callable(value)} - {"__init__"}
 
 
 def draws_exactly(sampler: object) -> bool:
     """Whether a sampler, or what batches are made of, has as many indices as it says: one of torch, or ours."""
-    sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
+    while type(sampler) is BatchSampler:
+        sampler = sampler.sampler
     return type(sampler).__module__ in _EXACT
 
 

@@ -55,8 +55,10 @@ class RefillGuard:
         self._shares = self._shares or bool(held and _places(batch) & _places(waiting))
         return batch
 
-    def _content(self, leaf: Any) -> Any:
+    def _content(self, leaf: Any, depth: int = _DEPTH) -> Any:
         """Return what tells whether `leaf` has changed: bytes of it, or itself if these cannot be had."""
+        if depth and _is_array(leaf) and leaf.dtype.hasobject:  # its bytes are addresses, which are used again
+            return [self._content(part, depth - 1) for part in _leaves(leaf.reshape(-1).tolist(), depth - 1)]
         content = raw_bytes(leaf) if _is_tensor(leaf) else leaf.reshape(-1) if _is_array(leaf) else leaf
         if content is leaf:
             return leaf
@@ -86,8 +88,6 @@ def _have_changed(waiting: list[Any], held: list[Any], content: Callable[[Any], 
 def _leaves(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
-    elif _is_array(batch) and batch.dtype.hasobject:  # its bytes are addresses, which are used again
-        batch = batch.reshape(-1).tolist()
     if isinstance(batch, (tuple, list)):
         for part in batch:
             yield from _leaves(part, depth)
@@ -116,6 +116,8 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _copy(content: Any) -> Any:
+    if isinstance(content, list):
+        return [*map(_copy, content)]
     return content.clone() if _is_tensor(content) else content
 
 
@@ -124,6 +126,8 @@ def _are_same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_are_same, one, other))
     if isinstance(one, Tensor) and _is_tensor(one) and _is_tensor(other):
         return torch.equal(one, other)
     return type(one) in _SIMPLE and bool(one == other)

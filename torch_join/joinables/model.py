@@ -88,6 +88,9 @@ class ModelPart(Part):
         """A loop over `batches` begins."""
         self._gradients.begin_loop()
 
+    def forget(self) -> None:
+        self._others.forget()
+
     def remember(self) -> None:
         """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
         self._gradients.remember(self._shadowed.accumulates)
@@ -99,7 +102,6 @@ class ModelPart(Part):
             self._watch_gradients()
 
     def leave_tail(self) -> None:
-        self._others.forget()
         if not self.members.may_break:
             self._stop_watching()
 

@@ -139,6 +139,9 @@ class LoopModel(Protocol):
     def begin_loop(self) -> None:
         """A loop over `batches` begins."""
 
+    def forget(self) -> None:
+        """Delete what this rank has said in tails: all have read it."""
+
     def remember(self) -> None:
         """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
 

@@ -72,6 +72,9 @@ def refilling(kind: str) -> Callable[[int], Any]:
     growing: dict[int, Tensor] = {}
     same: dict[str, Any] = {"mask": torch.ones(2)}
     strided = torch.zeros(4)[::3]
+    names = numpy.empty(3, dtype=object)
+    holder = Opaque()
+    holder.names = names  # type: ignore[attr-defined]
     made, image = Made(torch.zeros(2)), torch.zeros(2).as_subclass(Image)
 
     def again(number: int) -> Any:
@@ -91,6 +94,8 @@ def refilling(kind: str) -> Callable[[int], Any]:
         "an object in the dictionary": lambda n: (same.update(x=Opaque()), same)[1],
         "late": lambda n: torch.ones(2) * n if n < 1 else growing.setdefault(n // 4, torch.zeros(2)).fill_(n),
         "strided": lambda n: strided.fill_(n),
+        "objects": lambda n: (names.fill(f"batch {n}"), names)[1],
+        "objects in an object": lambda n: (names.fill(f"batch {n}"), holder)[1],
     }
     return kinds[kind]
 
@@ -114,7 +119,7 @@ def read_ahead(loader: Any) -> Iterator[Any]:
         yield waiting.popleft()
 
 
-@pytest.mark.parametrize("kind", [*REFILLING, "late", "strided"])
+@pytest.mark.parametrize("kind", [*REFILLING, "late", "strided", "objects", "objects in an object"])
 def test_a_refilled_batch_is_noticed(kind: str) -> None:
     with pytest.raises(JoinValueError, match=r"refills the memory of one batch.*rebalance=True"):
         list(read_ahead(Loader(refilling(kind))))
@@ -301,6 +306,38 @@ def test_the_position_is_that_of_the_batch_in_the_loop(workers: Workers, kind: s
     assert workers.run(2, save_within, lengths, kind) == [list(range(1, n + 1)) for n in lengths]
 
 
+class Counted(list[Tensor]):
+    """Notes what is read of it."""
+
+    def __init__(self, data: list[Tensor]) -> None:
+        super().__init__(data)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def break_and_meet(rank: int, clears: bool) -> list[int]:
+    """Leave a loop, and do something with the others: its loader is not read, and may be anything by then."""
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1).double())
+    data = Counted([torch.ones(1, dtype=torch.float64)] * 5)
+    batches: list[Tensor] = [*data]
+    with Join([ddp]) as join:
+        for step, batch in enumerate(join.batches(batches if clears else DataLoader(data))):  # type: ignore[arg-type]
+            ddp(batch).sum().backward()
+            if step == 1:
+                break
+        batches.clear()
+        assert join.active_ranks == (0, 1)
+    return data.read
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_loop_that_was_left_reads_nothing(workers: Workers, clears: bool) -> None:
+    assert workers.run(2, break_and_meet, clears) == [[] if clears else [0, 1]] * 2
+
+
 def test_a_module_in_a_loader_is_no_position() -> None:
     loader = Bar(torch.ones(3, 1))
     loader.transform = torch.nn.Linear(1, 1)  # type: ignore[attr-defined]
@@ -322,11 +359,25 @@ def test_lengths_that_are_certain() -> None:
         DataLoader(Numbers(), 2): None,
         DataLoader(Numbers(), None): None,
         Loader(lambda number: number): None,
+        Backwards(data, 2): None,
+        Named(data, 2): 3,
+        DataLoader(data, batch_sampler=BatchSampler(BatchSampler(CountingSampler(data), 1, False), 1, False)): None,  # type: ignore[arg-type]
         range(3): None,
     }
     for loader, length in loaders.items():
         assert Reader(loader).certain_length() == length, loader
     assert Reader([1, 2]).certain_length() == 2
+
+
+class Backwards(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return reversed([1, 2])
+
+
+class Named(DataLoader[Any]):
+    def __init__(self, data: Any, size: int) -> None:
+        super().__init__(data, size)
+        self.name = "named"
 
 
 class Numbers(IterableDataset[int]):

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.cases import difference
 from tests.support.workers import Workers
 from torch_join import Join
+from torch_join.integration import ModelShadow
 
 LENGTHS = ((1, 5, 2), (2, 2, 2))
 
@@ -218,8 +219,14 @@ def run_ahead(rank: int, lengths: tuple[int, ...]) -> None:
         future.set_result(bucket.buffer())
         return future
 
+    def forward_late(shadow: ModelShadow) -> Tensor:
+        time.sleep(0.2)
+        return forward(shadow)
+
+    forward = ModelShadow.forward
     model.register_comm_hook(None, average_nothing)
-    with Join([model, optimizer], timeout=timedelta(seconds=10), audit=False) as join:
+    late = mock.patch.object(ModelShadow, "forward", forward_late)
+    with late, Join([model, optimizer], timeout=timedelta(seconds=10), audit=False) as join:
         for length in (3, lengths[rank]):  # DDP makes its buckets anew in the first loop, which all ranks wait for
             for step, x in enumerate(join.batches([batch(0, rank, step) for step in range(length)])):
                 with model.no_sync() if step == 0 else nullcontext():
@@ -231,9 +238,43 @@ def run_ahead(rank: int, lengths: tuple[int, ...]) -> None:
                     IDIOMS["none"](list(model.parameters()), optimizer)
 
 
-def test_active_ranks_may_be_ahead(workers: Workers) -> None:
-    # As on accelerators: nobody waits for an average. What they say must be there when rank 1 comes to ask.
-    workers.run(3, run_ahead, (8, 1, 8))
+@pytest.mark.parametrize("lengths", [(8, 1, 8), (2, 1, 2), (8, 1, 2)])
+def test_active_ranks_may_be_ahead(workers: Workers, lengths: tuple[int, ...]) -> None:
+    # As on accelerators: nobody waits for an average. What they say must be there when rank 1 comes to ask, also where
+    # they have come to the tail's end, or joined.
+    workers.run(3, run_ahead, lengths)
+
+
+def doubt_in_vain(rank: int, lengths: tuple[int, ...]) -> list[Tensor]:
+    """A loop that ends amid an accumulation of which nobody can tell, and one without."""
+    model = DistributedDataParallel(new_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = [*model.parameters()]
+    with Join([model, optimizer]) as join:
+        for step, x in enumerate(join.batches([batch(0, rank, step) for step in range(lengths[rank])])):
+            with model.no_sync():
+                loss = model(x).pow(2).mean()
+                if (rank, step) != (0, 0):
+                    loss.backward()
+        IDIOMS["none"](parameters, optimizer)
+        for x in join.batches([batch(1, rank, step) for step in range(lengths[rank])]):
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            IDIOMS["none"](parameters, optimizer)
+    return [p.detach() for p in parameters]
+
+
+def test_a_doubt_ends_with_its_tail(workers: Workers) -> None:
+    lengths, model = (3, 1), new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            if step < lengths[rank]:
+                (model(batch(1, rank, step)).pow(2).mean() / 2).backward()
+        optimizer.step()
+    for parameters in workers.run(2, doubt_in_vain, lengths):
+        assert difference(parameters, [*model.parameters()]) < 1e-10
 
 
 def leave_one_out(rank: int, left_out: dict[int, int]) -> list[Tensor]:

@@ -46,10 +46,13 @@ class OtherVerdicts:
             self._words = []
             self._delete(all_but=_KEPT)
 
-    def forget(self) -> None:
-        """Delete what is left: the tail is over."""
-        self._delete()
+    def reset(self) -> None:
+        """The tail is over."""
         self._words, self._doubted = [], 0
+
+    def forget(self) -> None:
+        """Delete what is left: all ranks have come out of the tail."""
+        self._delete()
 
     def doubt(self) -> str:
         """Note, on a joined rank, that the leader cannot tell at a backward that does not average; keep it for now."""

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
 from torch_join._shadow.model import ModelShadow
-from torch_join.joinables._gradients.evidence import Gradients
+from torch_join.joinables._gradients.evidence import Gradients, holds_something
 from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
 from torch_join.joinables._gradients.pieces import Pieces
 from torch_join.joinables._gradients.verdicts import CLEARED, UNKNOWN, Runs, State, states_of
@@ -52,8 +52,9 @@ class ShadowedSteps:
         self._pending: list[Tensor] = []  # the outputs of shadow forwards that wait for a backward
 
     def forget(self) -> None:
-        """Forget what waits for a backward."""
+        """Forget what waits for a backward: the tail is over."""
         self._pending.clear()
+        self.others.reset()
 
     def answer(self, kind: str, payload: Any) -> None:
         """See `Part.answer`."""
@@ -99,7 +100,7 @@ class ShadowedSteps:
 
     def _begin_backward(self, runs: Runs) -> None:
         states = states_of(runs, len(self._parameters))
-        if (verdict := self.others.settle()) == UNKNOWN:
+        if (verdict := self.others.settle()) == UNKNOWN and any(holds_something(p.grad) for p in self._parameters):
             self.gradients.raise_unknown()
         for parameter in self._parameters if verdict == CLEARED else ():
             parameter.grad = None

@@ -102,6 +102,9 @@ class ShardedModelPart(Part):
         """See `LoopModel`."""
         self.gradients.begin_loop()
 
+    def forget(self) -> None:
+        self._others.forget()
+
     def prepare(self) -> None:
         """See `LoopModel`."""
 
@@ -122,7 +125,6 @@ class ShardedModelPart(Part):
 
     def leave_tail(self) -> None:
         self.following.settle()
-        self._others.forget()
         self.contents.forget()
         if not self.members.may_break:
             self._stop_scaling()
@@ -271,6 +273,7 @@ class ShardedModelPart(Part):
         if self.members.rank != source:
             self.following.places = places
         self.following.settle()
+        self._others.reset()
         sync_norms(self.model, source, self.members.group)
         # What the active ranks' code has set; here none has run.
         for parameter, trained in zip(self.model.parameters(), trains, strict=True):
