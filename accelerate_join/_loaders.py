@@ -64,6 +64,10 @@ class PreparedReader(Reader[Any]):
             self.has_next()
         return self
 
+    def leave(self) -> None:
+        if self.prepared.end_of_dataloader:  # else Accelerate would not count the epoch
+            self.has_next()
+
     @property
     def at_last(self) -> bool:
         return self.has_next() and bool(self.prepared.end_of_dataloader)

@@ -248,6 +248,7 @@ class LoopDriver(Meetings):
         """Leave a loop by `break`; `at_once` unless this rank's own code has gone on since."""
         loop, in_tail = self._loop, self.members.announces
         assert loop is not None
+        loop.reader.leave()
         for model in self._even_models():
             model.remember()
         # Where no rank can run out before another, nothing will be handed over.

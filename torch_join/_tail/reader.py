@@ -96,6 +96,9 @@ class Reader(Generic[T]):
         self._reserved.append(batches)
         return batches[:]
 
+    def leave(self) -> None:
+        """The loop was left: let the loader come to its end, if it can only be that what is read next."""
+
     @property
     def at_last(self) -> bool:
         """Whether the next batch is known to be the last one."""
