@@ -169,7 +169,7 @@ class Meetings:
         elif certain is None:
             self._meet(reader.has_next(), self._samples_in(reader), reader.at_last)
         else:
-            # Else all know, and throw; or this rank has left the loop, and its loader is its user's again.
+            # Not where all know, and throw, nor in a loop that this rank has left: its loader is its user's again.
             if self.in_loop and not (self._throws and min(certain) <= self.step_number):
                 self._check(reader, certain[self.members.rank])
             self._at_last = self.step_number + 1 >= max(certain)

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -43,16 +42,19 @@ class Reader(Generic[T]):
     def has_next(self, ahead: int = 1) -> bool:
         """Whether there are `ahead` more batches."""
         while len(self._ahead) < ahead and not self._ended:
-            waiting = [*chain(*self._reserved), *self._ahead]
             self.pulling = True
             try:
-                read = partial(next, self._iterator)
-                self._ahead.append(read() if self._guard is None else self._guard.read(waiting, read))
+                self._ahead.append(self._read())
             except StopIteration:
                 self._ended = True
             finally:
                 self.pulling = False
         return len(self._ahead) >= ahead
+
+    def _read(self) -> T:
+        if self._guard is None:
+            return next(self._iterator)
+        return self._guard.read([*chain(*self._reserved), *self._ahead], lambda: next(self._iterator))
 
     def take(self) -> T:
         """Return the next batch."""

@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[str, Callable[[Channel, int], Any]]] = {
     "roll": ("roll", ask),
     "group": ("sub/1/0", read),
     "mark": ("sub/1/at/0", lambda channel, rank: channel.read("sub/1/at/0", of=int)),
-    "testimony": ("gradients/0/0/1", lambda channel, rank: channel.read("gradients/0/0/1", of=str)),
+    "testimony": ("gradients/0/0/1", lambda channel, rank: channel.read("gradients/0/0/1", of=list[tuple[int, str]])),
     "step": ("steps/0/2/1", lambda channel, rank: channel.read("steps/0/2/1", of=Words)),
 }
 
