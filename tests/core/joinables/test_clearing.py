@@ -23,6 +23,7 @@ from tests.support.cases import difference
 from tests.support.workers import Workers
 from torch_join import Join
 from torch_join.integration import ModelShadow
+from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
 
 LENGTHS = ((1, 5, 2), (2, 2, 2))
 
@@ -423,3 +424,18 @@ def test_what_is_cleared_before_buckets_are_rebuilt_is_seen(workers: Workers, he
     (model(batch(0, 1, 1)).pow(2).mean() / 2).backward()
     for found in workers.run(2, begin_after_a_step, view, heartbeat):
         assert difference(found, gradients(list(model.parameters()))) < 1e-10
+
+
+def test_words_from_before_a_rank_has_joined_say_nothing_of_its_gradients() -> None:
+    kept: dict[str, Any] = {}
+    driver = mock.Mock()
+    driver.server.channel.keep = kept.__setitem__
+    driver.server.channel.ask = lambda key, ranks, of: {1: kept[key]}
+    active, joined = OtherVerdicts(driver, 0), OtherVerdicts(driver, 0)
+    driver.members.active = (0, 1, 2)
+    active.leave("cleared", averages=False)
+    driver.members.active = (1, 2)  # rank 0 has joined, with what it has accumulated since
+    active.leave("kept", averages=False)
+    joined.doubt()
+    active.leave("kept", averages=True)
+    assert (joined.settle(), joined.ask()) == ("kept", "kept")
