@@ -31,6 +31,7 @@ from torch_join.integration import (
     check_can_rebalance,
     open_channel,
     resolve_weighting,
+    use_device,
 )
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -124,6 +125,7 @@ class Joining(ParallelStrategy):
         check_module(self.lightning_module)
         take_over(trainer, cast(JoiningStrategy, self))
         timeout = self._timeout or _DEFAULT_TIMEOUT
+        use_device(self.root_device, None)  # before the channel, which may have to go by it
         self.channel = open_channel(timeout=timeout)
         self.driver = StepDriver(self.channel, self.weighting, self.backward_collectives)
         self.rebalancing = Rebalancing(self.driver.members, self.rebalance)

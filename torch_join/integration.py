@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_join._base.devices import use_device
 from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.weighting import resolve_weighting
@@ -63,6 +64,7 @@ __all__ = [
     "steps_of",
     "take_group_options",
     "telling_failures",
+    "use_device",
 ]
 
 

@@ -132,6 +132,26 @@ def test_a_learning_rate_in_a_tensor_comes_to_the_own_device(devices: Workers, k
         assert kind == "of the CPU" or place in places
 
 
+@pytest.mark.parametrize("heartbeat", [False, True])
+def test_a_learning_rate_of_the_device_that_differs_is_named(devices: Workers, heartbeat: bool) -> None:
+    """Also where its tensor has changed again before it is compared."""
+    for outcome in devices.outcomes(2, differ, heartbeat):
+        assert "lr of Adam is " in outcome.error
+        assert outcome.seconds < 20
+
+
+def differ(rank: int, heartbeat: bool) -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    rate = torch.tensor(0.1, device=emulator.place())
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=rate, foreach=False, capturable=True)
+    with Join([ddp, optimizer], heartbeat=heartbeat) as join:
+        for _ in join.batches(range([2, 5][rank])):
+            optimizer.zero_grad()
+            ddp(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            rate.mul_(0.9 - 0.1 * rank)
+
+
 def send_object(rank: int) -> tuple[bool, str, float]:
     device = emulator.place()
     sent = {"x": torch.full((2,), 1.0 + rank, device=device), "kept": torch.ones(1, device="cpu")}

@@ -65,6 +65,7 @@ PUBLIC = {
         "steps_of",
         "take_group_options",
         "telling_failures",
+        "use_device",
     ],
     lightning_join: [
         "DDPJoinStrategy",

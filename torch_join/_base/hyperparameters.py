@@ -9,7 +9,7 @@ them joins: there all end with the error, and none waits for another that has en
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -101,7 +101,7 @@ class Steps:
         self._last = [*self._last[-1:], (self._begun, self._copies())]
 
     def _copies(self) -> list[list[dict[str, Any]]]:
-        """Return copies of all groups, whose values stay as they are unless they are on another device.
+        """Return copies of all groups, whose values stay as they are.
 
         In each step, of perhaps hundreds of groups: so what may change in place is looked for once in a loop.
         """
@@ -126,8 +126,7 @@ class Steps:
         Args:
             late: Whether something may have changed since the last step's begin.
         """
-        # What lies on another device is not copied in each step, nor what began to change in place within the loop: of
-        # that, there is only what it holds now.
+        # Of what began to change in place within the loop there is no copy, only what it holds now.
         newest = self._begun if self.now and not late else -1
         return [(step, _described(self._named, groups, step == newest)) for step, groups in self._last]
 
@@ -170,10 +169,16 @@ def _named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def _read(value: Any, anywhere: bool = False) -> Any:
-    """Return what a value that may change in place holds now: a number on the CPU (or anywhere), a list of numbers."""
-    if isinstance(value, Tensor) and value.ndim == 0 and (anywhere or value.device.type == "cpu"):
-        return value.item()
+class _OnDevice(NamedTuple):
+    """A copy of a number on another device, which is waited for when it is compared, and not in each step."""
+
+    copy: Tensor
+
+
+def _read(value: Any) -> Any:
+    """Return what a value that may change in place holds now: a number, a list of numbers."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value.item() if value.device.type == "cpu" else _OnDevice(value.detach().clone())
     if type(value) is list and value and all(type(part) in (bool, int, float) for part in value):
         return tuple(value)
     return value
@@ -188,7 +193,8 @@ def _described(
         for index, group in enumerate(groups_of_it):
             where = f" (group {index})" if len(groups_of_it) > 1 else ""
             for name, value in group.items():
-                if (found := _comparable(_read(value, anywhere=True) if is_now else value)) is not None:
+                held = _read(value) if is_now else value
+                if (found := _comparable(held.copy.item() if isinstance(held, _OnDevice) else held)) is not None:
                     described.append((f"{name}{where} of {label}", found))
     return described
 

@@ -79,13 +79,13 @@ class LoopDriver(Meetings):
         self.reset()
         self._loop = None
         try:
+            parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
+            if (first := next(parameters, None)) is not None:
+                use_device(first.device, self.members.group)  # before the channel, which may have to go by it
             self.server.open(open_channel())
             self.tails.compare_given()
             for part in self.server.parts:
                 part.enter()
-            parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
-            if (first := next(parameters, None)) is not None:
-                use_device(first.device, self.members.group)
         except BaseException:
             self.leave()
             raise

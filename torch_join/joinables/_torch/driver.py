@@ -72,9 +72,9 @@ class HookDriver:
         self.started = self._finished = False
         self._owners: list[Wrapping] = []  # of the parts
         self._first = first
-        self.channel = open_channel(group)
         if first is not None:
             use_device(first.join_device, group)
+        self.channel = open_channel(group)
         self._undone: set[int] = set()  # the parts from which something may still come in this step
 
     def add(self, joinable: Wrapping) -> None:
