@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -386,6 +387,30 @@ def hold_the_interpreter(rank: int, who: int, seconds: float) -> tuple[int, floa
 
 def test_a_rank_in_a_long_call_fails_nobody(crowd: Workers) -> None:
     assert [total for total, _ in crowd.run(12, hold_the_interpreter, 1, 3.5)] == [24] * 12
+
+
+def wait_for_each_other(rank: int, cores: int) -> list[int]:
+    with mock.patch.object(os, "cpu_count", return_value=cores):
+        channel = open_channel(dist.new_group())
+    assert is_linked(channel)
+    counts = []
+    for meet in (channel.gather, lambda _: channel.announce(0, True) if rank == 0 else channel.follow()):
+        with mock.patch.object(os, "sched_yield") as yields:
+            if rank == 0:
+                time.sleep(0.1)
+            meet(None)
+        counts.append(yields.call_count)
+    channel.finish()
+    return counts
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+def test_a_core_stays_awake_for_a_record_where_each_rank_has_one(crowd: Workers, cores: int) -> None:
+    """Others wait for its answer; in a meeting it waits for others."""
+    _, *others = crowd.run(3, wait_for_each_other, cores)
+    for meeting, record in others:
+        assert meeting == 0
+        assert (record > 0) == (cores == 3)
 
 
 @pytest.mark.long

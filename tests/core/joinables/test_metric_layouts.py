@@ -66,5 +66,5 @@ def test_a_state_of_any_layout_is_synced(workers: Workers, name: str, listed: bo
 def test_the_bytes_are_those_of_a_copy(name: str, n: int) -> None:
     tensor = LAYOUTS[name](n)
     dense = torch.tensor(tensor.resolve_conj().tolist(), dtype=tensor.dtype)
-    assert bytes(raw_bytes(tensor).tolist()) == dense.numpy().tobytes()
+    assert bytes(raw_bytes(tensor).tolist()) == dense.cpu().numpy().tobytes()
     assert checksums([tensor]) == checksums([dense.reshape(tensor.shape)])

@@ -68,7 +68,7 @@ def train(rank: int, program: Program) -> Found:
     outcome = loops.train(rank, program)
     digest = hashlib.sha256()
     for tensor in tensors_of(outcome):
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.cpu().numpy().tobytes())
     digest.update(repr((outcome.scheduler, outcome.lr, outcome.scaler)).encode())
     return Found(
         digest.hexdigest(),

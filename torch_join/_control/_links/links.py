@@ -132,12 +132,21 @@ class Links:
                 if self._readers == 0 and not self._closing:
                     self._outer.modify(self._inner.fileno(), select.EPOLLIN)
 
-    def read(self, seconds: float = 0.0) -> None:
-        """Handle the messages that are there; if there are none, wait for some: that is done within `reading`."""
+    def read(self, seconds: float = 0.0, awake_until: float = 0.0) -> None:
+        """Handle the messages that are there; if there are none, wait for some: that is done within `reading`.
+
+        Args:
+            seconds: How long at most.
+            awake_until: Until when, by `time.monotonic`, the core is kept awake meanwhile.
+        """
         if self._closing or (not seconds and self._readers):
             time.sleep(seconds)
             return  # what there is, is read by whoever waits
-        found = self._inner.poll(seconds) if seconds else None  # without the lock: others may send meanwhile
+        found = None
+        if seconds:  # without the lock: others may send meanwhile
+            while time.monotonic() < awake_until and not (found := self._inner.poll(0)):
+                os.sched_yield()
+            found = found or self._inner.poll(seconds)
         with self.lock:
             if not self._closing:
                 self._take(self._inner.poll(0) if found is None else found)

@@ -42,6 +42,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def __init__(self, tree: Tree, rank: int, world_size: int, timeout: timedelta, group: dist.ProcessGroup) -> None:
         self._tree = tree
+        self._is_awake = False  # while it waits for what others wait for it to answer
         self._suspects: dict[int, str] = {}  # at the last look: ranks that may be in others' way, and why
         store: Any = TreeStore(tree)
         Messages.__init__(self)
@@ -106,7 +107,11 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self._store.pass_log(self._log)
 
     def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
-        record = super().follow(meanwhile, of)
+        self._is_awake = True
+        try:
+            record = super().follow(meanwhile, of)
+        finally:
+            self._is_awake = False
         self._store.pass_log(self._log)
         return record
 
@@ -175,7 +180,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
         self._waits = True
         try:
-            self._tree.wait(ready, look)
+            self._tree.wait(ready, look, self._is_awake)
         finally:
             self._waits = None
 

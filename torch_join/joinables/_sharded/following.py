@@ -1,7 +1,7 @@
 """Each gather and reduction of a sharded model's units: announced on an active rank, followed on a joined one."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -79,16 +79,18 @@ class Following:
 
     # ------------------------------------------------------------ on an active rank
 
-    @contextmanager
-    def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> Iterator[None]:
+    def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
         """See `Observer`."""
         if self._part.members.serves:
-            yield
-            return
+            return nullcontext()
         if self._part.server.in_tail:
             self.check_teams()
             self._part.announce(kind, (unit, payload))
-        self.reduces = kind == "reduce"
+        return self._reducing() if kind == "reduce" else self._part.server.own_collectives()
+
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        self.reduces = True
         try:
             with self._part.server.own_collectives():
                 yield
