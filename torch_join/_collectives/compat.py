@@ -59,7 +59,6 @@ _FUNCTIONAL_FILE = _functional_collectives.__file__
 _C10D_FILE = distributed_c10d.__file__
 _FSDP_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "fsdp", "")
 _TENSOR_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "tensor", "")
-_TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 _MODEL_AVERAGING_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "algorithms", "model_averaging", "")
 _LOGGER_FILE = c10d_logger.__file__
 _OVERRIDES_FILE = overrides.__file__
@@ -210,9 +209,9 @@ class Origin(NamedTuple):
     @property
     def is_dtensor(self) -> bool:
         """Whether a `DTensor` is made whole, or its parts are brought together."""
-        frame = self.caller
+        frame = self.caller  # the user's code may be in between: a mode, which passes calls on
         while frame is not None and not frame.f_code.co_filename.startswith(_TENSOR_FOLDER):
-            frame = frame.f_back if frame.f_code.co_filename.startswith(_TORCH_FOLDER) else None
+            frame = frame.f_back
         return frame is not None
 
     @property

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
 
 from tests.emulator import place
 from tests.support.sharded import Recipe
@@ -109,6 +110,18 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class Mode(TorchFunctionMode):
+    """Passes all on, by a function of its own."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.passed_on(function, args, kwargs or {})
+
+    def passed_on(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
 class Wrong(Training):
     """Does something before, or after, each of its steps."""
 
@@ -140,6 +153,9 @@ class Wrong(Training):
             nn.utils.clip_grads_with_norm_(self.model.parameters(), 0.1, torch.tensor(2.0, dtype=torch.float64))
         elif self.what == "full_tensor":
             held[0].full_tensor()  # type: ignore[operator]
+        elif self.what == "full_tensor in a mode":
+            with Mode():
+                held[0].full_tensor()  # type: ignore[operator]
         elif self.what == "redistribute":
             held[0].redistribute(placements=[Replicate()])  # type: ignore[operator]
         self.optimizer.step()
@@ -171,6 +187,7 @@ DOINGS = {
     "clip by value": GRADIENT,
     "another norm": GRADIENT,
     "full_tensor": GATHERED,
+    "full_tensor in a mode": GATHERED,
     "redistribute": GATHERED,
     "weights, locally": PARAMETER,
     "weights": PARAMETER,
@@ -184,7 +201,13 @@ DOINGS = {
 def test_what_is_done_in_the_tail(workers: Workers, what: str, lengths: tuple[int, ...]) -> None:
     for api in ("fsdp2", "fsdp1"):
         # Joined ranks hear which gradients there are; those of the first generation have one for several parameters.
-        if what in {"fsdp1": ("another norm", "full_tensor", "redistribute"), "fsdp2": ("no grad",)}[api]:
+        if (
+            what
+            in {
+                "fsdp1": ("another norm", "full_tensor", "full_tensor in a mode", "redistribute"),
+                "fsdp2": ("no grad",),
+            }[api]
+        ):
             continue
         for outcome in workers.outcomes(2, do_wrong, api, what, lengths, **PATIENCE):
             with pytest.raises(RuntimeError, match=f"(?i)(?s){DOINGS[what]}"):
