@@ -19,6 +19,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <set>
 
 namespace emulator {
@@ -33,8 +34,9 @@ using c10::DeviceIndex;
 
 constexpr int kMostDevices = 16;
 
-std::mutex awaited_mutex;
-std::vector<std::shared_ptr<Pending>> awaited;
+// Never destroyed: tensors may outlive what a library destroys at the end of a process.
+std::mutex& awaited_mutex = *new std::mutex;
+std::vector<std::shared_ptr<Pending>>& awaited = *new std::vector<std::shared_ptr<Pending>>;
 
 thread_local DeviceIndex current = 0;
 thread_local c10::StreamId streams[kMostDevices] = {};
@@ -44,6 +46,19 @@ std::set<int> contexts;  // the devices on which this process has allocated memo
 
 DeviceIndex index_of(Device device) { return device.has_index() ? device.index() : current; }
 
+// Frees memory when the collectives are done that the device waits for, which may use it; the host does not wait.
+void release(void* memory) {
+  static auto& held = *new std::vector<std::pair<void*, std::vector<std::shared_ptr<Pending>>>>;
+  static auto& mutex = *new std::mutex;
+  std::lock_guard<std::mutex> guard(mutex);
+  if (memory) held.emplace_back(memory, awaited_by_device());
+  std::erase_if(held, [](auto& each) {
+    bool done = std::all_of(each.second.begin(), each.second.end(), [](auto& pending) { return pending->done(); });
+    if (done) free(each.first);
+    return done;
+  });
+}
+
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     {
@@ -52,9 +67,9 @@ struct Memory final : c10::Allocator {
     }
     void* memory = nullptr;
     TORCH_CHECK(size == 0 || posix_memalign(&memory, 64, size) == 0, "fakegpu: out of memory");
-    return {memory, memory, &free, Device(kDevice, current)};
+    return {memory, memory, &release, Device(kDevice, current)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, std::size_t size) const override { memcpy(to, from, size); }
 };
 Memory memory;

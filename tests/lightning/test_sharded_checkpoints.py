@@ -69,7 +69,7 @@ def test_saved_while_ranks_have_joined(workers: Workers, kind: str, in_shards: b
     for path in files:
         assert path.is_dir() == in_shards
         if not in_shards:
-            saved = torch.load(path, weights_only=False)
+            saved = torch.load(path, "cpu", weights_only=False)
             for key, value in expected.history[saved["global_step"]].items():
                 assert difference([saved["state_dict"][f"net.{key}"]], [value]) < 1e-10
     for index, step in enumerate(resumed_at(case)):

@@ -74,7 +74,7 @@ def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Ca
     files = {int(path.stem.split("=")[1]): path for path in tmp_path.glob("*.ckpt")}
     assert sorted(files) == list(range(2, expected.steps + 1, 2))
     for step, path in files.items():
-        saved = torch.load(path, weights_only=False)
+        saved = torch.load(path, "cpu", weights_only=False)
         assert saved["global_step"] == step
         for name, value in expected.history[step].items():
             assert difference([saved["state_dict"][f"net.{name}"]], [value]) < 1e-10, (step, name)

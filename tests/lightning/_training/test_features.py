@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_join
+from tests.emulator.frameworks import lightning_accelerator
 from tests.support.cases import FEATURES, TOLERANCE, Batch, Case, Net, build_optimizer, build_trainer, loss_of, weights
 from tests.support.workers import Workers
 
@@ -184,7 +185,7 @@ def build(case: Case, make: Callable[[str], Made], folder: str, kind: type[Model
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     alone = world_size < case.world_size
     given: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": lightning_accelerator(),
         "devices": 1 if alone else case.world_size,
         "strategy": "auto" if alone else lightning_join.DDPJoinStrategy(weighting=case.weighting),
         "max_epochs": case.epochs,

@@ -309,7 +309,7 @@ def test_every_step_is_the_references_on_all_ranks(workers: Workers, name: str, 
         files = sorted(tmp_path.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
         assert len(files) == len(expected) // 2
         for path in files:
-            saved = torch.load(path, weights_only=False)
+            saved = torch.load(path, "cpu", weights_only=False)
             state, optimizers, schedulers = expected[saved["global_step"] // 2 - 1]
             assert difference([saved["state_dict"][f"net.{k}"] for k in state], list(state.values())) < 1e-10
             assert_close(saved["optimizer_states"], optimizers, path)

@@ -15,9 +15,9 @@ from torch_join._control._links.node import Node, Stream
 from torch_join._control._links.processes import Process
 
 _READ_SECONDS = 0.05  # for which a wait reads at a time
-# A core that is asleep takes 0.1 to 0.4 ms to hear of a message, and keeps the sender as long: a tenth to a third of a
-# step in which many are waited for. After a longer wait that is little.
-_AWAKE_SECONDS = 0.01
+# A core that is asleep takes 0.1 to 0.4 ms to hear of a message, and keeps the sender as long, which adds up where many
+# are waited for in a step. More than these milliseconds gain nothing: what is awake slows down what shares a core.
+_AWAKE_SECONDS = 0.002
 
 
 def _sum_of(key: str) -> int:
