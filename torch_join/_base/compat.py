@@ -221,10 +221,10 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
     return False
 
 
-def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Whether `group` can send what is on the CPU."""
+def can_send(group: dist.ProcessGroup, kind: str) -> bool:
+    """Whether `group` can send what is on a kind of device."""
     try:
-        group._get_backend(torch.device("cpu"))
+        group._get_backend(torch.device(kind))
     except RuntimeError:
         return False
     return True

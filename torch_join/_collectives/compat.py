@@ -62,6 +62,8 @@ _TENSOR_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "tensor", "")
 _MODEL_AVERAGING_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "algorithms", "model_averaging", "")
 _LOGGER_FILE = c10d_logger.__file__
 _OVERRIDES_FILE = overrides.__file__
+_PASS_ON = ("__torch_function__", "__torch_dispatch__")
+_TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 @functools.cache
@@ -209,9 +211,11 @@ class Origin(NamedTuple):
     @property
     def is_dtensor(self) -> bool:
         """Whether a `DTensor` is made whole, or its parts are brought together."""
-        frame = self.caller  # the user's code may be in between: a mode, which passes calls on
+        frame = self.caller
         while frame is not None and not frame.f_code.co_filename.startswith(_TENSOR_FOLDER):
-            frame = frame.f_back
+            # A mode of the user's may be in between, and what it calls to pass calls on.
+            outer = next((each for each in _all_callers(frame) if _is_torchs(each) or _overrides(each)), None)
+            frame = outer.f_back if outer is not None and (outer is frame or _overrides(outer)) else None
         return frame is not None
 
     @property
@@ -234,7 +238,11 @@ def origin(caller: FrameType | None) -> Origin:
 
 def _overrides(frame: FrameType) -> bool:
     """Whether a frame passes a call on: under `torch.set_default_device` or another mode there are such in between."""
-    return frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename == _OVERRIDES_FILE
+    return frame.f_code.co_name in _PASS_ON or frame.f_code.co_filename == _OVERRIDES_FILE
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_TORCH_FOLDER)
 
 
 def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:

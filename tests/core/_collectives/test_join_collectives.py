@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import local_map
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core._collectives.test_neutral import FORMS, supported
@@ -192,3 +195,24 @@ def test_a_sharded_model_that_was_not_given_raises_in_the_tail(workers: Workers,
     assert joined == []
     assert len(active) == 1
     assert "it needs the parameters' shards of ranks that have joined" in active[0]
+
+
+def sum_in_a_local_map(rank: int, lengths: tuple[int, ...]) -> list[float]:
+    mesh = init_device_mesh(place().type, (len(lengths),))
+
+    def summed(x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    mapped = local_map(summed, out_placements=[Shard(0)], in_placements=([Shard(0)],), device_mesh=mesh)
+    ddp, found = DistributedDataParallel(nn.Linear(1, 1)), []
+    with Join([ddp]) as join:
+        for _ in join.batches(range(lengths[rank])):
+            ddp(torch.ones(1, 1)).sum().backward()
+            found.append(mapped(DTensor.from_local(torch.ones(1), mesh, [Shard(0)])).to_local().item())
+    return found
+
+
+def test_what_is_mapped_over_a_dtensors_parts_is_the_programs_own(workers: Workers) -> None:
+    """A `DTensor` calls it, and brings nothing together itself."""
+    assert workers.run(2, sum_in_a_local_map, (1, 3)) == [[2.0], [2.0, 1.0, 1.0]]

@@ -48,7 +48,7 @@ def wire(channel: Channel, group: dist.ProcessGroup) -> Tree | bool | None:
         This rank's node; on all ranks `False` where connections cannot be made, and `None` where that shows later,
         when each rank's device is known.
     """
-    can_share = _compat.has_cpu_backend(group) or device_of(group).type != "cpu"
+    can_share = any(_compat.can_send(group, kind) for kind in ("cpu", device_of(group).type))
     is_able = hasattr(os, "eventfd") and os.path.exists("/proc/self/stat")
     here: _Here = (this_host(), *this_process(), can_share) if is_able else ("", 0, 0, can_share)
     everyone = channel.gather(here, of=_Here)
@@ -102,7 +102,7 @@ def wire(channel: Channel, group: dist.ProcessGroup) -> Tree | bool | None:
 
 def _share_secret(group: dist.ProcessGroup) -> bytes:
     secret = torch.tensor(list(secrets.token_bytes(32)), dtype=torch.uint8)
-    device = torch.device("cpu") if _compat.has_cpu_backend(group) else device_of(group)
+    device = torch.device("cpu") if _compat.can_send(group, "cpu") else device_of(group)
     return bytes(_compat.broadcast_directly(group, secret.to(device)).cpu().tolist())
 
 
