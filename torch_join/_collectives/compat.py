@@ -62,7 +62,6 @@ _TENSOR_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "tensor", "")
 _MODEL_AVERAGING_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "algorithms", "model_averaging", "")
 _LOGGER_FILE = c10d_logger.__file__
 _OVERRIDES_FILE = overrides.__file__
-_PASS_ON = ("__torch_function__", "__torch_dispatch__")
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 
 
@@ -213,9 +212,7 @@ class Origin(NamedTuple):
         """Whether a `DTensor` is made whole, or its parts are brought together."""
         frame = self.caller
         while frame is not None and not frame.f_code.co_filename.startswith(_TENSOR_FOLDER):
-            # A mode of the user's may be in between, and what it calls to pass calls on.
-            outer = next((each for each in _all_callers(frame) if _is_torchs(each) or _overrides(each)), None)
-            frame = outer.f_back if outer is not None and (outer is frame or _overrides(outer)) else None
+            frame = frame.f_back if _is_torchs(frame) or _is_passed_on(frame) else None
         return frame is not None
 
     @property
@@ -227,7 +224,7 @@ class Origin(NamedTuple):
 def origin(caller: FrameType | None) -> Origin:
     """Find out where a collective comes from, given the innermost Python frame."""
     function = None
-    while caller is not None and (caller.f_code.co_filename in (_C10D_FILE, _LOGGER_FILE) or _overrides(caller)):
+    while caller is not None and (caller.f_code.co_filename in (_C10D_FILE, _LOGGER_FILE) or _is_passed_on(caller)):
         if caller.f_code.co_filename == _C10D_FILE:
             function = caller
         caller = caller.f_back
@@ -236,9 +233,16 @@ def origin(caller: FrameType | None) -> Origin:
     return Origin(function, caller)
 
 
-def _overrides(frame: FrameType) -> bool:
-    """Whether a frame passes a call on: under `torch.set_default_device` or another mode there are such in between."""
-    return frame.f_code.co_name in _PASS_ON or frame.f_code.co_filename == _OVERRIDES_FILE
+def _is_passed_on(frame: FrameType) -> bool:
+    """Whether a call is only passed on here: by `torch.set_default_device` or another mode, or what that calls."""
+    outer = next((each for each in _all_callers(frame) if _is_torchs(each) or _passes_on(each)), None)
+    return outer is not None and _passes_on(outer)
+
+
+def _passes_on(frame: FrameType) -> bool:
+    if frame.f_code.co_name == "__torch_dispatch__":
+        return not _is_torchs(frame)  # whose are FSDP's and DTensor's own
+    return frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename == _OVERRIDES_FILE
 
 
 def _is_torchs(frame: FrameType) -> bool:

@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import local_map
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from tests.core._collectives.test_neutral import FORMS, supported
 from tests.core._collectives.test_refusals import issue_refused
@@ -160,7 +162,19 @@ def test_what_cannot_be_mirrored_raises_and_mispairs_nothing(workers: Workers) -
         assert all(re.search(text, message) for message in messages[refusal.what])
 
 
-def sharded_forward(rank: int, kind: str) -> list[str]:
+class Mode(TorchFunctionMode):
+    """Passes all on, by a function of its own."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.passed_on(function, args, kwargs or {})
+
+    def passed_on(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
+def sharded_forward(rank: int, kind: str, mode: Callable[[], Any]) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -181,7 +195,7 @@ def sharded_forward(rank: int, kind: str) -> list[str]:
         for _ in join.batches(list(range(1 + 2 * rank))):
             model(torch.ones(1, 2)).sum().backward()
             try:
-                with torch.no_grad():
+                with torch.no_grad(), mode():
                     other(torch.ones(1, 2))
             except UnsupportedError as error:
                 texts.append(str(error))
@@ -189,9 +203,10 @@ def sharded_forward(rank: int, kind: str) -> list[str]:
     return texts
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Mode])
 @pytest.mark.parametrize("kind", ["FSDP", "fully_shard"])
-def test_a_sharded_model_that_was_not_given_raises_in_the_tail(workers: Workers, kind: str) -> None:
-    joined, active = workers.run(2, sharded_forward, kind)
+def test_a_sharded_model_that_was_not_given_raises_in_the_tail(workers: Workers, kind: str, mode: Any) -> None:
+    joined, active = workers.run(2, sharded_forward, kind, mode)
     assert joined == []
     assert len(active) == 1
     assert "it needs the parameters' shards of ranks that have joined" in active[0]
@@ -216,3 +231,21 @@ def sum_in_a_local_map(rank: int, lengths: tuple[int, ...]) -> list[float]:
 def test_what_is_mapped_over_a_dtensors_parts_is_the_programs_own(workers: Workers) -> None:
     """A `DTensor` calls it, and brings nothing together itself."""
     assert workers.run(2, sum_in_a_local_map, (1, 3)) == [[2.0], [2.0, 1.0, 1.0]]
+
+
+def gather_in_a_mode(rank: int, lengths: tuple[int, ...]) -> list[list[Any]]:
+    ddp, found = DistributedDataParallel(nn.Linear(1, 1)), []
+    with Join([ddp], timeout=timedelta(seconds=20)) as join:
+        for step in join.batches(range(lengths[rank])):
+            ddp(torch.ones(1, 1)).sum().backward()
+            objects: list[Any] = [None] * len(lengths)
+            with Mode():
+                dist.all_gather_object(objects, f"{step} of {rank}")
+            found.append(objects)
+    return found
+
+
+def test_objects_that_are_gathered_in_a_mode_are_objects(workers: Workers) -> None:
+    first, second = workers.run(2, gather_in_a_mode, (1, 3))
+    assert first == second[:1] == [["0 of 0", "0 of 1"]]
+    assert second[1:] == [[None, "1 of 1"], [None, "2 of 1"]]

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from torch.overrides import TorchFunctionMode
 
+from tests.core._collectives.test_join_collectives import Mode
 from tests.emulator import place
 from tests.support.sharded import Recipe
 from tests.support.sharding import PATIENCE, Training, shard
@@ -108,18 +108,6 @@ def test_what_is_given(workers: Workers, function: Callable[..., None], match: s
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Mode(TorchFunctionMode):
-    """Passes all on, by a function of its own."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.passed_on(function, args, kwargs or {})
-
-    def passed_on(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
 
 
 class Wrong(Training):
