@@ -13,7 +13,7 @@ import json
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -157,14 +157,30 @@ def _plain(value: Any) -> Any:
 _encoder = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
-def encode(value: Any) -> bytes:
-    """Return what `decode` turns back into an equal value.
+class Encoded(bytes):
+    """What `encode` has returned; of several of these `in_list` and `in_tuple` make what it would for all of them."""
+
+    __slots__ = ()
+
+
+def in_list(values: Iterable[Encoded]) -> Encoded:
+    """Return what `encode` does for a list of values."""
+    return Encoded(b"[" + b",".join(values) + b"]")
+
+
+def in_tuple(*values: Encoded) -> Encoded:
+    """Return what `encode` does for a tuple of values."""
+    return Encoded(b'{"t":' + in_list(values) + b"}")
+
+
+def encode(value: Any) -> Encoded:
+    """Return what `decode` turns back into an equal value; what is encoded stays as it is.
 
     Raises:
         JoinTypeError: Something in it is of no kind that goes over the store, or it is too large.
     """
     try:
-        data = _encoder.encode(_plain(value)).encode("ascii")
+        data = value if type(value) is Encoded else Encoded(_encoder.encode(_plain(value)).encode("ascii"))
     except (RecursionError, ValueError) as error:
         raise JoinTypeError(f"A value cannot be sent over the job's key-value store: {error}.") from error
     if len(data) > MAX_BYTES:

@@ -1,6 +1,8 @@
 """A cheap digest of captured state: by value, whatever the memory layout and the device."""
 
+import ctypes
 import hashlib
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -76,6 +78,18 @@ def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
         exact: Whether every bit counts; otherwise -0.0 is 0.0, and any NaN is any other.
     """
     return _read(unread_checksums(tensors, exact))
+
+
+def local_checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a number for each tensor that only this process knows: on a CPU one of 32 bits, in a single pass."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return checksums(tensors)
+    found = []
+    for tensor in tensors:
+        data = raw_bytes(tensor)
+        memory = (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())  # numpy may not be there
+        found.append(zlib.crc32(memory))
+    return found
 
 
 def unread_checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[tuple[list[int], Tensor]]:

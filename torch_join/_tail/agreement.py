@@ -8,6 +8,7 @@ from torch_join._base.errors import JoinError
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
 from torch_join._handover.objects import Apart
+from torch_join._tail.records import Announcement
 
 _COMPARED = ("forward", "collective", "log", "gather", "reduce", "reshard")  # of these the payload too
 _EVERY = 8  # steps; but each of the first ones, where a mistake of the program shows
@@ -27,8 +28,6 @@ class Agreement:
     Args:
         channel: The channel between the ranks.
 
-    Attributes:
-        word: What all active ranks must have in common: a checksum, the number of announcements, the last.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -37,18 +36,26 @@ class Agreement:
 
     def begin(self) -> None:
         """Begin a tail."""
-        self.word = 0, 0, ""
+        self._checksum = self._count = 0
+        self._last: tuple[str, Any] = "", None  # its kind, and its payload if that is compared
         self._active: tuple[int, ...] = ()
         self._due: deque[tuple[str, int]] = deque()  # what is to be compared, as the lowest active rank
         self._tail = f"said/{self._channel.records}"
 
-    def note(self, index: int, kind: str, payload: Any) -> None:
-        """Add an announcement."""
+    @property
+    def word(self) -> tuple[int, int, str]:
+        """What all active ranks must have in common: a checksum, the number of announcements, the last."""
+        kind, compared = self._last
+        return self._checksum, self._count, kind if compared is None else f"{kind} {compared}"
+
+    def note(self, said: Announcement, leads: bool) -> _codec.Encoded:
+        """Add an announcement; return it as the rank that `leads` sends it."""
+        index, kind, payload = said
         # Other payloads hold what only the first rank needs to know, or may know.
         compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
-        checksum, count, _ = self.word
-        checksum = crc32(_codec.encode((index, kind, compared)), checksum)
-        self.word = checksum, count + 1, kind if compared is None else f"{kind} {compared}"
+        encoded = _codec.encode((index, kind, compared))
+        self._checksum, self._count, self._last = crc32(encoded, self._checksum), self._count + 1, (kind, compared)
+        return encoded if compared is payload or not leads else _codec.encode(said)
 
     def compare(self, rank: int, active: tuple[int, ...]) -> None:
         """Compare what was announced before the last step, at the begin of a new one; waits for nobody.
@@ -66,14 +73,14 @@ class Agreement:
         if step > _EVERY and step % _EVERY:
             return
         key = f"{self._name}/{step}"
-        self._channel.contribute(key, self.word[0], active)
+        self._channel.contribute(key, self._checksum, active)
         if rank != active[0]:
             return
         # The others may be behind, where a step has no sync: what they have not said yet is due later.
         while self._due and (total := self._channel.contributed(self._due[0][0], active)) is not None:
             if total != len(active) * self._due.popleft()[1]:
                 raise self._disagreement()
-        self._due.append((key, self.word[0]))
+        self._due.append((key, self._checksum))
 
     def part(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
         """Compare what all have announced up to the last step of those who leave; every active rank calls this.

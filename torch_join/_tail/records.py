@@ -1,7 +1,7 @@
 """The records with which active ranks announce what they do, and what a joined rank takes for one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch_join._base import compat as _compat
@@ -20,6 +20,11 @@ _KINDS = {
     END: tuple[list[Any], tuple[int, list[tuple[int, int, int]]], int, bool],
 }
 _MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
+
+
+def record(said: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
+    """Return the record of what these ranks announce."""
+    return _codec.in_tuple(_codec.in_list(said), _codec.encode(active))
 
 
 def check_record(said: Sequence[Announcement], active: tuple[int, ...], parts: int, before: tuple[int, ...]) -> None:

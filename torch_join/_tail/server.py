@@ -11,8 +11,8 @@ from torch_join._base.membership import Membership, Role
 from torch_join._collectives.neutral import mirror
 from torch_join._collectives.subgroups import Subgroups
 from torch_join._collectives.tap import Call, CollectiveTap
+from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel, Status
-from torch_join._control.codec import foreign
 from torch_join._tail import records as _records
 from torch_join._tail.agreement import Agreement, explain, explain_counts
 from torch_join.joinables._gradients.backwards import ServedBackwards
@@ -33,6 +33,7 @@ class Server:
         parts: What answers records, by their index.
         tap: Listens to an active rank's collectives.
         backwards: Hears of collectives in backward.
+        on_all: How deep this rank is in `on_all_ranks`.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class Server:
 
     def reset(self) -> None:
         """Begin anew, as before the first step."""
-        self._said: list[_records.Announcement] = []  # announced, and not yet written
+        self._said: list[_codec.Encoded] = []  # announced, and not yet written
         self._heard: deque[_records.Announcement] = deque()  # read, and not yet answered
-        self._on_all = 0  # how deep it is in `on_all_ranks`
+        self.on_all = 0
         self._counts = False  # what it announces is compared with the other active ranks'
         self.backwards.reset()
         self.tap = self._new_tap()
@@ -93,18 +94,17 @@ class Server:
     def in_tail(self) -> bool:
         """Whether this rank is active and another one has joined, and does what that one does not."""
         self._arrive()
-        return self.members.announces and not self.is_on_all_ranks
+        return self.members.announces and not self.on_all
 
     @property
-    def is_on_all_ranks(self) -> bool:
-        """Whether this rank does what all ranks do, in the midst of a step."""
-        return self._on_all > 0
+    def is_quiet(self) -> bool:
+        """See `Announcer`."""
+        return not (self.in_tail or self.tap.installed)
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
         """Tell the joined ranks, if there are any, what comes next; see `Driver.announce`."""
         if self.in_tail:
-            self.agreement.note(index, kind, payload)
-            self._said.append((index, kind, payload))
+            self._said.append(self.agreement.note((index, kind, payload), self.members.leads))
             if not hold:
                 self.tell()
 
@@ -112,7 +112,7 @@ class Server:
         """Write what has been announced."""
         if self._said:
             self._subgroups.mark(self.members.active)
-            self.channel.announce((self._said, self.members.active), leads=self.members.leads)
+            self.channel.announce(_records.record(self._said, self.members.active), leads=self.members.leads)
             self._said = []
 
     def own_collectives(self) -> AbstractContextManager[None]:
@@ -122,12 +122,12 @@ class Server:
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:
         """Put around what joined ranks do too, of their own accord, in the midst of a step."""
-        self._on_all += 1
+        self.on_all += 1
         try:
             with self.tap.ignoring():
                 yield
         finally:
-            self._on_all -= 1
+            self.on_all -= 1
 
     @contextmanager
     def together(self, announce: Callable[[], None] = _NOTHING) -> Iterator[None]:
@@ -236,7 +236,7 @@ class Server:
         elif kind == _records.TAIL:
             self._compare_counts(payload)
         else:
-            raise foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
+            raise _codec.foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
         if all_came:
             self.forget()
 

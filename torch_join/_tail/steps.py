@@ -65,7 +65,7 @@ class StepDriver:
     def ranks(self) -> tuple[int, ...] | None:
         """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
         members = self.members
-        return members.active if members.role is not Role.EVEN and not self.server.is_on_all_ranks else None
+        return members.active if members.role is not Role.EVEN and not self.server.on_all else None
 
     def add(self, make: Callable[[Driver, int], P]) -> P:
         """Add what takes part in steps besides collectives, and install it; `make` gets this object and an index."""

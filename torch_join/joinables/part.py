@@ -37,6 +37,10 @@ class Announcer(Protocol):
         It may meet the other ranks first, so that it can find that this rank serves; `members` does not.
         """
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is nobody to tell of what this rank does with others, and nothing that listens to it."""
+
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
         """Tell the joined ranks, if there are any, what comes next.
 

@@ -1,6 +1,7 @@
 """A unit of `FullyShardedDataParallel`: a `FlatParamHandle`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -108,14 +109,13 @@ class FlatParamUnit:
 
         def gathering(padded: Tensor) -> Tensor:
             phase = handle._training_state
-            after = WHOLE
-            if phase == HandleTrainingState.FORWARD:
-                if not fsdp._is_root and _compat.reshards_after_forward(handle):
-                    after = SHARD
-            elif phase == HandleTrainingState.BACKWARD_PRE and _compat.runtime._should_free_in_backward(fsdp, handle):
-                after = SHARD
-            self._others_differ = after == WHOLE
-            with observer.around(index, "gather", Gather(SHARD, after, phase.name, padded.dtype)):
+            forward, backward = phase == HandleTrainingState.FORWARD, phase == HandleTrainingState.BACKWARD_PRE
+            frees = forward and not fsdp._is_root and _compat.reshards_after_forward(handle)
+            frees = frees or (backward and _compat.runtime._should_free_in_backward(fsdp, handle))
+            self._others_differ = not frees
+            if observer.is_quiet:
+                return gather(padded)  # type: ignore[no-any-return]
+            with observer.around(index, "gather", Gather(SHARD, SHARD if frees else WHOLE, phase.name, padded.dtype)):
                 return gather(padded)  # type: ignore[no-any-return]
 
         def resharding(free: bool) -> None:
@@ -125,10 +125,8 @@ class FlatParamUnit:
                 and fsdp._sync_gradients
                 and handle.flat_param.requires_grad
             )
-            if free and self._others_differ and self._is_whole and not reduces:
-                with observer.around(index, "reshard", None):
-                    reshard(free)
-            else:
+            tells = free and self._others_differ and self._is_whole and not reduces
+            with observer.around(index, "reshard", None) if tells else nullcontext():
                 reshard(free)
             if free:
                 self._others_differ = False
@@ -139,6 +137,8 @@ class FlatParamUnit:
 
         def reducing(run: Callable[[], Any]) -> Any:
             observer.before_backward()
+            if observer.is_quiet:
+                return run()
             trained = [p.requires_grad for p in self._originals]
             with observer.around(index, "reduce", Reduction(trained, True, True, handle.flat_param.grad.dtype)):
                 return run()

@@ -1,7 +1,7 @@
 """A unit of `fully_shard`: an `FSDPParamGroup`."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_join._shadow._sharded import compat as _compat
+from torch_join._shadow._sharded.gather import AnnouncedGather
 from torch_join._shadow._sharded.unit import (
     PART,
     SHARD,
@@ -112,10 +113,11 @@ class ParamGroupUnit:
 
         def gathering() -> Any:
             # A prefetch pretends to be in the phase that it is for.
-            gather = Gather(self._state, self._after(), group._training_state.name)
-            self._target = gather.after
-            self._others_differ = gather.after != SHARD
-            return observer.around(index, "gather", gather)
+            self._target = after = self._after()
+            self._others_differ = after != SHARD
+            if observer.is_quiet:
+                return None
+            return observer.around(index, "gather", Gather(self._state, after, group._training_state.name))
 
         def beginning(*args: Any) -> None:
             observer.before_backward()
@@ -123,6 +125,9 @@ class ParamGroupUnit:
 
         def reducing(*args: Any) -> None:
             observer.before_backward()
+            if observer.is_quiet:
+                post_backward(*args)
+                return
             used = self._used()
             reduction = Reduction(used, bool(group.all_reduce_grads), bool(group.reshard_after_backward))
             self._reducing = any(used)
@@ -133,8 +138,10 @@ class ParamGroupUnit:
                 self._reducing = False
 
         def resharding() -> None:
-            tells = self._others_differ and not group.is_sharded and not self._reducing
-            with observer.around(index, "reshard", None) if tells else nullcontext():
+            if self._others_differ and not group.is_sharded and not self._reducing:
+                with observer.around(index, "reshard", None):
+                    to_sharded()
+            else:
                 to_sharded()
             self._others_differ = self._others_differ and self._is_pending
 
@@ -151,7 +158,7 @@ class ParamGroupUnit:
             if torch.is_grad_enabled():
                 record()
 
-        gather = _AnnouncedGather(comm, group.unshard, gathering)
+        gather = AnnouncedGather(comm, group.unshard, gathering)
         replaced = {"unshard": gather.unshard, "pre_backward": beginning, "post_backward": reducing}
         replaced |= {"_to_sharded": resharding, "finalize_backward": finalizing, "_record_post_forward": recording}
         vars(group).update(replaced, _all_gather_comm=gather)
@@ -273,25 +280,6 @@ class ParamGroupUnit:
             if state.event is not None:
                 group.device_handle.current_stream().wait_event(state.event)
         states.clear()
-
-
-class _AnnouncedGather:
-    """FSDP's own way to gather, with something around each, from when it is certain: what is copied takes time."""
-
-    def __init__(self, inner: Any, unshard: Callable[..., None], around: Callable[[], Any]) -> None:
-        self._inner, self._unshard, self._around = inner, unshard, around
-        self._open = ExitStack()
-
-    def unshard(self, *args: Any, **kwargs: Any) -> None:
-        with self._open:
-            self._unshard(*args, **kwargs)
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Any:
-        self._open.enter_context(self._around())
-        return self._inner.allocate(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner(*args, **kwargs)
 
 
 def _has_own(param: Any) -> bool:

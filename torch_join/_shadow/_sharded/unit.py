@@ -57,6 +57,10 @@ class Reduction(NamedTuple):
 class Observer(Protocol):
     """What is told of what a unit is about to do with others."""
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody needs to be told, so that `around` would do nothing: on even inputs, at every unit."""
+
     def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
         """Put around a `"gather"`, `"reduce"` or `"reshard"` of the unit with this index."""
 

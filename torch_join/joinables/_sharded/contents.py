@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError
-from torch_join._handover.digest import checksums
+from torch_join._handover.digest import local_checksums
 
 
 class Contents:
@@ -53,5 +53,5 @@ class Contents:
 
     def _read(self, only: Collection[int] | None = None) -> dict[int, int]:
         parameters = [p for p in self._parameters() if only is None or id(p) in only]
-        sums = checksums([_compat.local_part(parameter).detach() for parameter in parameters])
+        sums = local_checksums([_compat.local_part(parameter).detach() for parameter in parameters])
         return dict(zip(map(id, parameters), sums, strict=True))

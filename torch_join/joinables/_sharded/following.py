@@ -79,6 +79,11 @@ class Following:
 
     # ------------------------------------------------------------ on an active rank
 
+    @property
+    def is_quiet(self) -> bool:
+        """See `Observer`."""
+        return self._part.server.is_quiet
+
     def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
         """See `Observer`."""
         if self._part.members.serves:

@@ -77,12 +77,12 @@ class ShardedStepPart(Part):
         return self.server.own_collectives()
 
     def _after_step(self, *_: Any) -> None:
-        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        for model in self._sharded:
-            if self.members.announces or not model.at_top:
-                model.contents.remember(mine)  # each parameter may have an optimizer
-                if self._scales:  # in place
-                    model.remember()
+        models = [model for model in self._sharded if self.members.announces or not model.at_top]
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if models else set()
+        for model in models:
+            model.contents.remember(mine)  # each parameter may have an optimizer
+            if self._scales:  # in place
+                model.remember()
 
     def _say_options(self) -> None:
         """Tell joined ranks the hyperparameters, for a step inside of the next reduction."""

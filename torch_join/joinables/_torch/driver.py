@@ -116,6 +116,11 @@ class HookDriver:
         """Whether this rank is active and another one has joined."""
         return self.members.announces
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is nobody to tell of what this rank does."""
+        return not self.members.announces
+
     def run_hook(self, main_hook: Callable[[], None]) -> None:
         """Run it: joinables that are not of this package are torch's to run."""
         main_hook()
