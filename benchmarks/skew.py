@@ -1,12 +1,13 @@
 """Measure an epoch against how unevenly its batches are dealt, for each way to train on them.
 
-    python -m benchmarks.skew [--seconds 300] [--sizes 1] [--only TEXT] [--json PATH] [--plot PATH] [--quick]
+    python -m benchmarks.skew [--seconds 300] [--sizes 1] [--batches 240] [--only TEXT] [--plot PATH] [--quick]
     python -m benchmarks.skew --model
 
 A step takes 15 ms, for which the host waits as for a device; reading a batch copies it. So what is seen is what
 ranks wait for each other, and what moving batches takes of the host's time. Each epoch is measured in a pair with
 plain DDP (or Lightning's `ddp`) on even shards of as many batches, in the same processes and one after the other;
-the ratio is at least 1 where nothing is left out.
+the ratio is at least 1 where nothing is left out. What a `with` takes at its begin and end is a part of it: the fewer
+batches there are, the more that is.
 
 The ways, besides: `pad` has short ranks go through their own batches again until the longest is done, `drop` ends
 with the shortest. Both are plain DDP.
@@ -42,7 +43,6 @@ from torch_join import Join
 
 STEP = 0.015  # seconds
 SKEWS = ((1, 1), (2, 1), (9, 1), (7, 2, 1))
-BATCHES = 60  # of all ranks together
 FEATURES = 256
 
 
@@ -108,9 +108,9 @@ class Module(pl.LightningModule):
         self.seconds = time.perf_counter() - self.begin
 
 
-def lengths_of(skew: Sequence[int], way: str) -> list[int]:
+def lengths_of(skew: Sequence[int], batches: int, way: str) -> list[int]:
     """Return the number of batches of each rank in the ways that know nothing of each other."""
-    lengths = [BATCHES * part // sum(skew) for part in skew]
+    lengths = [batches * part // sum(skew) for part in skew]
     if way == "even":
         return [ceil(sum(lengths) / len(lengths))] * len(lengths)
     if way in ("pad", "drop"):
@@ -126,6 +126,7 @@ class Case:
     skew: tuple[int, ...]
     megabytes: float
     known: bool
+    batches: int  # of all ranks together
     ratios: list[float] = field(default_factory=list)
     seen: int = 0  # distinct batches
     trained: int = 0
@@ -139,8 +140,8 @@ class Case:
         """Train one epoch; return its seconds on the slowest rank, and the batches that this one has trained on."""
         framework, _, kind = way.rpartition(": ")
         rank = dist.get_rank()
-        data = Batches(rank, lengths_of(self.skew, "join")[rank], self.megabytes)
-        length = lengths_of(self.skew, kind)[rank]
+        data = Batches(rank, lengths_of(self.skew, self.batches, "join")[rank], self.megabytes)
+        length = lengths_of(self.skew, self.batches, kind)[rank]
         if kind == "even":
             data = Batches(rank, length, self.megabytes)
         loader: Any = DataLoader(data if self.known else Stream(data), batch_size=None)  # type: ignore[arg-type]
@@ -166,7 +167,7 @@ class Case:
 
     def summary(self) -> dict[str, Any]:
         ratios = torch.tensor(self.ratios, dtype=torch.float64)
-        lengths = lengths_of(self.skew, "join")
+        lengths = lengths_of(self.skew, self.batches, "join")
         return {
             "name": self.name,
             "way": self.way,
@@ -234,9 +235,9 @@ def in_lightning(kind: str, loader: Any) -> tuple[float, list[tuple[int, int]]]:
     return module.seconds, seen
 
 
-def cases_of(world_size: int, sizes: Sequence[float], only: str) -> list[Case]:
+def cases_of(world_size: int, sizes: Sequence[float], batches: int, only: str) -> list[Case]:
     cases = [
-        Case(framework + way, skew, megabytes, known)
+        Case(framework + way, skew, megabytes, known, batches)
         for skew in SKEWS
         if len(skew) == world_size
         for megabytes in sizes
@@ -289,7 +290,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     dist.init_process_group("gloo")
-    cases = cases_of(dist.get_world_size(), arguments.sizes, arguments.only)
+    cases = cases_of(dist.get_world_size(), arguments.sizes, arguments.batches, arguments.only)
     for case in cases:
         case.epoch(case.way)  # warm up
     deadline = time.perf_counter() + arguments.seconds
@@ -345,6 +346,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300, help="how long to measure, for each number of ranks")
     parser.add_argument("--sizes", type=float, nargs="+", default=[1.0], help="of a batch, in MB")
+    parser.add_argument("--batches", type=int, default=240, help="of all ranks together")
     parser.add_argument("--only", default="", metavar="TEXT", help="leave out cases whose names do not hold it")
     parser.add_argument("--quick", action="store_true", help="see that it runs")
     parser.add_argument("--model", action="store_true", help="print epochs of 8 and 64 ranks by model")
@@ -362,12 +364,12 @@ def main() -> None:
         return
     summaries: list[dict[str, Any]] = []
     for world_size in sorted({len(skew) for skew in SKEWS}):
-        if not cases_of(world_size, arguments.sizes, arguments.only):
+        if not cases_of(world_size, arguments.sizes, arguments.batches, arguments.only):
             continue
         path = Path(f"{arguments.json or '/tmp/skew'}.{world_size}")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         command += ["-m", "benchmarks.skew", f"--seconds={arguments.seconds}", "--only", arguments.only]
-        command += ["--sizes", *map(str, arguments.sizes), "--json", str(path)]
+        command += ["--sizes", *map(str, arguments.sizes), "--batches", str(arguments.batches), "--json", str(path)]
         command += ["--quick"] if arguments.quick else []
         subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
         summaries += json.loads(path.read_text())

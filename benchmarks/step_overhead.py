@@ -1,6 +1,6 @@
 """Measure what a training step costs under Lightning's `ddp_join`, against `ddp` and against itself.
 
-    python -m benchmarks.step_overhead [--seconds 230] [--world-size 2] [--json PATH] [--quick]
+    python -m benchmarks.step_overhead [--seconds 230] [--world-size 2] [--only TEXT] [--json PATH] [--quick]
 
 Durations on a shared machine drift by more than what is measured here. So only ratios count, each
 of two measurements that follow one another within a second in the same processes: short fits under
@@ -18,15 +18,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from torch import Tensor, nn
@@ -166,12 +169,23 @@ def fit(
     return stopwatch.milliseconds
 
 
-def even_pair(workload: Workload, dataset: Callable[..., Dataset[Any]], swap: bool) -> tuple[float, float]:
-    """Measure a step under `ddp` and one under `ddp_join` where all ranks have as many batches."""
+def even_pair(
+    workload: Workload, dataset: Callable[..., Dataset[Any]], broadcasts: bool, swap: bool
+) -> tuple[float, float]:
+    """Measure a step under `ddp` and one under `ddp_join` where all ranks have as many batches.
+
+    Args:
+        workload: What a step computes.
+        dataset: Makes the data.
+        broadcasts: Whether `ddp` broadcasts in each step whether there was a signal, as Lightning has it.
+        swap: Whether `ddp_join` comes first.
+    """
     medians = {}
+    without = mock.patch.object(training_epoch_loop._TrainingEpochLoop, "_broadcast_sigterm_tensor", return_value=None)
     for strategy in ("ddp_join", "ddp") if swap else ("ddp", "ddp_join"):
         data = dataset(workload.batch, WARM_UP + workload.steps)
-        medians[strategy] = statistics.median(fit(strategy, workload, data)[WARM_UP:])
+        with nullcontext() if broadcasts else without:
+            medians[strategy] = statistics.median(fit(strategy, workload, data)[WARM_UP:])
     return medians["ddp"], medians["ddp_join"]
 
 
@@ -191,8 +205,18 @@ def make_cases(batch_sizes: dict[int, int]) -> list[Case]:
         counts = milliseconds == 15  # the targets are set for steps of this size
         even, tail = (EVEN_TARGET, TAIL_TARGET) if counts else (None, None)
         cases += [
-            Case(f"even, sized, {milliseconds} ms", partial(even_pair, workload, Batches), even),
-            Case(f"even, iterable, {milliseconds} ms", partial(even_pair, workload, BatchStream), even),
+            Case(f"even, sized, {milliseconds} ms", partial(even_pair, workload, Batches, True), even),
+            Case(f"even, iterable, {milliseconds} ms", partial(even_pair, workload, BatchStream, True), even),
+            Case(
+                f"even, sized, {milliseconds} ms, no broadcast in ddp",
+                partial(even_pair, workload, Batches, False),
+                even,
+            ),
+            Case(
+                f"even, iterable, {milliseconds} ms, no broadcast in ddp",
+                partial(even_pair, workload, BatchStream, False),
+                even,
+            ),
             Case(f"tail, {milliseconds} ms", partial(tail_pair, workload, False), tail),
             Case(f"tail, joined rank busy, {milliseconds} ms", partial(tail_pair, workload, True), tail),
         ]
@@ -208,7 +232,7 @@ def work(arguments: argparse.Namespace) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)  # they greet at every fit
     torch.set_num_threads(1)
     batch_sizes = dict(zip(STEPS, arguments.batch_sizes, strict=True))
-    cases = make_cases(batch_sizes)
+    cases = [case for case in make_cases(batch_sizes) if arguments.only in case.name]
     take_turns(cases, arguments.seconds)
     if dist.get_rank() > 0:
         return
@@ -237,6 +261,7 @@ def launch(arguments: argparse.Namespace) -> int:
     command += [f"--nproc-per-node={arguments.world_size}", "-m", "benchmarks.step_overhead"]
     command += [f"--seconds={arguments.seconds}", "--batch-sizes", *map(str, sizes.values())]
     command += ["--json", str(arguments.json)] if arguments.json else []
+    command += ["--only", arguments.only]
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
 
 
@@ -244,6 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=230, help="how long to measure")
     parser.add_argument("--quick", action="store_true", help="take a few seconds, to see that it runs")
+    parser.add_argument("--only", default="", metavar="TEXT", help="leave out cases whose names do not hold it")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to a file")
     parser.add_argument("--batch-sizes", type=int, nargs=len(STEPS), help=argparse.SUPPRESS)  # set by `launch`

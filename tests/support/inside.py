@@ -1,6 +1,7 @@
 """What tests look at and change inside the packages, in one place: where a private name moves, this file follows."""
 
 import json
+import os
 import pickle
 import socket
 import threading
@@ -44,6 +45,8 @@ from torch_join._tail import nesting as _nesting
 from torch_join.joinables._sharded import model as _sharded_model
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.model import ModelPart
+
+Where = _wiring._Where
 
 # What tests read or call.
 MODEL_AVERAGING_FOLDER = _compat_c10d._MODEL_AVERAGING_FOLDER
@@ -229,17 +232,24 @@ def on_host(name: str) -> AbstractContextManager[Any]:
     return mock.patch.object(_wiring, "this_host", return_value=name)
 
 
-def listen() -> socket.socket:
-    """Listen as a rank with children does."""
-    return _wiring._listen(on_this_host=True)
+def listen(on_this_host: bool) -> tuple[socket.socket, Where]:
+    """Listen as a rank with children does; where is it to be reached?"""
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
+        listener = _wiring._listen(on_this_host)
+    return listener, _wiring._where(listener)
+
+
+def reach(where: Where) -> socket.socket:
+    addresses, port = where
+    return _wiring._reach(addresses[0], port)
 
 
 def accept(listener: socket.socket, children: set[int], secret: bytes, seconds: float) -> dict[int, socket.socket]:
     return _wiring._accept(listener, children, secret, time.monotonic() + seconds)
 
 
-def connect_to(port: int, rank: int, secret: bytes, seconds: float) -> socket.socket:
-    return _wiring._connect((["127.0.0.1"], port), rank, secret, time.monotonic() + seconds)
+def connect_to(where: Where, rank: int, secret: bytes, seconds: float) -> socket.socket:
+    return _wiring._connect(where, rank, secret, time.monotonic() + seconds)
 
 
 def connects_within(seconds: float) -> AbstractContextManager[Any]:
@@ -247,14 +257,15 @@ def connects_within(seconds: float) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def seen_listeners() -> Iterator[list[socket.socket]]:
-    """The sockets that this rank's children connect to, for as long as this lasts."""
-    found: list[socket.socket] = []
+def seen_listeners() -> Iterator[list[tuple[socket.socket, Where]]]:
+    """The sockets that this rank's children connect to, and where they do, for as long as this lasts."""
+    found: list[tuple[socket.socket, Where]] = []
     original = _wiring._listen
 
     def note(*args: Any) -> socket.socket:
-        found.append(original(*args))
-        return found[-1]
+        listener = original(*args)
+        found.append((listener, _wiring._where(listener)))
+        return listener
 
     with mock.patch.object(_wiring, "_listen", note):
         yield found

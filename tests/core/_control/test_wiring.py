@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.inside import (
+    Where,
     accept,
     connect_to,
     connects_within,
@@ -27,6 +28,7 @@ from tests.support.inside import (
     listen,
     neighbours,
     on_host,
+    reach,
     seen_listeners,
 )
 from tests.support.workers import Workers
@@ -45,30 +47,34 @@ def crowd() -> Iterator[Workers]:
 # ---------------------------------------------------------------- strangers
 
 
-def pester(port: int, number: int) -> list[socket.socket]:
+def pester(where: Where, number: int) -> list[socket.socket]:
     """Connect as who knows nothing: silent, with garbage, with a large header, with half of a message."""
     says = [b"", os.urandom(500), struct.pack("<I", 0xFFFFFFFF) + bytes(48), struct.pack("<I", 1) + bytes(20)]
     found = []
     for index in range(number):
-        one = socket.create_connection(("127.0.0.1", port), timeout=5)
+        try:
+            one = reach(where)
+        except BlockingIOError:  # where the queue of a host's own socket is full, nobody waits in it
+            time.sleep(0.001)
+            continue
         one.sendall(says[index % 4])
         found.append(one)
     return found
 
 
+@pytest.mark.parametrize("on_this_host", [False, True])
 @pytest.mark.parametrize("number", [4, 200])
-def test_strangers_change_nothing(number: int) -> None:
-    listener = listen()
-    port = listener.getsockname()[1]
+def test_strangers_change_nothing(number: int, on_this_host: bool) -> None:
+    listener, where = listen(on_this_host)
     children: dict[int, socket.socket] = {}
     strangers: list[socket.socket] = []
 
     def connect(rank: int) -> None:
         time.sleep(0.2)
-        children[rank] = connect_to(port, rank, SECRET, 20.0)
+        children[rank] = connect_to(where, rank, SECRET, 20.0)
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in (4, 7)]
-    threads.append(threading.Thread(target=lambda: strangers.extend(pester(port, number))))
+    threads.append(threading.Thread(target=lambda: strangers.extend(pester(where, number))))
     for thread in threads:
         thread.start()
     start = time.monotonic()
@@ -77,21 +83,22 @@ def test_strangers_change_nothing(number: int) -> None:
         thread.join()
     assert time.monotonic() - start < 10
     listener.close()
-    assert {rank: one.getpeername() for rank, one in found.items()} == {
-        rank: one.getsockname() for rank, one in children.items()
-    }
+    assert found.keys() == children.keys()
+    for rank, one in found.items():
+        one.sendall(b"%d" % rank)
+        assert children[rank].recv(10) == b"%d" % rank
     for one in (*strangers, *found.values(), *children.values()):
         one.close()
 
 
-def test_a_wrong_secret_and_a_wrong_rank_are_refused() -> None:
-    listener = listen()
-    port = listener.getsockname()[1]
+@pytest.mark.parametrize("on_this_host", [False, True])
+def test_a_wrong_secret_and_a_wrong_rank_are_refused(on_this_host: bool) -> None:
+    listener, where = listen(on_this_host)
     problems: list[str] = []
 
     def connect(rank: int, secret: bytes) -> None:
         with pytest.raises(TimeoutError) as caught:
-            connect_to(port, rank, secret, 0.7)
+            connect_to(where, rank, secret, 0.7)
         problems.append(str(caught.value))
 
     threads = [threading.Thread(target=connect, args=arguments) for arguments in ((1, bytes(32)), (2, SECRET))]
@@ -103,7 +110,7 @@ def test_a_wrong_secret_and_a_wrong_rank_are_refused() -> None:
         thread.join()
     listener.close()
     assert len(problems) == 2
-    assert all("cannot be reached, at 127.0.0.1: " in problem for problem in problems)
+    assert all(f"cannot be reached, at {where[0][0]}: " in problem for problem in problems)
 
 
 def test_a_parent_that_does_not_know_the_secret_is_left() -> None:
@@ -118,26 +125,26 @@ def test_a_parent_that_does_not_know_the_secret_is_left() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(TimeoutError, match=r"somebody else is there|hung up|reset"):
-            connect_to(listener.getsockname()[1], 1, SECRET, 0.15)
+            connect_to((["127.0.0.1"], listener.getsockname()[1]), 1, SECRET, 0.15)
         socket.create_connection(listener.getsockname()).close()
         thread.join()
 
 
-def open_among_strangers(rank: int) -> tuple[list[int], list[bool]]:
+def open_among_strangers(rank: int, hosts: str) -> tuple[list[int], list[bool]]:
     found: list[socket.socket] = []
-    with seen_listeners() as listeners:
+    with seen_listeners() as listeners, on_host(hosts[rank]):
 
         def come() -> None:
             while not listeners:
                 time.sleep(0.001)
-            found.extend(pester(listeners[0].getsockname()[1], 100))
+            found.extend(pester(listeners[0][1], 100))
 
         thread = threading.Thread(target=come, daemon=True)
         ports = []
         if rank == 0:
             thread.start()
         channel = open_channel()
-        ports = [listener.fileno() for listener in listeners]
+        ports = [listener.fileno() for listener, _ in listeners]
         if rank == 0:
             thread.join(10)
     totals = [channel.beat(rank).total for _ in range(20)]
@@ -147,14 +154,15 @@ def open_among_strangers(rank: int) -> tuple[list[int], list[bool]]:
     return totals, [is_linked(channel), all(port == -1 for port in ports), rank != 0 or len(ports) == 1]
 
 
-def test_a_job_begins_among_strangers_and_listens_no_more(workers: Workers) -> None:
-    assert workers.run(3, open_among_strangers, links=True) == [([3] * 20, [True] * 3)] * 3
+@pytest.mark.parametrize("hosts", ["aaa", "abc"])
+def test_a_job_begins_among_strangers_and_listens_no_more(workers: Workers, hosts: str) -> None:
+    assert workers.run(3, open_among_strangers, hosts, links=True) == [([3] * 20, [True] * 3)] * 3
 
 
 # ---------------------------------------------------------------- where links cannot be made
 
 
-def open_where_one_cannot(rank: int) -> tuple[bool, list[str], int]:
+def open_where_one_cannot(rank: int, hosts: str) -> tuple[bool, list[str], int]:
     connect = socket.create_connection
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -162,7 +170,11 @@ def open_where_one_cannot(rank: int) -> tuple[bool, list[str], int]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with connects_within(1.0), mock.patch.object(socket, "create_connection", refuse if rank == 1 else connect):
+        with (
+            connects_within(1.0),
+            on_host(hosts[rank]),
+            mock.patch.object(socket, "create_connection", refuse if rank == 1 else connect),
+        ):
             channel = open_channel()
     again = open_channel()
     total = channel.beat(1).total + again.beat(1).total
@@ -171,7 +183,7 @@ def open_where_one_cannot(rank: int) -> tuple[bool, list[str], int]:
 
 
 def test_all_agree_on_the_store_where_one_cannot_connect(workers: Workers) -> None:
-    (first, said, total), *others = workers.run(3, open_where_one_cannot, links=True)
+    (first, said, total), *others = workers.run(3, open_where_one_cannot, "abc", links=True)
     assert (first, total) == (False, 6)
     assert [text[:34] for text in said] == ["The ranks cannot be connected: ran"]
     assert others == [(False, [], 6)] * 2
