@@ -1,6 +1,6 @@
 """Small messages between the ranks of a process group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -227,6 +227,10 @@ class Channel:
         seconds has ended or is stopped. Ends early once a failure has been told of.
         """
         return {self.rank: [False, self.status()]}
+
+    def silent(self, answers: Container[int]) -> list[int]:
+        """Return which ranks have given no answer to a roll call, less those that are asked through such a one."""
+        return [rank for rank in range(self.world_size) if rank not in answers]
 
     def leave(self) -> None:
         """Answer no more roll calls."""

@@ -32,8 +32,7 @@ class telling_failures:  # noqa: N801  it is used like a function
             answers = channel.roll_call()  # the rank that broke the collective may still be writing why
             if (failure := channel.failure()) is not None:
                 raise failure from error
-            silent = [rank for rank in range(channel.world_size) if rank not in answers]
-            if silent:
+            if silent := channel.silent(answers):
                 channel.fail("it does not answer: it was killed, or is stopped. Its own log says why.", silent[0])
                 raise PeerFailedError(
                     f"A collective failed on rank {channel.rank}, and {name_ranks(silent)} did not answer since:"

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +28,7 @@ class WaitingChannel:
     rank: int
     world_size: int
     status: Callable[[], Status | None]
+    silent: Callable[[Container[int]], list[int]]
     explain: Callable[[dict[int, Any]], JoinError | None]
     # In seconds of a wait: how often it looks whether a rank has failed, and after how many, and then how often, it
     # looks for processes that are gone.
@@ -59,7 +60,7 @@ class WaitingChannel:
 
     def roll_call(self) -> dict[int, Any]:
         answers = self._call_roll()
-        self._silent = set(range(self.world_size)).difference(answers)
+        self._silent = set(self.silent(answers))
         return answers
 
     def _call_roll(self) -> dict[int, Any]:

@@ -208,6 +208,11 @@ def test_layouts(hosts: list[str]) -> None:
             if other != rank:
                 neighbour = layout.next_to(other)
                 assert neighbour == layout.parent or layouts[neighbour].subtree >> other & 1
+                way, passed = neighbour, set()
+                while way != other:
+                    passed.add(way)
+                    way = layouts[way].next_to(other)
+                assert layout.between(other) == passed
     assert layouts[0].subtree == everyone
 
 

@@ -115,11 +115,11 @@ def test_a_rank_that_raises_is_named(workers: Workers, place: str, step: int, lo
 
 
 @pytest.mark.parametrize("loop", [pytest.param("sized", id="FSDP2"), pytest.param("plain", id="FSDP1", marks=LONG)])
-@pytest.mark.parametrize("victim", [2, 1], ids=["active", "joined"])
+@pytest.mark.parametrize("victim", [2, 1, 0], ids=["active", "joined", "host"])
 @pytest.mark.parametrize("action", ["kill", pytest.param("stop", marks=pytest.mark.long)])  # waits for timeouts
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_is_gone_is_named(workers: Workers, place: str, action: str, victim: int, loop: str) -> None:
-    # Rank 2 ends itself, or rank 1, which has joined and follows what it does.
+    # Rank 2 ends itself, or rank 1, which has joined and follows it, or rank 0, which leads, and has the store.
     fault = Fault(f"{action} in {place}", 2, 3, (5, 2, 5), loop, victim=victim)
     if action == "stop":
         resuming = threading.Thread(target=resume, args=(workers.pid(victim), TIMEOUT + GRACE))

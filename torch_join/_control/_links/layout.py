@@ -31,6 +31,7 @@ class Layout:
             for index, other in enumerate(ranks):
                 if index or other not in parents:
                     parents[other] = ranks[(index - 1) // _WIDTH] if index else None
+        self._parents, self._rank = parents, rank
         self.parent = parents[rank]
         self.children = [child for child, parent in parents.items() if parent == rank]
         self.below = dict.fromkeys(self.children, 0)
@@ -41,6 +42,19 @@ class Layout:
             if way is not None:
                 self.below[way] |= 1 << other
         self.subtree = (1 << rank) | sum(self.below.values())
+
+    def between(self, rank: int) -> set[int]:
+        """Return the ranks that a message to another one goes through."""
+        mine, theirs = self._up(self._rank), self._up(rank)
+        top = next(one for one in mine if one in theirs)
+        return {*mine[: mine.index(top) + 1], *theirs[: theirs.index(top) + 1]} - {self._rank, rank}
+
+    def _up(self, rank: int | None) -> list[int]:
+        way = []
+        while rank is not None:
+            way.append(rank)
+            rank = self._parents[rank]
+        return way
 
     def next_to(self, rank: int) -> int:
         """Return the neighbour that is on the way to a rank."""

@@ -38,6 +38,7 @@ class Tree:
         self, connections: Mapping[int, socket], layout: Layout, rank: int, processes: Mapping[int, Process]
     ) -> None:
         self.processes = processes
+        self.layout = layout
         self._has_cores = len(processes) < (os.cpu_count() or 1)
         self._node = node = Node(layout, rank, processes)
         node.links = self.links = Links(connections, node.handle, node.look_after)

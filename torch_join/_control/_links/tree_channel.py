@@ -6,7 +6,7 @@ end of its connections, and by whoever waits on its host, as one that is stopped
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -147,6 +147,10 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self._tree.wait(enough, lambda: None)
         found = {rank: answers.pop(number) for rank, number in asked.items() if number in answers}
         return {rank: self._decode("an answer to a roll call", data, _ANSWER) for rank, data in found.items() if data}
+
+    def silent(self, answers: Container[int]) -> list[int]:
+        missing = super().silent(answers)
+        return [rank for rank in missing if self._tree.layout.between(rank).isdisjoint(missing)]
 
     def _place(self) -> bytes:
         try:
