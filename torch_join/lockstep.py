@@ -108,6 +108,7 @@ class LockstepJoin(Lockstep):
         backward. Then `no_loss` is true.
         """
         self.no_loss = self._has_gathered = False
+        self.driver.has_loss = True
         if self.channel.world_size == 1:
             yield
             return
@@ -130,7 +131,7 @@ class LockstepJoin(Lockstep):
                 " batches out of the dataloader."
             )
         if output is None and self._syncs:
-            self.no_loss = True
+            self.no_loss, self.driver.has_loss = True, False
             return self._shadow.no_loss_output()
         return output
 
@@ -144,14 +145,16 @@ class LockstepJoin(Lockstep):
             self._listening_to(backward)
             self._shadow.accumulated = not self._syncs
             return True
-        parameters, syncs = self._shadow.parameters, self._syncs
-        if syncs:
+        parameters = self._shadow.parameters
+        # Where the lowest active rank has said that it has a loss, no joined one need ask whether somebody has.
+        counts = self._syncs and not (self.joined and self.driver.has_loss)
+        if counts:
             self._no_loss.add(any(p.grad is not None for p in parameters))
         if self.joined and self._in_pieces:
             self._listening_to(backward)  # which follows
         else:
             self.driver.derive(self._model, "backward", partial(self._listening_to, backward))
-        if not syncs:
+        if not counts:
             return True
         _compat.wait_for_device(parameters[0].device.type)
         totals = self._no_loss.read()

@@ -1,5 +1,10 @@
-"""Accelerate under the context: the parameters are those that one process would have computed."""
+"""Accelerate under the context: the parameters are those that one process would have computed.
 
+`-m long` runs 300 random scripts, every other one rebalanced, or as many as TORCH_JOIN_CASES says, from the seed
+TORCH_JOIN_SEED on.
+"""
+
+import os
 from dataclasses import replace
 from random import Random
 
@@ -10,6 +15,8 @@ from tests.support.accelerated import Script, Trained, reference, samples_of, tr
 from tests.support.workers import Workers
 
 TOLERANCE = 1e-10
+CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
+FIRST = int(os.environ.get("TORCH_JOIN_SEED", 200))
 
 SCRIPTS = {
     # Accelerate shards: the last process has no batch, or one less, or the last batch is short.
@@ -109,6 +116,14 @@ def test_as_one_process_with_the_same_schedule(workers: Workers, name: str) -> N
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_any_rebalanced_script_is_as_one_process(workers: Workers, seed: int) -> None:
     test_as_one_process(workers, replace(draw(seed), rebalance=True, heartbeat=False))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
+def test_many_scripts_are_as_one_process(workers: Workers, seed: int) -> None:
+    script = draw(seed)
+    rebalances = seed % 2 == 0
+    test_as_one_process(workers, replace(script, rebalance=rebalances, heartbeat=script.heartbeat and not rebalances))
 
 
 @pytest.mark.parametrize("lengths", [(9, 1), (0, 7), (1, 8, 2)])

@@ -3,8 +3,9 @@
 Such a rank goes through backward as one without a batch, since the others need it there. If nobody has
 a loss, and no gradient has been accumulated either, the average of nothing would be zero: a gradient that
 momentum and weight decay act upon, where a single process has none. Ranks without a loss therefore count
-themselves before their backward. Nobody comes through its collectives before all have come to them, so after it
-the count is complete. Ranks with a loss have nothing to do.
+themselves before their backward; those without a batch only where the lowest rank that has one has told them that it
+has no loss. Nobody comes through its collectives before all have come to them, so after it the count is complete.
+Ranks with a loss have nothing to do.
 """
 
 from typing import NamedTuple

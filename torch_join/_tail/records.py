@@ -15,7 +15,7 @@ RECORD = tuple[list[Announcement], tuple[int, ...]]  # and who is active
 _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
-    DONE: bool,  # a step in lockstep; whether its backward is one too
+    DONE: tuple[bool, bool],  # a step in lockstep; whether its backward is one too, and has a loss
     # The parts' closing messages, the place in the beats, whose state all take, whether backwards go in pieces.
     END: tuple[list[Any], tuple[int, list[tuple[int, int, int]]], int, bool],
 }

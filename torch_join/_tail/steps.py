@@ -38,6 +38,7 @@ class StepDriver:
     Attributes:
         members: Who is active.
         server: Where the parts announce what they do, and what has a joined rank answer.
+        has_loss: Whether this rank has a loss in this step; on a joined rank, whether the lowest active one has.
     """
 
     # What the parts ask of a driver: there is always a meeting before the step.
@@ -45,6 +46,7 @@ class StepDriver:
     in_plain_loop = awaits_others = False
     clears: Sequence[Clears] = ()
     step_number = 0
+    has_loss = True
 
     def __init__(self, channel: Channel, weighting: Weighting = "world", backward_collectives: bool = False) -> None:
         self.members = Membership(dist.group.WORLD if dist.is_initialized() else None, weighting)
@@ -99,7 +101,7 @@ class StepDriver:
             server.tap.install()
         try:
             yield
-            server.announce(-1, DONE, server.in_pieces)
+            server.announce(-1, DONE, (server.in_pieces, self.has_loss))
         finally:
             members.role = Role.EVEN
             server.tap.remove()
@@ -128,7 +130,8 @@ class StepDriver:
         """
         self.server.begin_step(active)
         backwards = self.server.backwards
-        backwards.in_pieces = self.server.follow(DONE) or backwards.in_pieces
+        in_pieces, self.has_loss = self.server.follow(DONE)
+        backwards.in_pieces = in_pieces or backwards.in_pieces
         return backwards.in_pieces
 
     def derive(self, part: Part, kind: str, payload: Any = None) -> None:
