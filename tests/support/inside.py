@@ -271,6 +271,14 @@ def seen_listeners() -> Iterator[list[tuple[socket.socket, Where]]]:
         yield found
 
 
+def silent(layout: Layout, rank: int, world_size: int, reached: set[int], answered: set[int]) -> list[int]:
+    """Whom a rank takes for failed that has called the roll."""
+    channel = TreeChannel.__new__(TreeChannel)
+    channel.rank, channel.world_size = rank, world_size
+    channel._tree, channel._passing_on = mock.Mock(layout=layout), reached
+    return channel.silent(answered)
+
+
 def links_of(channel: Any) -> Any:
     return channel._tree.links
 

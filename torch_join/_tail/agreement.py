@@ -36,8 +36,8 @@ class Agreement:
 
     def begin(self) -> None:
         """Begin a tail."""
-        self._checksum = self._count = 0
-        self._last: tuple[str, Any] = "", None  # its kind, and its payload if that is compared
+        # A checksum, how many, and the last one: its kind, and its payload if that is compared. Other threads read it.
+        self._noted: tuple[int, int, str, Any] = 0, 0, "", None
         self._active: tuple[int, ...] = ()
         self._due: deque[tuple[str, int]] = deque()  # what is to be compared, as the lowest active rank
         self._tail = f"said/{self._channel.records}"
@@ -45,8 +45,8 @@ class Agreement:
     @property
     def word(self) -> tuple[int, int, str]:
         """What all active ranks must have in common: a checksum, the number of announcements, the last."""
-        kind, compared = self._last
-        return self._checksum, self._count, kind if compared is None else f"{kind} {compared}"
+        checksum, count, kind, compared = self._noted
+        return checksum, count, kind if compared is None else f"{kind} {compared}"
 
     def note(self, said: Announcement, leads: bool) -> _codec.Encoded:
         """Add an announcement; return it as the rank that `leads` sends it."""
@@ -54,7 +54,8 @@ class Agreement:
         # Other payloads hold what only the first rank needs to know, or may know.
         compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
         encoded = _codec.encode((index, kind, compared))
-        self._checksum, self._count, self._last = crc32(encoded, self._checksum), self._count + 1, (kind, compared)
+        checksum, count, *_ = self._noted
+        self._noted = crc32(encoded, checksum), count + 1, kind, compared
         return encoded if compared is payload or not leads else _codec.encode(said)
 
     def compare(self, rank: int, active: tuple[int, ...]) -> None:
@@ -73,14 +74,14 @@ class Agreement:
         if step > _EVERY and step % _EVERY:
             return
         key = f"{self._name}/{step}"
-        self._channel.contribute(key, self._checksum, active)
+        self._channel.contribute(key, self._noted[0], active)
         if rank != active[0]:
             return
         # The others may be behind, where a step has no sync: what they have not said yet is due later.
         while self._due and (total := self._channel.contributed(self._due[0][0], active)) is not None:
             if total != len(active) * self._due.popleft()[1]:
                 raise self._disagreement()
-        self._due.append((key, self._checksum))
+        self._due.append((key, self._noted[0]))
 
     def part(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
         """Compare what all have announced up to the last step of those who leave; every active rank calls this.

@@ -26,6 +26,7 @@ from tests.support.inside import (
     messages,
     neighbours,
     on_host,
+    silent,
     store_of,
 )
 from tests.support.workers import Workers
@@ -214,6 +215,23 @@ def test_layouts(hosts: list[str]) -> None:
                     way = layouts[way].next_to(other)
                 assert layout.between(other) == passed
     assert layouts[0].subtree == everyone
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reached", "answered", "expected"),
+    [
+        ("aaa", {1}, {1}, [0]),  # rank 2 is asked through it
+        ("aaa", {0, 1}, {1}, [0, 2]),  # it has left, and passes on
+        ("aaa", {0, 1}, {0, 1}, [2]),
+        ("a" * 12, {*range(12)} - {0, 10}, {*range(12)} - {0, 10}, [0, 10]),  # 9 to 11 are below rank 1
+        ("aabb", {1}, {1}, [0]),
+        ("aabb", {0, 1}, {0, 1}, [2]),
+    ],
+)
+def test_who_is_asked_through_a_silent_rank_is_not_accused(
+    hosts: str, reached: set[int], answered: set[int], expected: list[int]
+) -> None:
+    assert silent(Layout(hosts, 1), 1, len(hosts), reached, answered) == expected
 
 
 # ---------------------------------------------------------------- several levels of real processes

@@ -43,6 +43,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
     def __init__(self, tree: Tree, rank: int, world_size: int, timeout: timedelta, group: dist.ProcessGroup) -> None:
         self._tree = tree
         self._is_awake = False  # while it waits for what others wait for it to answer
+        self._passing_on: set[int] = set()  # whom the last roll call has reached
         self._suspects: dict[int, str] = {}  # at the last look: ranks that may be in others' way, and why
         store: Any = TreeStore(tree)
         Messages.__init__(self)
@@ -146,11 +147,13 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
         self._tree.wait(enough, lambda: None)
         found = {rank: answers.pop(number) for rank, number in asked.items() if number in answers}
+        self._passing_on = {*found}  # also who has left, and answers nothing
         return {rank: self._decode("an answer to a roll call", data, _ANSWER) for rank, data in found.items() if data}
 
     def silent(self, answers: Container[int]) -> list[int]:
         missing = super().silent(answers)
-        return [rank for rank in missing if self._tree.layout.between(rank).isdisjoint(missing)]
+        stuck = {*missing} - self._passing_on
+        return [rank for rank in missing if self._tree.layout.between(rank).isdisjoint(stuck)]
 
     def _place(self) -> bytes:
         try:
