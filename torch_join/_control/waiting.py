@@ -106,8 +106,16 @@ class WaitingChannel:
 
     # ------------------------------------------------------------ waiting
 
-    def vigil(self, start: float | None = None) -> Callable[[], None]:
-        """See `Channel.vigil`; `start` is when the wait has begun, by default now."""
+    def vigil(
+        self, start: float | None = None, known: Callable[[], PeerFailedError | None] | None = None
+    ) -> Callable[[], None]:
+        """See `Channel.vigil`.
+
+        Args:
+            start: When the wait has begun, by default now.
+            known: Returns a failure that is known, where somebody else reads what the others say.
+        """
+        failure_of = self.failure if known is None else known
         start = time.monotonic() if start is None else start
         deadline, next_look, next_probe = start + self._timeout.total_seconds(), start, start + self._probes_after
 
@@ -116,7 +124,7 @@ class WaitingChannel:
             now = time.monotonic()
             if now > next_look:
                 next_look = now + self._looks_every
-                if (failure := self.failure()) is not None:
+                if (failure := failure_of()) is not None:
                     raise failure
             if now > deadline:
                 raise self._timed_out()

@@ -161,7 +161,13 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         except Exception:  # the status is in the making, in another thread
             return _codec.encode((self._waits is not None, None))
 
+    def failure(self) -> PeerFailedError | None:
+        self._tree.links.read()
+        return super().failure()
+
     def _read_failure(self, store: Any) -> PeerFailedError | None:
+        if not self._store.has("failure"):
+            return None
         failure = super()._read_failure(store)
         if failure is None or f": {BROKEN}" not in str(failure):
             return failure
@@ -178,7 +184,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self._tree.links.read()
         if ready():
             return
-        vigil = self.vigil()
+        vigil = self.vigil(known=super().failure)
 
         def look() -> None:
             if meanwhile is not None:
