@@ -27,7 +27,6 @@ class Agreement:
 
     Args:
         channel: The channel between the ranks.
-
     """
 
     def __init__(self, channel: Channel) -> None:
