@@ -1,16 +1,20 @@
 """Measure an epoch against how unevenly its batches are dealt, for each way to train on them.
 
-    python -m benchmarks.skew [--seconds 300] [--sizes 1] [--batches 240] [--only TEXT] [--plot PATH] [--quick]
+    python -m benchmarks.skew [--seconds 300] [--sizes 1] [--batches 240] [--only TEXT] [--reference ddp] [--quick]
     python -m benchmarks.skew --model
 
 A step takes 15 ms, for which the host waits as for a device; reading a batch copies it. So what is seen is what
 ranks wait for each other, and what moving batches takes of the host's time. Each epoch is measured in a pair with
 plain DDP (or Lightning's `ddp`) on even shards of as many batches, in the same processes and one after the other;
 the ratio is at least 1 where nothing is left out. What a `with` takes at its begin and end is a part of it: the fewer
-batches there are, the more that is.
+batches there are, the more that is. With `--reference same` the even shards are trained on in the same way, with
+`--reference join` under Join without rebalancing.
 
 The ways, besides: `pad` has short ranks go through their own batches again until the longest is done, `drop` ends
 with the shortest. Both are plain DDP.
+
+How exact: the largest difference of a parameter, in float64, from one process that trains on the same batches in the
+same steps; for `pad` and `drop`, on each batch once, in the steps of `join`.
 """
 
 import argparse
@@ -24,6 +28,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -75,20 +80,54 @@ class Stream(IterableDataset[Tensor]):
 def work(network: nn.Module, batch: Tensor) -> Tensor:
     """Do what a step does on the device, in `STEP` seconds."""
     end = time.perf_counter() + STEP
-    loss: Tensor = network(batch[:8]).pow(2).mean()
+    loss = loss_of(network, batch)
     time.sleep(max(0.0, end - time.perf_counter()))
+    return loss
+
+
+def loss_of(network: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = (network(batch[:8].double() / 64) - 1).pow(2).mean()
     return loss
 
 
 class Network(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.double()
+
+
+def make_network() -> tuple[Network, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    network = Network()
+    return network, torch.optim.SGD(network.parameters(), lr=0.01)
+
+
+Steps = list[list[tuple[int, int]]]  # of each step, whose batches are trained on, and which
+
+
+def in_one_process(steps: Steps, world_size: int) -> Tensor:
+    """Return the parameters of one process that trains on these batches."""
+    network, optimizer = make_network()
+    for step in steps:
+        optimizer.zero_grad()
+        for rank, index in step:
+            batch = torch.zeros(8, FEATURES)
+            batch[0, 0], batch[0, 1] = rank, index
+            (loss_of(network, batch) / world_size).backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(network.parameters()).detach()
+
+
+def steps_of(by_rank: Sequence[Sequence[tuple[int, int]]]) -> Steps:
+    """Return what is trained on in each step, of what each rank trains on."""
+    return [[one for one in step if one is not None] for step in zip_longest(*by_rank)]
 
 
 class Module(pl.LightningModule):
     def __init__(self, batches: Any, seen: list[tuple[int, int]]) -> None:
         super().__init__()
-        self.network, self.batches, self.seen = Network(), batches, seen
+        self.network, self.optimizer = make_network()
+        self.batches, self.seen = batches, seen
 
     def training_step(self, batch: Tensor) -> Tensor:
         self.seen.append((int(batch[0, 0]), int(batch[0, 1])))
@@ -98,7 +137,7 @@ class Module(pl.LightningModule):
         return self.batches
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return self.optimizer
 
     def on_train_epoch_start(self) -> None:
         dist.barrier()
@@ -118,6 +157,15 @@ def lengths_of(skew: Sequence[int], batches: int, way: str) -> list[int]:
     return lengths
 
 
+@dataclass
+class Epoch:
+    """What one epoch took on the slowest rank, in seconds, and what this rank has trained on, and trained."""
+
+    seconds: float
+    seen: list[tuple[int, int]]
+    parameters: Tensor
+
+
 @dataclass(eq=False)
 class Case:
     """One way to train, on one skew."""
@@ -127,43 +175,47 @@ class Case:
     megabytes: float
     known: bool
     batches: int  # of all ranks together
+    reference: str = "ddp"
     ratios: list[float] = field(default_factory=list)
     seen: int = 0  # distinct batches
     trained: int = 0
+    difference: float = 0.0  # the largest
 
     @property
     def name(self) -> str:
         lengths = "" if self.known else ", unknown lengths"
         return f"{':'.join(map(str, self.skew))}, {self.megabytes:g} MB{lengths}, {self.way}"
 
-    def epoch(self, way: str) -> tuple[float, list[tuple[int, int]]]:
-        """Train one epoch; return its seconds on the slowest rank, and the batches that this one has trained on."""
-        framework, _, kind = way.rpartition(": ")
+    def epoch(self, even: bool) -> Epoch:
+        """Train one epoch, on even shards in the way of the reference."""
+        _, separator, kind = self.way.rpartition(": ")
         rank = dist.get_rank()
         data = Batches(rank, lengths_of(self.skew, self.batches, "join")[rank], self.megabytes)
-        length = lengths_of(self.skew, self.batches, kind)[rank]
-        if kind == "even":
+        length = lengths_of(self.skew, self.batches, "even" if even else kind)[rank]
+        if even:
             data = Batches(rank, length, self.megabytes)
+            kind = {"ddp": "even", "same": kind, "join": "join"}[self.reference]
         loader: Any = DataLoader(data if self.known else Stream(data), batch_size=None)  # type: ignore[arg-type]
         if kind in ("pad", "drop"):
             loader = Repeated(data, length)
-        measure = in_lightning if framework else in_plain_loop
-        seconds, seen = measure(kind, loader)
-        slowest = torch.tensor(seconds)
+        found = (in_lightning if separator else in_plain_loop)(kind, loader)
+        slowest = torch.tensor(found.seconds)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest), seen
+        found.seconds = float(slowest)
+        return found
 
     def add_pair(self, swap: bool) -> None:
-        even = "Lightning: even" if self.way.startswith("Lightning") else "even"
-        seconds: dict[str, float] = {}
-        for way in (self.way, even) if swap else (even, self.way):
-            seconds[way], seen = self.epoch(way)
-            if way == self.way:
-                everyone: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, seen)
-                trained = [one for theirs in everyone for one in theirs]
-                self.trained, self.seen = len(trained), len(set(trained))
-        self.ratios.append(seconds[self.way] / seconds[even])
+        found = {even: self.epoch(even) for even in ((False, True) if swap else (True, False))}
+        self.ratios.append(found[False].seconds / found[True].seconds)
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, found[False].seen)
+        trained = [one for theirs in by_rank for one in theirs]
+        self.trained, self.seen = len(trained), len(set(trained))
+        lengths = lengths_of(self.skew, self.batches, "join")
+        if self.way.endswith(("pad", "drop")):
+            by_rank = [[(rank, index) for index in range(length)] for rank, length in enumerate(lengths)]
+        expected = in_one_process(steps_of(by_rank), len(lengths))
+        self.difference = max(self.difference, float((found[False].parameters - expected).abs().max()))
 
     def summary(self) -> dict[str, Any]:
         ratios = torch.tensor(self.ratios, dtype=torch.float64)
@@ -180,6 +232,7 @@ class Case:
             "batches": sum(lengths),
             "distinct": self.seen,
             "trained": self.trained,
+            "difference": self.difference,
         }
 
 
@@ -198,10 +251,9 @@ class Repeated(Dataset[Tensor]):
         return self.data[index % max(1, len(self.data))]
 
 
-def in_plain_loop(kind: str, loader: Iterable[Tensor]) -> tuple[float, list[tuple[int, int]]]:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Network())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+def in_plain_loop(kind: str, loader: Iterable[Tensor]) -> Epoch:
+    network, optimizer = make_network()
+    ddp = DistributedDataParallel(network)
     joins = kind in ("join", "rebalance")
     seen = []
     dist.barrier()
@@ -212,11 +264,11 @@ def in_plain_loop(kind: str, loader: Iterable[Tensor]) -> tuple[float, list[tupl
             optimizer.zero_grad()
             work(ddp, batch).backward()
             optimizer.step()
-    return time.perf_counter() - begin, seen
+    seconds = time.perf_counter() - begin
+    return Epoch(seconds, seen, nn.utils.parameters_to_vector(network.parameters()).detach())
 
 
-def in_lightning(kind: str, loader: Any) -> tuple[float, list[tuple[int, int]]]:
-    torch.manual_seed(0)
+def in_lightning(kind: str, loader: Any) -> Epoch:
     seen: list[tuple[int, int]] = []
     module = Module(loader, seen)
     strategy: Any = DDPJoinStrategy(rebalance=kind == "rebalance") if kind in ("join", "rebalance") else "ddp"
@@ -232,21 +284,21 @@ def in_lightning(kind: str, loader: Any) -> tuple[float, list[tuple[int, int]]]:
         enable_model_summary=False,
     )
     trainer.fit(module)
-    return module.seconds, seen
+    return Epoch(module.seconds, seen, nn.utils.parameters_to_vector(module.network.parameters()).detach())
 
 
-def cases_of(world_size: int, sizes: Sequence[float], batches: int, only: str) -> list[Case]:
+def cases_of(arguments: argparse.Namespace, world_size: int) -> list[Case]:
     cases = [
-        Case(framework + way, skew, megabytes, known, batches)
+        Case(framework + way, skew, megabytes, known, arguments.batches, arguments.reference)
         for skew in SKEWS
         if len(skew) == world_size
-        for megabytes in sizes
+        for megabytes in arguments.sizes
         for known in (True, False)
         for framework in ("", "Lightning: ")
         for way in ("join", "rebalance", "pad", "drop")
         if known or way in ("join", "rebalance")
     ]
-    return [case for case in cases if only in case.name]
+    return [case for case in cases if arguments.only in case.name]
 
 
 def model() -> Table:
@@ -290,12 +342,12 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     dist.init_process_group("gloo")
-    cases = cases_of(dist.get_world_size(), arguments.sizes, arguments.batches, arguments.only)
+    cases = cases_of(arguments, dist.get_world_size())
     for case in cases:
-        case.epoch(case.way)  # warm up
+        case.epoch(False)  # warm up
     deadline = time.perf_counter() + arguments.seconds
     for turn in range(1_000_000):
-        enough = torch.tensor(turn >= (1 if arguments.quick else 3) and time.perf_counter() > deadline)
+        enough = torch.tensor(turn >= arguments.turns and time.perf_counter() > deadline)
         dist.broadcast(enough, 0)
         if enough:
             break
@@ -309,7 +361,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def table_of(summaries: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="Epochs, against even shards of as many batches")
-    for column in ("case", "ratio", "95% interval", "pairs", "distinct batches", "trained twice"):
+    for column in ("case", "ratio", "95% interval", "pairs", "distinct batches", "trained twice", "difference"):
         table.add_column(column, justify="left" if column == "case" else "right")
     for one in summaries:
         low, high = one["interval"]
@@ -320,6 +372,7 @@ def table_of(summaries: Sequence[dict[str, Any]]) -> Table:
             str(one["pairs"]),
             f"{one['distinct']} of {one['batches']}",
             str(one["trained"] - one["distinct"]),
+            f"{one['difference']:.0e}",
         )
     return table
 
@@ -346,15 +399,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300, help="how long to measure, for each number of ranks")
     parser.add_argument("--sizes", type=float, nargs="+", default=[1.0], help="of a batch, in MB")
+    parser.add_argument("--turns", type=int, default=3, help="pairs of each case, at least")
     parser.add_argument("--batches", type=int, default=240, help="of all ranks together")
     parser.add_argument("--only", default="", metavar="TEXT", help="leave out cases whose names do not hold it")
     parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument("--reference", choices=("ddp", "same", "join"), default="ddp", help="what even shards run in")
     parser.add_argument("--model", action="store_true", help="print epochs of 8 and 64 ranks by model")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to a file")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw them, with matplotlib")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.seconds = 1.0
+        arguments.seconds, arguments.turns = 1.0, 1
     if "LOCAL_RANK" in os.environ:
         run(arguments)
         return
@@ -364,13 +419,13 @@ def main() -> None:
         return
     summaries: list[dict[str, Any]] = []
     for world_size in sorted({len(skew) for skew in SKEWS}):
-        if not cases_of(world_size, arguments.sizes, arguments.batches, arguments.only):
+        if not cases_of(arguments, world_size):
             continue
         path = Path(f"{arguments.json or '/tmp/skew'}.{world_size}")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         command += ["-m", "benchmarks.skew", f"--seconds={arguments.seconds}", "--only", arguments.only]
         command += ["--sizes", *map(str, arguments.sizes), "--batches", str(arguments.batches), "--json", str(path)]
-        command += ["--quick"] if arguments.quick else []
+        command += ["--turns", str(arguments.turns), "--reference", arguments.reference]
         subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
         summaries += json.loads(path.read_text())
         path.unlink()
