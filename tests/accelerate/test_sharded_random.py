@@ -25,6 +25,8 @@ from tests.support.sharded_verdict import CASES, NOTHING, promised, verdict
 from tests.support.sharding import Training, full_moments, full_state, tune
 from tests.support.workers import Workers
 
+# torch says so where a model that recomputes by reentrant checkpoints is evaluated.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 FEW = range(10)
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 

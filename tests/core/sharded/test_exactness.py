@@ -34,6 +34,7 @@ BOTH = {
     "evaluates apart": Recipe((0, 5), evaluates="another with"),
     "masked": Recipe((2, 5), masked=1),
     "cut": Recipe((5, 3), window=2, cut=True),
+    "evaluates amid a window": Recipe((0, 1), window=3, no_sync=True, cut=True, evaluates="another with"),
     "between": Recipe((2, 5), where="between"),
 }
 SECOND = {
