@@ -178,13 +178,22 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return issue("broadcast", OpType::BROADCAST, tensors, tensors,
-                 [gloo = gloo_, host = dense(tensors), options]() mutable { gloo->broadcast(host, options)->wait(); });
+    Tensors sent = real(tensors);
+    return issue("broadcast", OpType::BROADCAST, sent, tensors,
+                 [gloo = gloo_, host = dense(sent), options]() mutable { gloo->broadcast(host, options)->wait(); });
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    check(options.reduceOp, tensors);
-    return issue("allreduce", OpType::ALLREDUCE, tensors, tensors,
-                 [gloo = gloo_, host = dense(tensors), options]() mutable { gloo->allreduce(host, options)->wait(); });
+    Tensors sent = real(options.reduceOp, tensors);
+    check(options.reduceOp, sent);
+    // NCCL averages whole numbers too, and cuts off what is left.
+    bool cuts_off = options.reduceOp == c10d::ReduceOp::AVG && !at::isFloatingType(sent[0].scalar_type());
+    auto known = options;
+    if (cuts_off) known.reduceOp = c10d::ReduceOp::SUM;
+    return issue("allreduce", OpType::ALLREDUCE, sent, tensors,
+                 [gloo = gloo_, host = dense(sent), size = getSize(), cuts_off, known]() mutable {
+                   gloo->allreduce(host, known)->wait();
+                   if (cuts_off) host[0].div_(size, "trunc");
+                 });
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     check(options.reduceOp, tensors);
@@ -197,9 +206,10 @@ class Backend final : public c10d::Backend {
                  });
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    check(options.reduceOp, tensors);
-    return issue("reduce", OpType::REDUCE, tensors, tensors,
-                 [gloo = gloo_, host = dense(tensors), options]() mutable { gloo->reduce(host, options)->wait(); });
+    Tensors sent = real(options.reduceOp, tensors);
+    check(options.reduceOp, sent);
+    return issue("reduce", OpType::REDUCE, sent, tensors,
+                 [gloo = gloo_, host = dense(sent), options]() mutable { gloo->reduce(host, options)->wait(); });
   }
   WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     return issue("allgather", OpType::ALLGATHER, joined(inputs, flat(outputs)), flat(outputs),
@@ -297,6 +307,17 @@ class Backend final : public c10d::Backend {
     return communicators_.empty() ? getRank() % device_count() : *communicators_.begin();
   }
 
+  // As ProcessGroupNCCL does in some collectives: a complex number is two real ones.
+  static Tensors real(const Tensors& tensors) {
+    Tensors all;
+    for (const auto& tensor : tensors) all.push_back(tensor.is_complex() ? at::view_as_real(tensor) : tensor);
+    return all;
+  }
+  static Tensors real(const c10d::ReduceOp& operation, const Tensors& tensors) {
+    auto kind = static_cast<c10d::ReduceOp::RedOpType>(operation.op_);
+    return kind == c10d::ReduceOp::SUM || kind == c10d::ReduceOp::AVG ? real(tensors) : tensors;
+  }
+
   static void check(const Tensors& tensors) {
     static const std::set<at::ScalarType> known{at::kFloat, at::kHalf, at::kDouble, at::kBFloat16,      at::kChar,         at::kByte,
                                                 at::kInt,   at::kLong, at::kBool,   at::kFloat8_e4m3fn, at::kFloat8_e5m2};
@@ -333,11 +354,14 @@ class Backend final : public c10d::Backend {
                     " both on fakegpu:", other->first, " (", name_, ")");
       }
     };
-    if (PyGILState_Check()) {
-      pybind11::gil_scoped_release release;
+    try {
+      std::optional<pybind11::gil_scoped_release> release;
+      if (PyGILState_Check()) release.emplace();
       meet();
-    } else {
-      meet();
+    } catch (const c10::Error& error) {
+      C10_THROW_ERROR(DistBackendError, error.what_without_backtrace());
+    } catch (const std::exception& error) {  // a store's
+      C10_THROW_ERROR(DistBackendError, std::string("fakenccl cannot connect the ranks: ") + error.what());
     }
     communicators_.insert(index);
   }

@@ -5,6 +5,7 @@
 #include "emulator.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -14,7 +15,6 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -37,6 +37,7 @@ constexpr int kMostDevices = 16;
 // Never destroyed: tensors may outlive what a library destroys at the end of a process.
 std::mutex& awaited_mutex = *new std::mutex;
 std::vector<std::shared_ptr<Pending>>& awaited = *new std::vector<std::shared_ptr<Pending>>;
+std::vector<std::shared_ptr<Pending>>& abandoned = *new std::vector<std::shared_ptr<Pending>>;
 
 thread_local DeviceIndex current = 0;
 thread_local c10::StreamId streams[kMostDevices] = {};
@@ -46,12 +47,20 @@ std::set<int> contexts;  // the devices on which this process has allocated memo
 
 DeviceIndex index_of(Device device) { return device.has_index() ? device.index() : current; }
 
-// Frees memory when the collectives are done that the device waits for, which may use it; the host does not wait.
+// The collectives that may still use memory.
+std::vector<std::shared_ptr<Pending>> in_use() {
+  std::lock_guard<std::mutex> guard(awaited_mutex);
+  auto all = awaited;
+  all.insert(all.end(), abandoned.begin(), abandoned.end());
+  return all;
+}
+
+// Frees memory when the collectives are done that may use it; the host does not wait.
 void release(void* memory) {
   static auto& held = *new std::vector<std::pair<void*, std::vector<std::shared_ptr<Pending>>>>;
   static auto& mutex = *new std::mutex;
   std::lock_guard<std::mutex> guard(mutex);
-  if (memory) held.emplace_back(memory, awaited_by_device());
+  if (memory) held.emplace_back(memory, in_use());
   std::erase_if(held, [](auto& each) {
     bool done = std::all_of(each.second.begin(), each.second.end(), [](auto& pending) { return pending->done(); });
     if (done) free(each.first);
@@ -74,6 +83,31 @@ struct Memory final : c10::Allocator {
 };
 Memory memory;
 REGISTER_ALLOCATOR(kDevice, &memory);
+
+// Pinned is the host's memory that was asked for as such.
+std::mutex& pinned_mutex = *new std::mutex;
+std::set<const void*>& pinned = *new std::set<const void*>;
+
+void unpin(void* memory) {
+  {
+    std::lock_guard<std::mutex> guard(pinned_mutex);
+    pinned.erase(memory);
+  }
+  free(memory);
+}
+
+struct PinnedMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    void* memory = nullptr;
+    TORCH_CHECK(size == 0 || posix_memalign(&memory, 64, size) == 0, "fakegpu: out of pinned memory");
+    std::lock_guard<std::mutex> guard(pinned_mutex);
+    if (memory) pinned.insert(memory);
+    return {memory, memory, &unpin, Device(at::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
+  void copy_data(void* to, const void* from, std::size_t size) const override { memcpy(to, from, size); }
+};
+PinnedMemory pinned_memory;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   using Event = std::shared_ptr<Pending>;
@@ -149,8 +183,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
     return index >= 0 ? std::exchange(current, index) : current;
   }
-  bool isPinnedPtr(const void*) const override { return true; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  bool isPinnedPtr(const void* memory) const override {
+    std::lock_guard<std::mutex> guard(pinned_mutex);
+    return pinned.count(memory);
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   Device getDeviceFromPtr(void*) const override { return {kDevice, current}; }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override {
     return at::globalContext().defaultGenerator(at::kCPU);
@@ -397,10 +434,22 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
+// Autocast: products in a lower precision, as everywhere; all else as it comes.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
+}
+
+// Conjugated and negated memory is copied as such: what makes it plain is a copy itself.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 }  // namespace
 
 int device_count() {
-  static int devices = std::min(std::stoi(setting("FAKEGPU_COUNT", "4")), kMostDevices);
+  static int devices = std::min(std::stoi(setting("FAKEGPU_COUNT", "16")), kMostDevices);
   return devices;
 }
 
@@ -423,6 +472,14 @@ void catch_up() {
   for (auto& pending : mine) pending->wait();
 }
 
+// The device waits for no collective any more: those of a run that has failed are no matter of the next one.
+void abandon() {
+  std::lock_guard<std::mutex> guard(awaited_mutex);
+  abandoned.insert(abandoned.end(), awaited.begin(), awaited.end());
+  awaited.clear();
+  std::erase_if(abandoned, [](auto& pending) { return pending->done(); });
+}
+
 Tensor on_host(const Tensor& tensor) {
   if (!tensor.is_privateuseone()) return tensor;
   auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
@@ -441,6 +498,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("current_device", [] { return int(current); });
   module.def("device_count", device_count);
   module.def("synchronize", Guard::synchronise);
+  module.def("abandon", abandon);
   module.def("contexts", [] {
     std::lock_guard<std::mutex> guard(contexts_mutex);
     return std::vector<int>(contexts.begin(), contexts.end());

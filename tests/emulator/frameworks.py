@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.state import DistributedType, PartialState
 from lightning.pytorch.accelerators import Accelerator
 
@@ -56,6 +57,7 @@ def accelerate_options() -> dict[str, Any]:
     if place().type != DEVICE:
         return {"cpu": place().type == "cpu"}
     PartialState(cpu=True)
-    PartialState._shared_state.update(device=place(), backend=BACKEND, distributed_type=DistributedType.MULTI_GPU)
+    kind = DistributedType.MULTI_GPU if dist.is_initialized() else DistributedType.NO
+    PartialState._shared_state.update(device=place(), backend=BACKEND, distributed_type=kind)
     os.environ.pop("ACCELERATE_USE_CPU", None)
     return {}

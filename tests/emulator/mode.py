@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 _PACKAGES = ("torch_join", "lightning_join", "accelerate_join")
+# A name of the module: torch.compile, which follows the mode's function, does not find what the mode itself has.
+_CONSTRUCTORS = _device_constructors()  # type: ignore[no-untyped-call]
 
 
 class OnDevice(TorchFunctionMode):
@@ -18,13 +20,13 @@ class OnDevice(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device, self._constructors = device, _device_constructors()  # type: ignore[no-untyped-call]
+        self._device = device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in self._constructors or kwargs.get("device") is not None or _called_by_a_package():
+        if func not in _CONSTRUCTORS or kwargs.get("device") is not None or _called_by_a_package():
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:  # a CPU's: the numbers are to be those of a CPU
             return func(*args, **kwargs).to(self._device)
@@ -32,6 +34,8 @@ class OnDevice(TorchFunctionMode):
 
 
 def _called_by_a_package() -> bool:
+    if torch.compiler.is_compiling():  # models only
+        return False
     name = sys._getframe(2).f_globals.get("__name__", "")
     return name.split(".")[0] in _PACKAGES
 

@@ -67,6 +67,8 @@ class Workers:
         self, most: int, device: str = os.environ.get("TORCH_JOIN_TEST_DEVICE", "cpu"), links: bool | None = None
     ) -> None:
         self.device = device
+        if device == emulator.DEVICE:
+            emulator.build()  # not in a worker, whose time is limited
         self._links = os.environ.get("TORCH_JOIN_LINKS") != "0" if links is None else links
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._processes: dict[int, Any] = {}
@@ -222,6 +224,8 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+            if device == emulator.DEVICE:
+                emulator.installed().abandon()
             torch.set_default_dtype(torch.float32)
             sys.stdout.flush()
             sys.stderr.flush()
