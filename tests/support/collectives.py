@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from tests.emulator import place
 from torch_join._collectives.call import OBJECT_OPERATIONS
 from torch_join._collectives.neutral import ENTRIES
 
@@ -256,8 +257,14 @@ def _manage(case: Case, issue: list[Callable[[], Any]]) -> Any:
 
 
 BY_OPERATION = {name: globals()[name] for name in ENTRIES}
+ONLY_GLOO = ("all_gather_coalesced", "monitored_barrier")
 WITHOUT_TENSORS = ("barrier", "monitored_barrier", *OBJECT_OPERATIONS)
 REDUCING = [name for name, entry in ENTRIES.items() if entry.contribution == ENTRIES["all_reduce"].contribution]
+
+
+def operations() -> dict[str, Callable[[Case], Results]]:
+    """Those that the backend of this process's device has."""
+    return {name: run for name, run in BY_OPERATION.items() if name not in ONLY_GLOO or place().type == "cpu"}
 
 
 def check(label: str, results: Results) -> None:

@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.emulator import place
+from torch_join import integration
 from torch_join._base import compat_metrics as _compat_metrics
+from torch_join._base.devices import use_device
 from torch_join._collectives import call as _call
 from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.tap import CollectiveTap
@@ -29,6 +32,7 @@ from torch_join._control._links import links as _links
 from torch_join._control._links import wiring as _wiring
 from torch_join._control._links.tree_channel import TreeChannel
 from torch_join._control.beats import Beats
+from torch_join._control.channel import Channel
 from torch_join._control.messages import Messages
 from torch_join._control.store_channel import StoreChannel
 from torch_join._control.waiting import WaitingChannel
@@ -221,6 +225,13 @@ def delay_next_wait(channel: Any, seconds: float) -> None:
 # ---------------------------------------------------------------- links between ranks
 
 Links, Layout, MOST_BYTES = _links.Links, _layout.Layout, _links.MAX_BYTES
+
+
+def open_channel(group: dist.ProcessGroup | None = None, **options: Any) -> Channel:
+    """Open a channel as the packages do, which know by then from what they were given on which device a rank is."""
+    if place().type != "cpu":
+        use_device(place(), group)
+    return integration.open_channel(group, **options)
 
 
 def is_linked(channel: Any) -> bool:

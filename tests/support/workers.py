@@ -269,7 +269,7 @@ def connect() -> None:
 
     Where names resolve slowly, torch takes five seconds for one now and then, which an outcome's `seconds` leave out.
     """
-    from torch_join.integration import open_channel
+    from tests.support.inside import open_channel
 
     channel = open_channel()
     while len(channel.roll_call()) < dist.get_world_size():
@@ -277,3 +277,10 @@ def connect() -> None:
     dist.barrier()
     channel.close()
     _started[0] = time.monotonic()
+
+
+def sum_and_read() -> None:
+    """Sum in the group, and wait for it, which on a device no collective does."""
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    one.item()

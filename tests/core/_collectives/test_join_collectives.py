@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tests.core._collectives.test_neutral import FORMS, supported
 from tests.core._collectives.test_refusals import issue_refused
 from tests.emulator import place
-from tests.support.collectives import BY_OPERATION, DTYPES, REDUCING, WITHOUT_TENSORS, Case, Results, check
+from tests.support.collectives import DTYPES, REDUCING, WITHOUT_TENSORS, Case, Results, check, operations
 from tests.support.inside import REFUSALS
 from tests.support.workers import Workers
 from torch_join import Join, UnsupportedError
@@ -50,7 +50,7 @@ def plays(world_size: int) -> Iterator[Play]:
     everyone = tuple(range(world_size))
     groups = [g for n in range(1, world_size + 1) for g in itertools.combinations(everyone, n)]
     turn = itertools.count()
-    for name, function in BY_OPERATION.items():
+    for name, function in operations().items():
         for reduction in [r.op for r in REDUCTIONS] if name in REDUCING else ["SUM"]:
             for dtype in [torch.float32] * 6 if name in WITHOUT_TENSORS else DTYPES:
                 if supported(reduction, dtype):
@@ -59,6 +59,8 @@ def plays(world_size: int) -> Iterator[Play]:
                     options = {"dtype": dtype, "reduction": reduction, "async_op": n // 2 % 2 == 0}
                     yield Play(f"{name} {options} {ranks}", ranks, function, options, n % 2 == 1, n % 3)
     for name in PLAIN_FORMS:
+        if name == "sparse" and place().type != "cpu":  # NCCL has none
+            continue
         for ranks, default in ((everyone, True), (everyone, False), (groups[-2], False)):
             yield Play(f"AVG {name} {ranks}", ranks, FORMS[name][0], {}, default)
 
@@ -106,7 +108,8 @@ def test_every_collective_beside_a_model(workers: Workers, lengths: tuple[int, .
     assert [state for _, state in found] == [state for _, state in plain]
     assert all(state == found[0][1] for _, state in found)
     for (count, _), length in zip(found, lengths, strict=True):
-        assert count > 300 if length > min(lengths) else count == 0
+        least = 300 if workers.device == "cpu" else 200  # NCCL has fewer
+        assert count > least if length > min(lengths) else count == 0
 
 
 def test_the_plays_are_all_there_is() -> None:

@@ -49,6 +49,9 @@ def exchange(rank: int, groups: dict[tuple[int, int], Any], how: str, loss: Tens
 
 def train_in_pairs(rank: int, lengths: tuple[int, ...], heartbeat: bool, how: str) -> tuple[Any, list[Tensor]]:
     groups = {pair: dist.new_group(list(pair)) for pair in PAIRS}
+    for pair in PAIRS:  # NCCL's are connected by the first collective, which is to be one of the same pair on both
+        if rank in pair:
+            dist.all_reduce(torch.ones(1), group=groups[pair])
     models = Models(Program(lengths))
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.Adam(models.parameters(), lr=0.05)

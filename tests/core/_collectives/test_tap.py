@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.collectives import (
-    BY_OPERATION,
     Case,
     check,
+    operations,
 )
 from tests.support.inside import see
 from tests.support.party import listening
@@ -64,7 +64,7 @@ def test_ddps_own_collectives_in_backward_are_passed_over(workers: Workers, hook
     assert same == gradients
 
 
-def _leaves_nothing_behind(rank: int) -> list[Any]:
+def _leaves_nothing_behind(rank: int) -> tuple[list[str], list[Any]]:
     observed: list[Call] = []
     tap = CollectiveTap(observed.append, lambda r: r == 0)
     operators = _compat_c10d.operators()
@@ -86,14 +86,14 @@ def _leaves_nothing_behind(rank: int) -> list[Any]:
     dist.barrier()
     tap.remove()
     assert [call.operation for call in observed] == ["barrier"]
-    everything = [BY_OPERATION[name](Case(rank, [0, 1], [0, 1], None)) for name in ENTRIES]
+    everything = [run(Case(rank, [0, 1], [0, 1], None)) for run in operations().values()]
     assert len(observed) == 1
-    return everything
+    return [*operations()], everything
 
 
 def test_nothing_is_left_behind(workers: Workers) -> None:
-    for everything in workers.run(2, _leaves_nothing_behind, store="tcp"):
-        for name, results in zip(ENTRIES, everything, strict=True):
+    for names, everything in workers.run(2, _leaves_nothing_behind, store="tcp"):
+        for name, results in zip(names, everything, strict=True):
             check(name, results)
 
 

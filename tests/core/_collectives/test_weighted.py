@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
+from tests.emulator import place
 from tests.support.party import listening
 from tests.support.workers import Workers
 from torch_join._collectives.backwards import issue_weighted
@@ -18,7 +19,7 @@ FACTORS = (2.0, 3.0)
 
 
 def empty(length: int = 4) -> Tensor:
-    return torch.full((length,), torch.nan, dtype=torch.float64)
+    return torch.full((length,), torch.nan, dtype=torch.float64, device=place())
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def functional_scatter(x: Tensor) -> Tensor:
 
 def counts(x: Tensor) -> Tensor:
     """Whole numbers are no gradients."""
-    numbers = torch.full((2,), dist.get_rank() + 1)
+    numbers = torch.full((2,), dist.get_rank() + 1, device=place())
     dist.all_reduce(numbers)
     return numbers.double()
 

@@ -10,17 +10,16 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.support.inside import keys_at_rest, store_of, words_kept
-from tests.support.workers import Outcome, Workers, connect
+from tests.support.inside import keys_at_rest, open_channel, store_of, words_kept
+from tests.support.workers import Outcome, Workers, connect, sum_and_read
 from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
 from torch_join._control.channel import Beat
 from torch_join._control.codec import MAX_BYTES
 from torch_join._control.store_channel import StoreChannel
 from torch_join._control.waiting import WaitingChannel
-from torch_join.integration import Channel, open_channel, telling_failures
+from torch_join.integration import Channel, telling_failures
 
 
 class Over:
@@ -371,7 +370,7 @@ def broken_collective(rank: int) -> str:
 
 def test_a_broken_collective_is_explained(either: Over) -> None:
     text = either.outcomes(2, broken_collective)[0].value
-    assert "Rank 1: KeyError: 'a hole' <- RuntimeError" in text
+    assert re.search("Rank 1: KeyError: 'a hole' <- (RuntimeError|DistBackendError)", text)
 
 
 def wait_in_vain(rank: int) -> str:
@@ -424,7 +423,7 @@ def broken_by_a_kill(rank: int) -> str:
         with telling_failures(channel):
             if rank == 1:
                 os._exit(1)
-            dist.all_reduce(torch.ones(1))
+            sum_and_read()
     except PeerFailedError as error:
         channel.leave()  # the store's host stays until the others have heard, too
         dist.destroy_process_group()

@@ -26,12 +26,12 @@ from tests.support.inside import (
     messages,
     neighbours,
     on_host,
+    open_channel,
     silent,
     store_of,
 )
 from tests.support.workers import Workers
 from torch_join import Join
-from torch_join.integration import open_channel
 
 
 @pytest.fixture(scope="module")

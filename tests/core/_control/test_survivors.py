@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import channel_of
-from tests.support.workers import Workers, connect
+from tests.support.inside import channel_of, open_channel
+from tests.support.workers import Workers, connect, sum_and_read
 from torch_join import Join, JoinError, PeerFailedError
 from torch_join._base import compat as _compat
 from torch_join._collectives.tap import CollectiveTap
 from torch_join._control.waiting import WaitingChannel
-from torch_join.integration import open_channel, telling_failures
+from torch_join.integration import telling_failures
 
 
 def model_and_optimizer() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
@@ -99,7 +99,7 @@ def host_raises(rank: int, where: str) -> str:
             if where == "store":
                 channel.beat()
             elif where == "collective":
-                dist.all_reduce(torch.ones(1))
+                sum_and_read()
             else:
                 time.sleep(5)
                 channel.beat()
@@ -162,7 +162,7 @@ def breaks_without_a_word(rank: int) -> str:
             if rank == 1:
                 os._exit(1)
             if rank == 0:
-                dist.all_reduce(torch.ones(1))
+                sum_and_read()
             time.sleep(4.5)
             # It comes here when rank 0 has found out, and long before a wait looks for processes that have ended.
             start = time.monotonic()

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.inside import (
@@ -28,11 +27,12 @@ from tests.support.inside import (
     listen,
     neighbours,
     on_host,
+    open_channel,
     reach,
     seen_listeners,
 )
-from tests.support.workers import Workers
-from torch_join.integration import Channel, open_channel, telling_failures
+from tests.support.workers import Workers, sum_and_read
+from torch_join.integration import Channel, telling_failures
 
 SECRET = bytes(range(32))
 
@@ -214,7 +214,7 @@ def wait_for_others(channel: Channel, where: str) -> None:
     elif where == "log":
         channel.follow()
     else:
-        dist.all_reduce(torch.ones(1))
+        sum_and_read()
 
 
 def suffer(rank: int, victim: int, how: str, where: str, hosts: str, path: str, peer: int) -> tuple[str, float]:

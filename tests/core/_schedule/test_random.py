@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests import emulator
 from tests.core.loops import test_join_properties as properties
 from tests.core.loops.test_join_properties import BATCH, Found
 from tests.support import loops
@@ -73,7 +74,7 @@ NESTS: dict[str, Nest] = {
     },
     "of two kinds": lambda batch, place: NESTS[("tuple", "large")[place[1] % 2]](batch, place),
     "sample": lambda batch, place: Sample(*batch, place),
-    "numpy": lambda batch, place: {"x": batch[0].numpy(), "y": batch[1].numpy(), "place": place},
+    "numpy": lambda batch, place: {"x": batch[0].cpu().numpy(), "y": batch[1].cpu().numpy(), "place": place},
     "samples": lambda batch, place: [Sample(x, y, place) for x, y in zip(*batch, strict=True)],
 }
 COUNTED = ("tuple", "dict", "transposed", "large", "of two kinds")  # that weighting="samples" can count
@@ -90,7 +91,8 @@ def unpacked(nest: Any) -> tuple[Batch, Place]:
         owner, index = place = nest["place"]
         assert "pad" not in nest or nest["pad"].eq(10 * owner + index).all()
         return (nest["x"], nest["more"]["y"][0]), place
-    return (torch.from_numpy(nest["x"]), torch.from_numpy(nest["y"])), nest["place"]
+    x, y = (torch.from_numpy(nest[name]).to(emulator.place()) for name in "xy")
+    return (x, y), nest["place"]
 
 
 LOADERS: dict[str, Callable[[list[Any]], Iterable[Any]]] = {

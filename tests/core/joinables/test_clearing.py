@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.emulator import place
 from tests.support.cases import difference
 from tests.support.workers import Workers
 from torch_join import Join
@@ -326,7 +327,8 @@ def test_where_nobody_can_tell_all_ranks_raise(workers: Workers, pattern: str, i
 
 
 def train_with_all(rank: int, pattern: Pattern, loop: str, lengths: Any) -> dict[str, list[Tensor]]:
-    return {idiom: train(rank, idiom, pattern, loop, lengths) for idiom in IDIOMS}
+    idioms = [idiom for idiom in IDIOMS if idiom != "numpy" or place().type == "cpu"]  # whose memory it shares
+    return {idiom: train(rank, idiom, pattern, loop, lengths) for idiom in idioms}
 
 
 def leave_out(rank: int) -> None:

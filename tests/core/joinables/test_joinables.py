@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.core.joinables.test_metrics import CASES, assert_value, history
 from tests.core.loops.test_join import assert_same_bits
 from tests.core.loops.test_join_protocol import AllReducer, state_of
+from tests.emulator import place
 from tests.support.cases import difference
 from tests.support.loops import Program, reference, train
 from tests.support.workers import Workers, connect
@@ -102,7 +103,7 @@ def test_an_optimizer_alone_keeps_torchs_ranks_in_step(workers: Workers, lengths
 
 def _stepped(rank: int, name: str, lengths: Sequence[int], with_model: bool, joins: Any) -> list[Any]:
     case = CASES[name]
-    metric = case.build(dist_sync_on_step=True).set_dtype(torch.float64)
+    metric = case.build(dist_sync_on_step=True).set_dtype(torch.float64).to(place())
     model = DistributedDataParallel(nn.Linear(1, 1))
     with joins([*([JoinableModel(model)] if with_model else []), JoinableMetric(metric)]):
         found = []

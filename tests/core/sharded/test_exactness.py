@@ -142,7 +142,8 @@ def test_second_generation(workers: Workers) -> None:
 
 
 def test_features_of_the_second(workers: Workers) -> None:
-    check(workers, SECOND)
+    # What is offloaded is summed over a backend of the CPU's, which a group of a device's alone has not.
+    check(workers, {k: r for k, r in SECOND.items() if workers.device == "cpu" or not r.options.get("offload")})
 
 
 def test_first_generation(workers: Workers) -> None:
