@@ -3,7 +3,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cpu_only import why_only_on_a_cpu
 from tests.support.workers import Workers
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("TORCH_JOIN_TEST_DEVICE", "cpu") == "cpu":
+        return
+    for item in items:
+        if reason := why_only_on_a_cpu(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,34 @@
+"""Tests that are skipped on other devices than the CPU are there, and are named once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cpu_only import entries, matches, why_only_on_a_cpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_each_entry_names_a_test() -> None:
+    named = [entry for entry, _ in entries()]
+    files = sorted({entry.partition("::")[0] for entry in named})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(tests) > len(named)
+    counts = {entry: sum(matches(entry, test) for test in tests) for entry in named}
+    assert [entry for entry, count in counts.items() if count == 0] == []
+    twice = [test for test in tests if sum(matches(entry, test) for entry in named) > 1]
+    assert twice == []
+
+
+def test_a_reason_is_found_for_what_is_named_only() -> None:
+    assert matches("a.py::test_x", "a.py::test_x")
+    assert matches("a.py::test_x", "a.py::test_x[1-b]")
+    assert matches("a.py::test_x[*-b]", "a.py::test_x[1-b]")
+    assert not matches("a.py::test_x[*-b]", "a.py::test_x[1-c]")
+    assert not matches("a.py::test_x", "a.py::test_xy")
+    entry, reason = next(entries())
+    assert why_only_on_a_cpu(entry) == reason
+    assert why_only_on_a_cpu("tests/a.py::test_x") is None
