@@ -8,6 +8,8 @@ from tests.support.workers import Workers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # First the examples, of which each takes half a minute: else one process runs them at the end, and the other waits.
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/repository/"))
     if os.environ.get("TORCH_JOIN_TEST_DEVICE", "cpu") == "cpu":
         return
     for item in items:
