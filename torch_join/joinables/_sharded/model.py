@@ -73,7 +73,8 @@ class ShardedModelPart(Part):
         hook = root.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True)
         self._undo += [hook.remove, self._stop_scaling, self.contents.forget]
         self._gradients = None
-        self.accumulates = any(holder.grad is not None for holder in self._holders()) or self._has_unsynced
+        left = any(holder.grad is not None for holder in self._holders())
+        self.accumulates = left or any(unit.has_unsynced for unit in self.following.units)
         self.remember()
         if self.members.may_break:
             self._scale()
@@ -243,10 +244,6 @@ class ShardedModelPart(Part):
             self._raise_if_unsynced()
         states = states_of(runs, len(self.gradients.parameters))
         self.gradients.follow(states, accumulates=True, ask=ask)
-
-    @property
-    def _has_unsynced(self) -> bool:
-        return any(unit.has_unsynced for unit in self.following.units)
 
     def _raise_if_unsynced(self) -> None:
         for unit in () if self.accumulates else self.following.units:
