@@ -22,7 +22,7 @@ from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._shadow.model import ModelShadow
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.loops import LoopDriver
-from torch_join._tail.reader import Begin, Reader, draws_exactly, refuse_position
+from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
 from torch_join._tail.steps import StepDriver
 from torch_join.join import Join
@@ -54,6 +54,7 @@ __all__ = [
     "driver_of",
     "follow_sharded_model",
     "group_options",
+    "is_length_certain",
     "is_sharded_model",
     "listed",
     "name_ranks",

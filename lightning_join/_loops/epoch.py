@@ -91,15 +91,17 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
     def _rebalance(self, data_fetcher: ReadAheadFetcher) -> None:
         """Begin to rebalance the epoch, if batches are; all ranks meet."""
         rebalancing = rebalancing_of(self.trainer)
-        if rebalancing is None:
+        join, (most, was_unknown, was_even) = join_of(self.trainer), self._fit_loop.take_plan()
+        if rebalancing is None or was_even:
             return
-        join, (most, was_unknown) = join_of(self.trainer), self._fit_loop.take_plan()
         size = extract_batch_size if join.weighting == "samples" else None
-        taken = data_fetcher.taken
-        options = {"taken": taken, "most_gifts": most, "size": size, "leaves": data_fetcher.left}
+        options = {"taken": data_fetcher.taken, "most_gifts": most, "size": size, "leaves": data_fetcher.left}
+        options["is_certain"] = data_fetcher.is_certain
         # What has been read ahead tells more than was known then; the steps are to be those that were planned.
         join.rebalance(rebalancing, data_fetcher, None if was_unknown else data_fetcher.remaining, **options)
-        assert join.plan is not None
+        if join.plan is None:
+            return
+        data_fetcher.give()
         if join.plan.step == 0:
             self._fit_loop.check_estimate(join.plan.steps)
         self._fit_loop.set_steps(join.plan.steps)

@@ -57,6 +57,7 @@ class ResumingFitLoop(FitLoop):
     _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch begins
     _most_gifts: list[int] | None = None  # by rank, in the epoch that is resumed
     _unsaid: Sequence[int] = ()  # ranks that could not say there how many batches they have
+    _was_even = False  # whether there was nothing to rebalance in it
     _last_place: Place | None = None  # where this rank was when the fit ended
 
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -93,17 +94,20 @@ class ResumingFitLoop(FitLoop):
     def _plan_now(self, step: int) -> dict[str, Any]:
         join = strategy_of(self.trainer).join
         plan = join.plan if join is not None else None
-        return {} if plan is None else {"most_gifts": plan.most_gifts, "unknown": plan.unknown_at(step)}
+        if plan is None:
+            return {"even": rebalancing_of(self.trainer) is not None}
+        return {"most_gifts": plan.most_gifts, "unknown": plan.unknown_at(step)}
 
-    def take_plan(self) -> tuple[int | None, bool]:
+    def take_plan(self) -> tuple[int | None, bool, bool]:
         """Return what this rank said of the epoch that is resumed, once.
 
         Returns:
-            How many batches it may give away in a step, if it said so; whether it could not say how many it has left.
+            How many batches it may give away in a step, if it said so; whether it could not say how many it has left;
+            whether all had as many, so that nothing is rebalanced in the epoch, even if that proves wrong.
         """
-        most, unknown, rank = self._most_gifts, self._unsaid, self.trainer.global_rank
-        self._most_gifts, self._unsaid = None, ()
-        return most[rank] if most is not None else None, rank in unknown
+        most, unknown, even, rank = self._most_gifts, self._unsaid, self._was_even, self.trainer.global_rank
+        self._most_gifts, self._unsaid, self._was_even = None, (), False
+        return most[rank] if most is not None else None, rank in unknown, even
 
     def _place(self) -> Place | None:
         if self._record is not None:  # saved before the resumed epoch has begun
@@ -152,6 +156,7 @@ class ResumingFitLoop(FitLoop):
         self._most_gifts, self._unsaid = (
             (record.get("most_gifts"), record.get("unknown", ())) if resumes else (None, ())
         )
+        self._was_even = resumes and not record["over"] and record.get("even", False)
         if self._most_gifts is not None and not record["over"] and rebalancing_of(trainer) is None:
             raise UnsupportedError(
                 "The checkpoint was written in the middle of an epoch in which batches were rebalanced, so the steps"
@@ -159,7 +164,7 @@ class ResumingFitLoop(FitLoop):
                 " checkpoint of an epoch's end."
             )
         if record["world_size"] != trainer.world_size:
-            self._most_gifts, self._unsaid = None, ()
+            self._most_gifts, self._unsaid, self._was_even = None, (), False
             return self._start_in_another_world(fetcher, record, resumes)
         place = record["places"].get(trainer.global_rank)
         if place is not None and record["step"] and not resumes:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import DataFetcher, sized_len
 from lightning_join._reading.stateful import at_place, begin_anew, epochs_of
-from torch_join.integration import RefillGuard
+from torch_join.integration import RefillGuard, is_length_certain
 
 # Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, the `epochs` that datasets have
 # of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
@@ -30,7 +30,7 @@ class ReadAheadFetcher(DataFetcher):
         exhausted: Whether the loader's end is known.
         claimed: What the loader had said its length was, if it ended before that.
         stateful: Whether some of the dataloaders have a state, or batches go to other ranks.
-        rebalances: Whether batches go to other ranks, so that steps and batches are not one to one.
+        rebalances: Whether batches may go to other ranks, so that steps and batches are not one to one.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class ReadAheadFetcher(DataFetcher):
         self._reserved: deque[list[Place]] = deque()
         self._in_step = 0  # batches of the step that is run now
         self._planned: list[Any] = []  # batches of the step that was planned last
-        self._guard: RefillGuard | None = None  # where more is read ahead than Lightning does
+        self._guard: RefillGuard | None = None
         # The states before each read that a checkpoint does not know of yet: that of the batch which is trained on
         # now, those of the batches that were read ahead, that of a read which found the end.
         self._current: Place | None = None
@@ -87,8 +87,7 @@ class ReadAheadFetcher(DataFetcher):
         if self._resumed is not None:
             begin_anew(loader.flattened, self._resumed)
         self._resumed = None
-        if self.rebalances:
-            self._guard = RefillGuard(loader.flattened[0] if len(loader.flattened) == 1 else loader)
+        self._guard = RefillGuard(loader.flattened[0] if len(loader.flattened) == 1 else loader, gives=False)
         if place is None:
             self.iterator = iter(loader)
         else:
@@ -172,7 +171,7 @@ class ReadAheadFetcher(DataFetcher):
             try:
                 self.batches.append(self._read())
             except StopIteration:
-                self.claimed = self.length
+                self.claimed = self.length if self.length != self.fetched else None  # for a batch that was `None`
                 break
         else:
             return None
@@ -207,6 +206,16 @@ class ReadAheadFetcher(DataFetcher):
     def taken(self) -> int:
         """How many batches of this epoch have been taken."""
         return self._taken
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether there can be no other number of batches than the loader says."""
+        return all(map(is_length_certain, self.combined_loader.flattened))
+
+    def give(self) -> None:
+        """Note that from now on batches go to other ranks."""
+        assert self._guard is not None
+        self._guard.gives = True
 
     def read(self, ahead: int) -> int:
         """See `Source`."""

@@ -1,5 +1,6 @@
 """What cannot be followed on an accelerator raises, and leaves nothing open."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.backward.test_exact import train_reentrant
+from tests.core.joinables.test_joinables import step_too_often
+from tests.support.inside import late_records
 from tests.support.workers import Workers
 from torch_join import Join, PeerFailedError, UnsupportedError
 from torch_join._base import compat
@@ -61,6 +64,17 @@ def test_a_refusal_that_is_caught_inside_leaves_the_users_group_open(devices: Wo
     assert joined == ""
     assert active.startswith("send on a process group")
     assert active.endswith("[1.0, 1.0]")
+
+
+def stepping(rank: int) -> None:
+    with late_records(0.5) if rank == 1 else nullcontext():
+        step_too_often(rank, 1, 2)
+
+
+def test_who_refuses_a_step_waits_for_what_comes_before(devices: Workers) -> None:
+    # Rank 2 gets there before rank 1, which leads, has told rank 0 of the first step.
+    outcomes = devices.outcomes(3, stepping)
+    assert all("JoinError: torch's Join has no place in this step" in outcome.error for outcome in outcomes), outcomes
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -76,6 +76,22 @@ def transfer_sizes(bucket: int = _transfer.BUCKET_BYTES, large: int = LARGE) -> 
     return mock.patch.multiple(_transfer, BUCKET_BYTES=bucket, _LARGE=large)
 
 
+@contextmanager
+def seen_plans() -> Iterator[list[int]]:
+    """How many steps each plan has that is made for as long as this lasts."""
+    found: list[int] = []
+    original = _rebalancing.Rebalancing.begin
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        plan = original(*args, **kwargs)
+        if plan is not None:
+            found.append(plan.steps or 0)
+        return plan
+
+    with mock.patch.object(_rebalancing.Rebalancing, "begin", begin):
+        yield found
+
+
 def planned_rows(
     lengths: Sequence[int],
     said: Sequence[int | None] | None = None,
@@ -389,6 +405,17 @@ def recorded_collectives() -> list[tuple[str, str, Any]]:
 
     entries = json.loads(_distributed_c10d._dump_fr_trace_json(True, False)).get("entries", [])  # type: ignore[attr-defined]
     return [(entry["process_group"][0], entry["profiling_name"], entry["input_sizes"]) for entry in entries]
+
+
+def late_records(seconds: float) -> AbstractContextManager[Any]:
+    """Write each record of the log so much later."""
+    original = TreeChannel.announce
+
+    def announce(*args: Any, **kwargs: Any) -> None:
+        time.sleep(seconds)
+        original(*args, **kwargs)
+
+    return mock.patch.object(TreeChannel, "announce", announce)
 
 
 def slow_to_follow(seconds: float) -> AbstractContextManager[Any]:

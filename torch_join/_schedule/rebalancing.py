@@ -13,7 +13,7 @@ from torch_join._schedule.plan import Plan
 from torch_join._schedule.rebalancer import Meet, Rebalancer, Source
 
 _AT_ONCE = 2**30  # bytes of batches that a rank gives away in one step, at most
-_Begin = tuple[int | None, int, int, bool, str, str]  # of an epoch: see `Rebalancing.begin`
+_Begin = tuple[int | None, bool, int, int, bool, str, str]  # of an epoch: see `Rebalancing.begin`
 
 
 class Rebalancing:
@@ -50,7 +50,7 @@ class Rebalancing:
         step: int = 0,
         taken: int = 0,
         most_gifts: int | None = None,
-        verifies: bool = False,
+        is_certain: bool = True,
         leaves: bool = False,
     ) -> Rebalancer | None:
         """Begin an epoch; all ranks meet.
@@ -58,15 +58,15 @@ class Rebalancing:
         Args:
             channel: The ranks' channel.
             source: This rank's batches.
-            length: How many there are from here on, if that is certain.
+            length: How many there are from here on, if that is known.
             meet: Meets all ranks that have a batch.
             lead: See `Rebalancer`.
             size: See `Rebalancer`.
             step: The number of the first step.
             taken: How many of this rank's batches were trained on in the steps before.
             most_gifts: How many this rank may give away in a step; by default as the size of its first batch allows.
+            is_certain: Whether there can be no other number; else all must meet before each step.
             leaves: Whether this rank has left the epoch before, and neither trains nor gives.
-            verifies: Whether all meet before each step anyway, so that a length may prove wrong.
 
         Returns:
             What goes through the epoch; `None` if all ranks are certain to have as many batches.
@@ -78,10 +78,10 @@ class Rebalancing:
         self.current = None
         most_gifts = most_gifts_of(source) if most_gifts is None else most_gifts
         problem = find_problem()
-        mine = length, most_gifts, taken, leaves, problem, connections_of(self._members.group)
+        mine = length, is_certain, most_gifts, taken, leaves, problem, connections_of(self._members.group)
         everyone = channel.gather(mine, of=_Begin)
         lengths = [length for length, *_ in everyone]
-        if not verifies and None not in lengths and len(set(lengths)) == 1:
+        if all(certain for _, certain, *_ in everyone) and None not in lengths and len(set(lengths)) == 1:
             return None
         if problem:
             raise JoinError(problem)
@@ -93,7 +93,7 @@ class Rebalancing:
             if self._exchange.is_new:
                 channel.gather(None)  # all have read where the others are
                 self._exchange.tidy()
-        plan = Plan(lengths, [most for _, most, *_ in everyone], [taken for _, _, taken, *_ in everyone])
+        plan = Plan(lengths, [most for _, _, most, *_ in everyone], [taken for *_, taken, _, _, _ in everyone])
         plan.leave([rank for rank, (*_, left, _, _) in enumerate(everyone) if left])
         self.current = Rebalancer(channel, self._exchange, source, plan, lead, size, step)
         self.current.begin(meet)

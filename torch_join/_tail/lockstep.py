@@ -139,7 +139,7 @@ class Lockstep:
         """
         refuse_teams(self.driver.server)
         step = self._attendance.step
-        self._plan = rebalancing.begin(self.channel, source, length, self._meet, step=step, verifies=True, **options)
+        self._plan = rebalancing.begin(self.channel, source, length, self._meet, step=step, **options)
 
     def _meet(self, samples: int, notice: dict[str, Any]) -> Beat:
         return self.channel.beat(samples, notice or None)

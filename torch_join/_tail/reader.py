@@ -63,12 +63,7 @@ class Reader(Generic[T]):
 
     def certain_length(self) -> int | None:
         """Return the number of batches if the loader can have no other."""
-        loader = self._loader
-        if isinstance(loader, DataLoader) and not _methods_beyond(type(loader)):
-            is_certain = draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-        else:
-            is_certain = type(loader) in (list, tuple)
-        return len(loader) if is_certain else None  # type: ignore[arg-type]
+        return len(self._loader) if is_length_certain(self._loader) else None  # type: ignore[arg-type]
 
     def rebalanced(self, begin: Begin) -> "Reader[Any]":
         """Begin an epoch in which batches are rebalanced; all ranks meet.
@@ -80,7 +75,7 @@ class Reader(Generic[T]):
             UnsupportedError: The loader has a state, as of which a checkpoint counts on what is given away.
         """
         refuse_position(self._loader)
-        self._guard = RefillGuard(self._loader)
+        self._guard = RefillGuard(self._loader, gives=True)
         return begin(self) or self
 
     def read(self, ahead: int) -> int:
@@ -170,6 +165,13 @@ def _methods_beyond(kind: type) -> set[str]:
     """Return the methods that a class, and those between it and `DataLoader`, have besides `__init__`."""
     own = kind.__mro__[: kind.__mro__.index(DataLoader)]
     return {name for base in own for name, value in vars(base).items() if callable(value)} - {"__init__"}
+
+
+def is_length_certain(loader: object) -> bool:
+    """Whether a loader can have no other number of batches than its length."""
+    if isinstance(loader, DataLoader) and not _methods_beyond(type(loader)):
+        return draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    return type(loader) in (list, tuple)
 
 
 def draws_exactly(sampler: object) -> bool:

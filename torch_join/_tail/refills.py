@@ -26,16 +26,21 @@ class RefillGuard:
     """Raises when reading a batch changes one that has been read before and not been used yet.
 
     Sharing memory is no mistake: each batch may hold one and the same mask. So the bytes decide. All are
-    compared for the first batches of a loop, and later where these share memory; else a few of each batch, since the
-    number of batches that are read ahead changes, and a larger ring of buffers is overrun late.
+    compared for the first batches of a loop, and later where these share memory; else a few of each batch if batches go
+    to other ranks, since the number that is read ahead changes then, and a larger ring of buffers is overrun late.
 
     Args:
         loader: Whose batches they are.
+        gives: Whether batches go to other ranks.
+
+    Attributes:
+        gives: The same.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], gives: bool) -> None:
         self._name = type(loader).__name__
         self._is_there = type(loader) in (list, tuple)
+        self.gives = gives
         self._looks = _LOOKS
         self._shares = False
 
@@ -47,12 +52,13 @@ class RefillGuard:
         """
         if self._is_there:
             return read()
-        held = [_copy(self._content(leaf)) for leaf in _leaves(waiting)]
+        compares = self.gives or self._looks or self._shares
+        held = [_copy(self._content(leaf)) for leaf in _leaves(waiting)] if compares else []
         batch = read()
         if held and _have_changed(waiting, held, self._content):
             raise self._error()
         self._looks = max(0, self._looks - 1)
-        self._shares = self._shares or bool(held and _places(batch) & _places(waiting))
+        self._shares = self._shares or bool(waiting and _places(batch) & _places(waiting))
         return batch
 
     def _content(self, leaf: Any, depth: int = _DEPTH) -> Any:
@@ -67,8 +73,10 @@ class RefillGuard:
 
     def _error(self) -> JoinValueError:
         return JoinValueError(
-            f"The {self._name} refills the memory of one batch to make another, and with rebalance=True batches are"
-            " read ahead of the loop. Copy each batch in the loader (`.clone()`), or train without rebalance=True."
+            f"The {self._name} refills the memory of one batch to make another, and "
+            + ("with rebalance=True batches are read ahead of the loop." if self.gives else "one is read ahead.")
+            + " Copy each batch in the loader (`.clone()`)"
+            + (", or train without rebalance=True." if self.gives else ".")
         )
 
 

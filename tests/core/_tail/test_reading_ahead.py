@@ -107,12 +107,12 @@ SHORT = (
 REFILLING = (*SHORT, "two in turns")
 
 
-def read_ahead(loader: Any) -> Iterator[Any]:
-    """Read two batches ahead, as with `rebalance=True`."""
-    guard, batches, waiting = RefillGuard(loader), iter(loader), deque[Any]()
+def read_ahead(loader: Any, ahead: int = 2) -> Iterator[Any]:
+    """Read two batches ahead, as with `rebalance=True`, or one, as in Lightning."""
+    guard, batches, waiting = RefillGuard(loader, gives=ahead > 1), iter(loader), deque[Any]()
     while True:
         with suppress(StopIteration):
-            while len(waiting) < 3:
+            while len(waiting) <= ahead:
                 waiting.append(guard.read([*waiting], partial(next, batches)))
         if not waiting:
             return
@@ -123,6 +123,13 @@ def read_ahead(loader: Any) -> Iterator[Any]:
 def test_a_refilled_batch_is_noticed(kind: str) -> None:
     with pytest.raises(JoinValueError, match=r"refills the memory of one batch.*rebalance=True"):
         list(read_ahead(Loader(refilling(kind))))
+
+
+@pytest.mark.parametrize("kind", [*SHORT, "late", "strided"])
+def test_a_refilled_batch_is_noticed_where_one_is_read_ahead(kind: str) -> None:
+    with pytest.raises(JoinValueError, match=r"refills the memory of one batch.*one is read ahead"):
+        list(read_ahead(Loader(refilling(kind)), ahead=1))
+    assert len(list(read_ahead(Loader(refilling("two in turns")), ahead=1))) == len(Loader(refilling(kind)))
 
 
 @pytest.mark.parametrize("kind", SHORT)

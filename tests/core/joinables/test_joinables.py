@@ -242,7 +242,7 @@ def test_throw_on_early_termination(workers: Workers) -> None:
     assert workers.run(2, _throw, [3, 3]) == [("", 3, True)] * 2
 
 
-def _too_much(rank: int, backwards: int, steps: int) -> None:
+def step_too_often(rank: int, backwards: int, steps: int) -> None:
     connect()
     model = DistributedDataParallel(nn.Linear(1, 1))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -257,9 +257,9 @@ def _too_much(rank: int, backwards: int, steps: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_has_no_place_in_a_step_raises_on_all_ranks(workers: Workers, world_size: int) -> None:
-    outcomes = workers.outcomes(world_size, _too_much, 1, 2)
+    outcomes = workers.outcomes(world_size, step_too_often, 1, 2)
     text = "JoinError: torch's Join has no place in this step for what JoinableOptimizer(ZeroRedundancyOptimizer) does"
-    assert all(text in outcome.error for outcome in outcomes)
+    assert all(text in outcome.error for outcome in outcomes), outcomes
     assert "PeerFailedError: Rank" in outcomes[0].error
     assert all(outcome.error.startswith("JoinError") for outcome in outcomes[1:])
     assert all(outcome.seconds < 10 for outcome in outcomes)

@@ -702,17 +702,19 @@ def itself(batch: Any) -> Any:
 def fit_ring(rank: int, case: Case, buffers: int) -> Result:
     module = FromRing(case)
     module.buffers = buffers
-    trainer = build_trainer(case, strategy=DDPJoinStrategy(rebalance=True))
+    trainer = build_trainer(case, strategy=DDPJoinStrategy(rebalance=case.rebalance))
     trainer.fit(module)
     return result_of(trainer, module)
 
 
 @pytest.mark.parametrize("iterable", [False, True], ids=["sized", "stream"])
-@pytest.mark.parametrize("buffers", [1, 2, 3, 5])
-def test_what_a_small_ring_would_overwrite_is_noticed(workers: Workers, buffers: int, iterable: bool) -> None:
-    case = Case((9, 0, 7), epochs=1, iterable=iterable, rebalance=True)
+@pytest.mark.parametrize(("rebalance", "buffers"), [(True, 1), (True, 2), (True, 3), (True, 5), (False, 1), (False, 2)])
+def test_what_a_small_ring_would_overwrite_is_noticed(
+    workers: Workers, rebalance: bool, buffers: int, iterable: bool
+) -> None:
+    case = Case((9, 0, 7), epochs=1, iterable=iterable, rebalance=rebalance)
     outcomes = workers.outcomes(3, fit_ring, case, buffers)
-    if buffers < 5:
+    if buffers < (5 if rebalance else 2):
         assert all("refills the memory" in outcome.error for outcome in outcomes), outcomes
     else:
         assert_exact(case, [outcome.value for outcome in outcomes])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.lightning._loops.test_resume import Reader, Run, Samples, build
 from tests.support.cases import Case, Result, assert_same_bits, difference, flatten, longest, result_of
-from tests.support.inside import gifts_of_one_step, planned_rows
+from tests.support.inside import gifts_of_one_step, planned_rows, seen_plans
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
 
@@ -197,7 +197,7 @@ def resumed_steps(case: Case, step: int) -> list[dict[int, tuple[int, int]]]:
     return planned_rows([length - done for length, done in zip(lengths, taken, strict=True)])
 
 
-@pytest.mark.parametrize("lengths", [(2, 6), (0, 5), (6, 0, 1)])
+@pytest.mark.parametrize("lengths", [(2, 6), (0, 5), (6, 0, 1), (3, 3)])
 @pytest.mark.parametrize("iterable", [False, True])
 def test_loaders_without_a_state(workers: Workers, tmp_path: Path, lengths: tuple[int, ...], iterable: bool) -> None:
     case = Case(lengths, epochs=2, iterable=iterable, rebalance=True)
@@ -210,6 +210,41 @@ def test_loaders_without_a_state(workers: Workers, tmp_path: Path, lengths: tupl
         trained = [(*it[:2], rank) for rank, (_, _, found) in enumerate(results) for it in found[name][2]]
         assert sorted(trained) == (sorted(expected) if place[0] < 2 else []), name
         assert_same_bits([found[name][1] for _, _, found in results])
+
+
+class WithGaps(Numbered):
+    """Some batches of rank 0 are `None`."""
+
+    def __getitem__(self, index: int) -> Any:
+        return None if self.rank == 0 and index in (3, 4) else super().__getitem__(index)
+
+
+class InOrder(Resuming):
+    def loader(self, data: Samples) -> DataLoader[Any]:
+        return DataLoader(WithGaps(data.case, data.rank), batch_size=None)
+
+
+def plans_of(rank: int, run: Run, folder: str) -> tuple[list[int], dict[str, list[int]]]:
+    """Return how many steps each plan was made with: in the whole fit, and in those that are resumed."""
+
+    def fit(path: str | None = None) -> list[int]:
+        module = InOrder(run)
+        with seen_plans() as plans:
+            callbacks = [] if path else [SavesSteps(folder)]
+            build(run, callbacks=callbacks).fit(module, ckpt_path=path, weights_only=False)
+        assert all(number // 100 == rank for *_, number in module.seen)
+        return plans
+
+    whole = fit()
+    return whole, {path.stem: fit(str(path)) for path in sorted(Path(folder).glob("*.ckpt"))}
+
+
+def test_an_epoch_that_began_even_goes_on_without_a_plan(workers: Workers, tmp_path: Path) -> None:
+    run = Run(Case((7, 7, 7), epochs=1, rebalance=True), stateful=False)
+    for whole, resumed in workers.run(3, plans_of, run, str(tmp_path)):
+        assert whole == []
+        assert {*map(str, range(7))} == resumed.keys()
+        assert not any(resumed[str(step)] for step in range(6))
 
 
 # ---------------------------------------------------------------- other numbers of steps than lengths tell

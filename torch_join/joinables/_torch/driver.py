@@ -172,7 +172,7 @@ class HookDriver:
                 self._leave_tail()
                 self._meet(False)
                 if not self.members.active:
-                    raise self.channel.failure() or JoinError("An active rank has failed.")
+                    self.channel.follow()  # raises what they tell
             self.members.role = Role.SERVING
             try:
                 while index in self._undone:
@@ -229,8 +229,9 @@ class HookDriver:
             f" ({name_ranks(self.members.joined_ranks)}) take part in no more. Use torch_join.Join, which has no such"
             " limit."
         )
-        self.channel.fail(f"JoinError: {error}")
         self._word(_MORE)  # the joined ranks take it for the count, and then meet nobody
+        # Not before that: one that still waits for a record would leave, and who waits for it here hears nothing.
+        self.channel.fail(f"JoinError: {error}")
         self._meet(False)
         return error
 
