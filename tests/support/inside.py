@@ -30,6 +30,7 @@ from torch_join._control import quiesce as _quiesce
 from torch_join._control._links import layout as _layout
 from torch_join._control._links import links as _links
 from torch_join._control._links import wiring as _wiring
+from torch_join._control._links.tree import Tree
 from torch_join._control._links.tree_channel import TreeChannel
 from torch_join._control.beats import Beats
 from torch_join._control.channel import Channel
@@ -281,6 +282,13 @@ def connect_to(where: Where, rank: int, secret: bytes, seconds: float) -> socket
 
 def connects_within(seconds: float) -> AbstractContextManager[Any]:
     return mock.patch.object(_wiring, "_WITHIN", seconds)
+
+
+def tree_over(links: Any) -> Tree:
+    """A tree that has nothing but these connections, to wait with."""
+    tree = Tree.__new__(Tree)
+    tree.links, tree._has_cores = links, False
+    return tree
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
         """Describe `tensor`."""
-        stride = torch.empty_like(tensor, device="meta").stride()
+        stride = (tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")).stride()
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type, stride, expanded_dimensions(tensor))
 
     @property

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 # If the memory of none of these is that of another, the loader makes each batch anew.
 _LOOKS = 3
-_SAMPLE = 256  # of the bytes of a tensor, or elements of an array
+_SAMPLE = 64  # of the bytes of a tensor, or elements of an array
 _DEPTH = 3  # of objects in objects
 _SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # made when asked for, they are alike and not the same
 
@@ -26,7 +26,7 @@ class RefillGuard:
     """Raises when reading a batch changes one that has been read before and not been used yet.
 
     Sharing memory is no mistake: each batch may hold one and the same mask. So the bytes decide. All are
-    compared for the first batches of a loop, and later where these share memory; else a few of each batch if batches go
+    compared for the first batches of a loop, and later where these share memory; else a few of the oldest if batches go
     to other ranks, since the number that is read ahead changes then, and a larger ring of buffers is overrun late.
 
     Args:
@@ -52,14 +52,18 @@ class RefillGuard:
         """
         if self._is_there:
             return read()
-        compares = self.gives or self._looks or self._shares
-        held = [_copy(self._content(leaf)) for leaf in _leaves(waiting)] if compares else []
+        compared = waiting if self._at_all else waiting[:1] if self.gives else []  # the oldest is overrun first
+        held = [_copy(self._content(leaf)) for leaf in _leaves(compared)]
         batch = read()
-        if held and _have_changed(waiting, held, self._content):
+        if held and _have_changed(compared, held, self._content):
             raise self._error()
         self._looks = max(0, self._looks - 1)
         self._shares = self._shares or bool(waiting and _places(batch) & _places(waiting))
         return batch
+
+    @property
+    def _at_all(self) -> bool:
+        return bool(self._looks) or self._shares
 
     def _content(self, leaf: Any, depth: int = _DEPTH) -> Any:
         """Return what tells whether `leaf` has changed: bytes of it, or itself if these cannot be had."""
@@ -68,7 +72,7 @@ class RefillGuard:
         content = raw_bytes(leaf) if _is_tensor(leaf) else leaf.reshape(-1) if _is_array(leaf) else leaf
         if content is leaf:
             return leaf
-        every = 1 if self._looks or self._shares else max(1, len(content) // _SAMPLE)
+        every = 1 if self._at_all else max(1, len(content) // _SAMPLE)
         return content[::every] if isinstance(content, Tensor) else content[::every].tobytes()
 
     def _error(self) -> JoinValueError:

@@ -29,6 +29,7 @@ from tests.support.inside import (
     open_channel,
     silent,
     store_of,
+    tree_over,
 )
 from tests.support.workers import Workers
 from torch_join import Join
@@ -111,16 +112,27 @@ def test_more_than_sockets_hold_goes_both_ways_at_once(ends: Ends) -> None:
 
 
 def test_whoever_waits_reads_and_the_thread_does_not(ends: Ends) -> None:
-    found = []
-    with ends.first.reading():
-        ends.second.send(0, 1, 0, b"x")
-        time.sleep(0.1)
-        assert ends.got[0] == []
-        ends.first.read(1.0)
-        found.append([*ends.got[0]])
+    assert ends.first.begin_reading()
+    ends.second.send(0, 1, 0, b"x")
+    time.sleep(0.1)
+    assert ends.got[0] == []
+    ends.first.read(1.0)
+    assert ends.got[0] == [(1, 1, 0, b"x")]
+    assert not ends.first.end_reading()
     ends.second.send(0, 1, 0, b"y")
     ends.wait(lambda: len(ends.got[0]) == 2)
-    assert found == [[(1, 1, 0, b"x")]]
+
+
+def test_the_thread_reads_while_who_waits_looks(ends: Ends) -> None:
+    got: list[int] = []
+
+    def look() -> None:
+        ends.second.send(0, 1, 0, b"x")
+        time.sleep(0.2)
+        got.append(len(ends.got[0]))
+
+    tree_over(ends.first).wait(lambda: len(got) == 2, look, lambda: len(got) == 1)
+    assert got == [1, 2]
 
 
 def test_many_threads_send_whole_messages(ends: Ends) -> None:

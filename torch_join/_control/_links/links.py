@@ -19,8 +19,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 _HEADER = struct.Struct("<IBI")  # bytes that follow, kind, stream
 MAX_BYTES = 1 << 30  # of one message, and of what waits to be sent over one connection
@@ -83,7 +83,8 @@ class Links:
         self._inner, self._outer = select.epoll(), select.epoll()
         for file in self._by_file:
             self._inner.register(file, select.EPOLLIN)
-        self._outer.register(self._inner.fileno(), select.EPOLLIN)
+        self._inner_file = self._inner.fileno()
+        self._outer.register(self._inner_file, select.EPOLLIN)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._outer.register(self._alarm, select.EPOLLIN)
         self._closing = False
@@ -118,23 +119,24 @@ class Links:
                 link.outgoing += message[sent:]
                 self._inner.modify(link.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Put around waits: this thread reads, and the other one need not wake up."""
+    def begin_reading(self) -> bool:
+        """Begin a wait: this thread reads, and the other one need not wake up; return that it does."""
         with self.lock:
             self._readers += 1
             if self._readers == 1 and not self._closing:
-                self._outer.modify(self._inner.fileno(), 0)
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._readers -= 1
-                if self._readers == 0 and not self._closing:
-                    self._outer.modify(self._inner.fileno(), select.EPOLLIN)
+                self._outer.modify(self._inner_file, 0)
+        return True
+
+    def end_reading(self) -> bool:
+        """End it; return that it reads no more."""
+        with self.lock:
+            self._readers -= 1
+            if self._readers == 0 and not self._closing:
+                self._outer.modify(self._inner_file, select.EPOLLIN)
+        return False
 
     def read(self, seconds: float = 0.0, awake_until: float = 0.0) -> None:
-        """Handle the messages that are there; if there are none, wait for some: that is done within `reading`.
+        """Handle the messages that are there; if there are none, wait for some, from `begin_reading` to `end_reading`.
 
         Args:
             seconds: How long at most.
@@ -155,9 +157,12 @@ class Links:
     def flush(self) -> None:
         """Wait until all is sent, for a few seconds at most."""
         deadline = time.monotonic() + _FLUSH_SECONDS
-        with self.reading():
+        self.begin_reading()
+        try:
             while time.monotonic() < deadline and any(link.outgoing for link in self._links.values()):
                 self.read(0.01)
+        finally:
+            self.end_reading()
 
     def close(self) -> None:
         """End the thread and the connections."""

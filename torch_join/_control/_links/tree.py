@@ -22,6 +22,10 @@ _READ_SECONDS = 0.05  # for which a wait reads at a time
 _AWAKE_SECONDS, _BRIEFLY = 0.002, 0.0001
 
 
+def _always() -> bool:
+    return True
+
+
 def _sum_of(key: str) -> int:
     return _node.SUMS | int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
 
@@ -46,30 +50,47 @@ class Tree:
         node.links = self.links = Links(connections, node.handle, node.look_after)
         self.close = weakref.finalize(self, self.links.close)
 
-    def wait(self, ready: Callable[[], bool], look: Callable[[], None], is_awake: bool = False) -> None:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        look: Callable[[], None],
+        is_due: Callable[[], bool] = _always,
+        is_awake: bool = False,
+    ) -> None:
         """Read until something is so; call `look` again and again, which may take its time.
 
         Args:
             ready: Whether it is so.
             look: Raises if it is not to be waited for any more.
+            is_due: Whether `look` is called at once, and not only every 50 ms.
             is_awake: Whether the core is kept awake for milliseconds and not only briefly, if every rank of this host
                 has one.
         """
-        awake_until = time.monotonic() + (_AWAKE_SECONDS if is_awake else _BRIEFLY) if self._has_cores else 0.0
-        links = self.links
-        while True:
-            seen = links.messages[1]
-            if ready():
-                return
-            try:
-                look()
-            except JoinError:
-                if ready():  # it came before the failure that `look` has read of
+        links, now, is_reading = self.links, time.monotonic(), False
+        awake_until = now + (_AWAKE_SECONDS if is_awake else _BRIEFLY) if self._has_cores else 0.0
+        looks_at = now + _READ_SECONDS
+        try:
+            while True:
+                seen = links.messages[1]
+                if ready():
                     return
-                raise
-            with links.reading():
+                if is_due() or time.monotonic() > looks_at:
+                    if is_reading:
+                        is_reading = links.end_reading()
+                    try:
+                        look()
+                    except JoinError:
+                        if ready():  # it came before the failure that `look` has read of
+                            return
+                        raise
+                    looks_at = time.monotonic() + _READ_SECONDS
+                if not is_reading:
+                    is_reading = links.begin_reading()
                 if links.messages[1] == seen:  # none that another thread has read since
                     links.read(_READ_SECONDS, awake_until)
+        finally:
+            if is_reading:
+                links.end_reading()
 
     def open(self) -> "Sayer":
         """Begin the next stream, as all ranks do; its messages may have come before."""

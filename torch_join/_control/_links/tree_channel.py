@@ -181,19 +181,19 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         return found
 
     def _until(self, ready: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
-        self._tree.links.read()
-        if ready():
-            return
-        vigil = self.vigil(known=super().failure)
+        vigil: Callable[[], None] | None = None
+        values = self._store.sayer.stream.values
 
         def look() -> None:
+            nonlocal vigil
             if meanwhile is not None:
                 meanwhile()
+            vigil = vigil or self.vigil(known=super(TreeChannel, self).failure)
             vigil()
 
         self._waits = True
         try:
-            self._tree.wait(ready, look, self._is_awake)
+            self._tree.wait(ready, look, lambda: meanwhile is not None or "failure" in values, self._is_awake)
         finally:
             self._waits = None
 
