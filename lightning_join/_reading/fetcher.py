@@ -38,7 +38,7 @@ class ReadAheadFetcher(DataFetcher):
         self.batches: deque[Any] = deque()
         self.exhausted = False
         self.claimed: int | None = None
-        self.stateful = self.rebalances = False
+        self.stateful = self.rebalances = self._has_state = False
         self._taken = self._skipped = 0
         self._left = False
         # By step that is planned: the states before its batches.
@@ -83,7 +83,8 @@ class ReadAheadFetcher(DataFetcher):
             StopIteration: The loader has come to its end before the place.
         """
         loader = self.combined_loader
-        self.stateful = self.rebalances or any(isinstance(part, _compat.Stateful) for part in loader.flattened)
+        self._has_state = any(isinstance(part, _compat.Stateful) for part in loader.flattened)
+        self.stateful = self.rebalances or self._has_state
         if self._resumed is not None:
             begin_anew(loader.flattened, self._resumed)
         self._resumed = None
@@ -94,7 +95,7 @@ class ReadAheadFetcher(DataFetcher):
             self._resumed, self._begun_at = place["epochs"], place
             with at_place(loader, place):
                 self.iterator = iter(loader)
-        if self.stateful:
+        if self._has_state:
             _compat.watch_ends(loader)
         self.length = length = sized_len(loader)
         self._taken = self.fetched  # as Lightning counts them, where no place says so
@@ -143,18 +144,17 @@ class ReadAheadFetcher(DataFetcher):
             self._newest = {**known, "skipped": self._skipped}
             return self._newest
         loader = self.combined_loader
+        now = {"cycled": _compat.get_cycled(loader), "skipped": self._skipped}
+        if self._newest is not None and not self._has_state:
+            self._newest = {**self._newest, **now}
+            return self._newest
         states = loader._state_dicts()
         if self._newest is not None and states:
             # A loader that has ended while others go on would begin anew, so its state stays what it was before that.
             ends = zip(_compat.ended_parts(loader), self._newest["states"], states, strict=True)
             states = [before if ended else state for ended, before, state in ends]
         # Copied, since a state may hold what the loader goes on changing.
-        self._newest = {
-            "states": deepcopy(states),
-            "epochs": epochs_of(loader.flattened),
-            "cycled": _compat.get_cycled(loader),
-            "skipped": self._skipped,
-        }
+        self._newest = {"states": deepcopy(states), "epochs": epochs_of(loader.flattened), **now}
         return self._newest
 
     def fill(self, ahead: int = 2) -> int | None:
