@@ -380,7 +380,8 @@ def table_of(summaries: Sequence[dict[str, Any]]) -> Table:
 def draw(summaries: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    shown = [one for one in summaries if one["known"]]
+    megabytes = summaries[0]["megabytes"]
+    shown = [one for one in summaries if one["known"] and one["megabytes"] == megabytes]
     ways = list(dict.fromkeys(one["way"] for one in shown if not one["way"].startswith("Lightning")))
     skews = list(dict.fromkeys(tuple(one["skew"]) for one in shown))
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -390,7 +391,7 @@ def draw(summaries: Sequence[dict[str, Any]], path: Path) -> None:
         axes.bar([place + 0.2 * index for place in range(len(skews))], ratios, 0.2, label=way)
     axes.axhline(1, color="black", linewidth=0.5)
     axes.set_xticks([place + 0.3 for place in range(len(skews))], [":".join(map(str, skew)) for skew in skews])
-    axes.set(xlabel="batches of the ranks", ylabel="epoch, against even shards")
+    axes.set(xlabel=f"batches of the ranks, of {megabytes:g} MB", ylabel="epoch, against even shards")
     axes.legend()
     figure.savefig(path, dpi=100)
 
@@ -406,7 +407,7 @@ def main() -> None:
     parser.add_argument("--reference", choices=("ddp", "same", "join"), default="ddp", help="what even shards run in")
     parser.add_argument("--model", action="store_true", help="print epochs of 8 and 64 ranks by model")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to a file")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw them, with matplotlib")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw those of the first size, with matplotlib")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seconds, arguments.turns = 1.0, 1
