@@ -75,10 +75,10 @@ def ends() -> Iterator[Ends]:
 
 def test_what_a_peer_has_said_last_is_heard(ends: Ends) -> None:
     with ends.first.lock:  # it is in the midst of something, and says things itself
-        ends.second.send(0, 2, 0, b"why")
+        ends.second.send([0], 2, 0, b"why")
         ends.second.close()
         for _ in range(3):
-            ends.first.send(1, 0, 0, b"too late")
+            ends.first.send([1], 0, 0, b"too late")
             time.sleep(0.05)
     ends.wait(lambda: ends.first.left == {1})
     assert ends.got[0] == [(1, 2, 0, b"why")]
@@ -91,7 +91,7 @@ def test_a_peer_that_ends_before_it_has_got_all_is_lost() -> None:
         theirs, _ = listener.accept()
     lost: list[int] = []
     links = Links({1: ours}, lambda *_: None, lost.extend)
-    links.send(1, 3, 0, bytes(30_000_000))
+    links.send([1], 3, 0, bytes(30_000_000))
     theirs.close()
     end = time.monotonic() + 20
     while len(lost) < 3:  # the thread looks again and again
@@ -103,8 +103,8 @@ def test_a_peer_that_ends_before_it_has_got_all_is_lost() -> None:
 def test_more_than_sockets_hold_goes_both_ways_at_once(ends: Ends) -> None:
     texts = [bytes([number]) * 3_000_000 for number in range(12)]
     for text in texts:  # nobody reads meanwhile but the threads
-        ends.first.send(1, 3, 7, text)
-        ends.second.send(0, 4, 8, text)
+        ends.first.send([1], 3, 7, text)
+        ends.second.send([0], 4, 8, text)
     ends.wait(lambda: len(ends.got[0]) == len(ends.got[1]) == 12)
     assert ends.got[1] == [(0, 3, 7, text) for text in texts]
     assert ends.got[0] == [(1, 4, 8, text) for text in texts]
@@ -113,13 +113,13 @@ def test_more_than_sockets_hold_goes_both_ways_at_once(ends: Ends) -> None:
 
 def test_whoever_waits_reads_and_the_thread_does_not(ends: Ends) -> None:
     assert ends.first.begin_reading()
-    ends.second.send(0, 1, 0, b"x")
+    ends.second.send([0], 1, 0, b"x")
     time.sleep(0.1)
     assert ends.got[0] == []
     ends.first.read(1.0)
     assert ends.got[0] == [(1, 1, 0, b"x")]
     assert not ends.first.end_reading()
-    ends.second.send(0, 1, 0, b"y")
+    ends.second.send([0], 1, 0, b"y")
     ends.wait(lambda: len(ends.got[0]) == 2)
 
 
@@ -127,7 +127,7 @@ def test_the_thread_reads_while_who_waits_looks(ends: Ends) -> None:
     got: list[int] = []
 
     def look() -> None:
-        ends.second.send(0, 1, 0, b"x")
+        ends.second.send([0], 1, 0, b"x")
         time.sleep(0.2)
         got.append(len(ends.got[0]))
 
@@ -138,7 +138,7 @@ def test_the_thread_reads_while_who_waits_looks(ends: Ends) -> None:
 def test_many_threads_send_whole_messages(ends: Ends) -> None:
     def send(number: int) -> None:
         for _ in range(200):
-            ends.first.send(1, number, 0, bytes([number]) * 5000)
+            ends.first.send([1], number, 0, bytes([number]) * 5000)
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -166,7 +166,7 @@ def test_a_message_that_is_too_long_ends_the_connection() -> None:
 
 def test_whoever_says_goodbye_is_not_lost(ends: Ends) -> None:
     before = threading.active_count()
-    ends.first.send(1, 2, 0, b"last words")
+    ends.first.send([1], 2, 0, b"last words")
     ends.first.close()
     ends.wait(lambda: ends.second.left == {0})
     time.sleep(0.1)
@@ -184,7 +184,7 @@ def test_a_forked_child_holds_no_connection(ends: Ends) -> None:
         ends.first.close()  # as a finalizer does
         time.sleep(5)
         os._exit(0)
-    ends.first.send(1, 2, 0, b"x")
+    ends.first.send([1], 2, 0, b"x")
     ends.wait(lambda: ends.got[1])
     ends.ours.shutdown(socket.SHUT_WR)
     start = time.monotonic()

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 _HEADER = struct.Struct("<IBI")  # bytes that follow, kind, stream
@@ -95,29 +95,32 @@ class Links:
 
     # ------------------------------------------------------------ what others use
 
-    def send(self, peer: int, kind: int, stream: int, payload: bytes) -> None:
-        """Send a message, or what of it there is room for: the rest follows."""
+    def send(self, peers: Iterable[int], kind: int, stream: int, payload: bytes) -> None:
+        """Send a message to each of these, or what of it there is room for: the rest follows."""
+        message = _HEADER.pack(len(payload), kind, stream) + payload
         with self.lock:
-            link = self._links.get(peer)
-            if link is None or peer in self._ended or not link.takes:
-                return  # whoever waits hears that it is gone
-            self.messages[0] += 1
-            message = _HEADER.pack(len(payload), kind, stream) + payload
-            if link.outgoing:
-                link.outgoing += message
-                if len(link.outgoing) > 2 * MAX_BYTES:
-                    self._end(link)
-                return
-            try:
-                sent = link.socket.send(message)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                self._stop_sending(link)
-                return
-            if sent < len(message):
-                link.outgoing += message[sent:]
-                self._inner.modify(link.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
+            for peer in peers:
+                link = self._links.get(peer)
+                if link is not None and link.takes and peer not in self._ended:  # whoever waits hears that it is gone
+                    self._send(link, message)
+
+    def _send(self, link: _Link, message: bytes) -> None:
+        self.messages[0] += 1
+        if link.outgoing:
+            link.outgoing += message
+            if len(link.outgoing) > 2 * MAX_BYTES:
+                self._end(link)
+            return
+        try:
+            sent = link.socket.send(message)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._stop_sending(link)
+            return
+        if sent < len(message):
+            link.outgoing += message[sent:]
+            self._inner.modify(link.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
     def begin_reading(self) -> bool:
         """Begin a wait: this thread reads, and the other one need not wake up; return that it does."""
@@ -168,8 +171,7 @@ class Links:
         """End the thread and the connections."""
         if self._closing or os.getpid() != self._process:
             return
-        for peer in self._links:
-            self.send(peer, _BYE, 0, b"")
+        self.send(self._links, _BYE, 0, b"")
         self.flush()
         with self.lock:
             self._closing = True
@@ -250,16 +252,18 @@ class Links:
         if not data:
             self._end(link)
             return
-        buffer = link.incoming
-        buffer += data
-        begin = 0
-        while len(buffer) - begin >= _HEADER.size:
+        buffer: bytes | bytearray = data
+        if link.incoming:
+            link.incoming += data
+            buffer = link.incoming
+        begin, size = 0, len(buffer)
+        while size - begin >= _HEADER.size:
             length, kind, stream = _HEADER.unpack_from(buffer, begin)
             if length > MAX_BYTES:
                 self._end(link)
                 return
             end = begin + _HEADER.size + length
-            if len(buffer) < end:
+            if size < end:
                 break
             self.messages[1] += 1
             payload = bytes(buffer[begin + _HEADER.size : end])
@@ -268,7 +272,10 @@ class Links:
                 self.left.add(link.peer)
             else:
                 self._handle(link.peer, kind, stream, payload)
-        del buffer[:begin]
+        if buffer is link.incoming:
+            del link.incoming[:begin]
+        elif begin < size:
+            link.incoming += buffer[begin:]
 
     def _end(self, link: _Link) -> None:
         if self._closing or link.peer in self._ended:

@@ -38,15 +38,6 @@ def no_place() -> None:
 
 
 @dataclass
-class _Arrivals:
-    """Who has come to a beat, of the ranks below this one."""
-
-    came: int = 0
-    total: int = 0
-    notices: bytes = b""
-
-
-@dataclass
 class Stream:
     """What a channel's messages have left on this rank."""
 
@@ -55,7 +46,8 @@ class Stream:
     kept: dict[str, bytes] = field(default_factory=dict)  # on this rank, for others to ask for
     asked: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # who waits for what is not kept yet
     answers: dict[int, bytes] = field(default_factory=dict)  # to what this rank has asked
-    arrivals: dict[int, _Arrivals] = field(default_factory=dict)  # by beat
+    # By beat, of the ranks below this one: how many have come, their sum, and their notices or values.
+    arrivals: dict[int, tuple[int, int, bytes]] = field(default_factory=dict)
     beats: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # the sum, and the notices or values
     place: Callable[[], Callable[[], bytes] | None] = no_place  # returns what answers roll calls, if anything does
     begun: int = 0  # how many beats this rank has come to
@@ -102,9 +94,7 @@ class Node:
 
     def pass_on(self, source: int | None, kind: int, number: int, payload: bytes) -> None:
         """Send to all neighbours but one."""
-        for neighbour in self._neighbours:
-            if neighbour != source:
-                self.links.send(neighbour, kind, number, payload)
+        self.links.send((each for each in self._neighbours if each != source), kind, number, payload)
 
     def _stream(self, number: int) -> Stream | None:
         if number >= self.opened:  # not open here yet
@@ -145,7 +135,7 @@ class Node:
         """Answer a question, or pass it on: what a number comes to with another one, or what is kept."""
         rank, who, asked, value = QUESTION.unpack_from(payload)
         if rank != self.rank:
-            self.links.send(self._layout.next_to(rank), kind, number, payload)
+            self.links.send([self._layout.next_to(rank)], kind, number, payload)
             return
         key = payload[QUESTION.size :].decode()
         if (stream := self._stream(number)) is None:
@@ -173,7 +163,7 @@ class Node:
     def _pass_answer(self, number: int, payload: bytes) -> None:
         who, asked = _ANSWER.unpack_from(payload)
         if who != self.rank:
-            self.links.send(self._layout.next_to(who), ANSWER, number, payload)
+            self.links.send([self._layout.next_to(who)], ANSWER, number, payload)
         elif (stream := self._stream(number)) is not None:
             stream.answers[asked] = payload[_ANSWER.size :]
 
@@ -183,29 +173,26 @@ class Node:
         """Note who has come; pass it on when all below this rank have that come at all."""
         if (stream := self._stream(number)) is None:
             return
-        arrivals = stream.arrivals.setdefault(beat, _Arrivals())
-        arrivals.came += came
-        arrivals.total += total
-        arrivals.notices += notices
+        if (before := stream.arrivals.pop(beat, None)) is not None:
+            came, total, notices = before[0] + came, before[1] + total, before[2] + notices
         below = self._layout.subtree & ranks if ranks else self._layout.subtree
-        if arrivals.came < below.bit_count():
+        if came < below.bit_count():
+            stream.arrivals[beat] = came, total, notices
             return
-        del stream.arrivals[beat]
         hear = ranks & -ranks if self._layout.parent is None and SUMS <= beat < GATHERS else ranks
         bits = hear.to_bytes((hear.bit_length() + 7) // 8, "little")
-        payload = _BEAT.pack(beat, arrivals.came, arrivals.total, len(bits)) + bits + arrivals.notices
+        payload = _BEAT.pack(beat, came, total, len(bits)) + bits + notices
         if self._layout.parent is None:
             self._hear(number, payload)
         else:
-            self.links.send(self._layout.parent, UP, number, payload)
+            self.links.send([self._layout.parent], UP, number, payload)
 
     def _hear(self, number: int, payload: bytes) -> None:
         beat, _, total, length = _BEAT.unpack_from(payload)
         begin = _BEAT.size + length
         ranks = int.from_bytes(payload[_BEAT.size : begin], "little")
-        for child, below in self._layout.below.items():
-            if not ranks or ranks & below:
-                self.links.send(child, DOWN, number, payload)
+        below = self._layout.below
+        self.links.send([child for child in below if not ranks or ranks & below[child]], DOWN, number, payload)
         if (not ranks or ranks >> self.rank & 1) and (stream := self._stream(number)) is not None:
             stream.beats[beat] = total, payload[begin:]
 
