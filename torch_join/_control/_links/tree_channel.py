@@ -42,7 +42,6 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def __init__(self, tree: Tree, rank: int, world_size: int, timeout: timedelta, group: dist.ProcessGroup) -> None:
         self._tree = tree
-        self._is_awake = False  # while it waits for what others wait for it to answer
         self._passing_on: set[int] = set()  # whom the last roll call has reached
         self._suspects: dict[int, str] = {}  # at the last look: ranks that may be in others' way, and why
         store: Any = TreeStore(tree)
@@ -108,11 +107,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self._store.pass_log(self._log)
 
     def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
-        self._is_awake = True
-        try:
-            record = super().follow(meanwhile, of)
-        finally:
-            self._is_awake = False
+        record = super().follow(meanwhile, of)
         self._store.pass_log(self._log)
         return record
 
@@ -193,7 +188,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
         self._waits = True
         try:
-            self._tree.wait(ready, look, lambda: meanwhile is not None or "failure" in values, self._is_awake)
+            self._tree.wait(ready, look, lambda: meanwhile is not None or "failure" in values)
         finally:
             self._waits = None
 
