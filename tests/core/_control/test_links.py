@@ -440,9 +440,11 @@ def wait_for_each_other(rank: int, cores: int) -> list[int]:
 
 
 @pytest.mark.parametrize("cores", [2, 3])
-def test_a_core_stays_awake_for_a_wait_where_each_rank_has_one(crowd: Workers, cores: int) -> None:
+def test_a_core_stays_awake_for_a_record_where_each_rank_has_one(crowd: Workers, cores: int) -> None:
+    """Others wait for its answer; in a meeting it waits for others, for which it is awake a twentieth of that."""
     _, *others = crowd.run(3, wait_for_each_other, cores)
     for meeting, record in others:
+        assert 10 * meeting <= record
         assert (record > 0) == (meeting > 0) == (cores == 3)
 
 

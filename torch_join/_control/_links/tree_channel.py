@@ -42,6 +42,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def __init__(self, tree: Tree, rank: int, world_size: int, timeout: timedelta, group: dist.ProcessGroup) -> None:
         self._tree = tree
+        self._is_awake = False  # while it waits for what others wait for it to answer
         self._passing_on: set[int] = set()  # whom the last roll call has reached
         self._suspects: dict[int, str] = {}  # at the last look: ranks that may be in others' way, and why
         store: Any = TreeStore(tree)
@@ -107,7 +108,11 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self._store.pass_log(self._log)
 
     def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
-        record = super().follow(meanwhile, of)
+        self._is_awake = True
+        try:
+            record = super().follow(meanwhile, of)
+        finally:
+            self._is_awake = False
         self._store.pass_log(self._log)
         return record
 
@@ -188,7 +193,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
         self._waits = True
         try:
-            self._tree.wait(ready, look, lambda: meanwhile is not None or "failure" in values)
+            self._tree.wait(ready, look, lambda: meanwhile is not None or "failure" in values, self._is_awake)
         finally:
             self._waits = None
 
