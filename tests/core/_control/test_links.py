@@ -3,6 +3,7 @@
 import ctypes
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -109,6 +110,23 @@ def test_more_than_sockets_hold_goes_both_ways_at_once(ends: Ends) -> None:
     assert ends.got[1] == [(0, 3, 7, text) for text in texts]
     assert ends.got[0] == [(1, 4, 8, text) for text in texts]
     assert ends.first.messages == ends.second.messages == [12, 12]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 13])  # bytes that come at a time; a header has nine
+def test_messages_that_come_in_pieces_are_put_together(piece: int) -> None:
+    ours, theirs = socket.socketpair()
+    got: list[Any] = []
+    links = Links({1: ours}, lambda *message: got.append(message), lambda _: None)
+    texts = [b"", b"a", b"bc" * 9, b"", b"d" * 40]
+    data = b"".join(struct.pack("<IBI", len(text), 3, 7) + text for text in texts)
+    links.begin_reading()  # so that the thread does not
+    for begin in range(0, len(data), piece):
+        theirs.sendall(data[begin : begin + piece])
+        links.read(1.0)
+    links.end_reading()
+    theirs.close()
+    links.close()
+    assert got == [(1, 3, 7, text) for text in texts]
 
 
 def test_whoever_waits_reads_and_the_thread_does_not(ends: Ends) -> None:
