@@ -343,7 +343,7 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
         ddp.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1), powerSGD_hook)
     if kind == "the order of attributes":
         things.append(Holder(**{"ab"[rank]: 1, "ba"[rank]: 1}))
-    holder = Holder(seen=rank, started=time.time())
+    holder = Holder(seen=rank, started=time.time() + rank)  # as on two hosts
     things += [holder] if kind in ("a counter that differed before", "clocks") else []
     lengths = (0, 3) if kind == "a rank that never trains" else lengths
     heartbeat = kind in ("a heartbeat", "gradients cleared first", "a scheduler stepped first")
@@ -355,7 +355,7 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
                 batches = range(lengths[rank])
                 for step in batches if kind == "a plain for" else join.batches([torch.randn(3, 2) for _ in batches]):
                     del step
-                    holder.seen, holder.started = holder.seen + 1, time.time()
+                    holder.seen, holder.started = holder.seen + 1, time.time() + rank
                     if kind == "a scheduler stepped first":
                         scheduler.step()
                     if kind == "a loader":
