@@ -41,9 +41,9 @@ class Rebalancer:
     """One epoch: whose batch each rank trains on, and this rank's batches; answers what `Attendance` does.
 
     A row of the plan is made some steps ahead, so that gifts travel while the steps before are run. All meet before
-    each row, since a rank that has left the loop would be counted on. A rank that has come to its end before it said
-    so says what it has left, and if others must then read on, to know that they have what is asked of them, all meet
-    once more.
+    each row: a rank that has come to its end before it said so says what it has left, and if others must then read on,
+    to know that they have what is asked of them, all meet once more. Where lengths are certain the rows follow from
+    them, and the driver has ranks meet, since one that has left the loop would be counted on.
 
     Args:
         channel: Where the ranks meet, and hear of failures.
@@ -53,9 +53,11 @@ class Rebalancer:
         lead: How many rows are planned besides the current one.
         size: Returns a batch's number of samples, where they count.
         step: The number of the first step.
+        meets: Whether all meet before each row.
 
     Attributes:
         step: The current step.
+        meets: The same.
         total_samples: The number of samples in all ranks' batches at the current step, where they count.
         gifts: How many batches this rank has given away, for steps that are done.
         lost: How many batches nobody trains on, since they were given to ranks that have left the epoch.
@@ -70,6 +72,7 @@ class Rebalancer:
         lead: int = 1,
         size: Callable[[Any], int] | None = None,
         step: int = 0,
+        meets: bool = True,
     ) -> None:
         self._channel = channel
         self._exchange = exchange
@@ -80,6 +83,7 @@ class Rebalancer:
         self._steps: deque[_Step] = deque()
         self._last_ranks: tuple[int, ...] = ()
         self.step = step
+        self.meets = meets
         self.total_samples = self.gifts = self.lost = 0
 
     # ------------------------------------------------------------ the epoch
@@ -89,8 +93,8 @@ class Rebalancer:
         for _ in range(1 + self._lead):
             self._settle(meet, 0)
             self._plan_row()
-        if self._size is not None:
-            self.total_samples = meet(self._steps[0].samples, {}).total
+        if self._size is not None and self.meets:
+            self.total_samples = meet(self.samples_given, {}).total
         self._note_last()
 
     def advance(self, meet: Meet) -> None:
@@ -98,7 +102,7 @@ class Rebalancer:
         self.gifts += self._steps.popleft().gifts
         self.step += 1
         self._exchange.settle(self.step)
-        self._settle(meet, self._steps[0].samples)
+        self._settle(meet, self.samples_given)
         self._plan_row()
         self._note_last()
 
@@ -108,6 +112,8 @@ class Rebalancer:
         while True:
             read = self._plan.ahead
             waiting = self._source.read(read[rank])
+            if not self.meets:
+                return
             is_news = waiting < read[rank] and waiting != self._plan.left[rank]
             beat = meet(0 if met else samples, {"left": waiting} if is_news else {})
             self.total_samples, met = self.total_samples if met else beat.total, True
@@ -189,6 +195,11 @@ class Rebalancer:
         if self._size is not None:
             self._steps[ahead] = self._steps[ahead]._replace(trained=self._size(batch))
         return batch
+
+    @property
+    def samples_given(self) -> int:
+        """The number of samples in this rank's batches that are trained on in the current step, wherever that is."""
+        return self._steps[0].samples
 
     @property
     def samples(self) -> int:

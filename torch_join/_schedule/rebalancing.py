@@ -52,6 +52,7 @@ class Rebalancing:
         most_gifts: int | None = None,
         is_certain: bool = True,
         leaves: bool = False,
+        meets: bool = True,
     ) -> Rebalancer | None:
         """Begin an epoch; all ranks meet.
 
@@ -65,8 +66,9 @@ class Rebalancing:
             step: The number of the first step.
             taken: How many of this rank's batches were trained on in the steps before.
             most_gifts: How many this rank may give away in a step; by default as the size of its first batch allows.
-            is_certain: Whether there can be no other number; else all must meet before each step.
+            is_certain: Whether there can be no other number.
             leaves: Whether this rank has left the epoch before, and neither trains nor gives.
+            meets: Whether all meet before each step also where there can be no other number on any rank.
 
         Returns:
             What goes through the epoch; `None` if all ranks are certain to have as many batches.
@@ -81,7 +83,8 @@ class Rebalancing:
         mine = length, is_certain, most_gifts, taken, leaves, problem, connections_of(self._members.group)
         everyone = channel.gather(mine, of=_Begin)
         lengths = [length for length, *_ in everyone]
-        if all(certain for _, certain, *_ in everyone) and None not in lengths and len(set(lengths)) == 1:
+        is_known = all(certain for _, certain, *_ in everyone) and None not in lengths
+        if is_known and len({*lengths}) == 1:
             return None
         if problem:
             raise JoinError(problem)
@@ -95,7 +98,7 @@ class Rebalancing:
                 self._exchange.tidy()
         plan = Plan(lengths, [most for _, _, most, *_ in everyone], [taken for *_, taken, _, _, _ in everyone])
         plan.leave([rank for rank, (*_, left, _, _) in enumerate(everyone) if left])
-        self.current = Rebalancer(channel, self._exchange, source, plan, lead, size, step)
+        self.current = Rebalancer(channel, self._exchange, source, plan, lead, size, step, meets or not is_known)
         self.current.begin(meet)
         return self.current
 

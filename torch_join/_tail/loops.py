@@ -223,8 +223,9 @@ class LoopDriver(Meetings):
                 self.server.tap.install()
         if self._loop is not None:
             self._loop.stepped = self._loop.forwarded = True
-        # As long as the tap listens, nothing that others take part in can come before the answer is asked for.
-        late = self.server.tap.installed and (self.in_loop or self.members.announces)
+        # As long as the tap listens, nothing that others take part in can come before the answer is asked for. Where
+        # all are certain to be active, only a `break` is yet to be heard of.
+        late = (self.server.tap.installed and (self.in_loop or self.members.announces)) or self._planned.puts_off
         self.arrive(waits or self._throws or not late)
 
     def before_notice(self, part: Part) -> None:
@@ -277,7 +278,7 @@ class LoopDriver(Meetings):
         """Go, without batches, to where all ranks have joined."""
         if self.tails.departure is not None:
             self.tails.departure.meet()
-        if self.members.may_break and loop.forwarded and not loop.stepped:
+        if self._planned.plan is None and self.members.may_break and loop.forwarded and not loop.stepped:
             raise _nesting.left_amid(self.members.rank, self.step_number)
         with self._telling():
             if loop.certain is None:

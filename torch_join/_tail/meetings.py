@@ -1,5 +1,6 @@
 """Who is active at which step of a plain loop."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Due:
 
     samples: int
     at_last: bool
-    said: bool = False  # this rank has come to it, and waits for what the others say
+    said: bool = False  # this rank has come to it, and has yet to hear what the others say
 
 
 class Meetings:
@@ -55,6 +56,7 @@ class Meetings:
         self.tails = tails
         self._throws = throws
         self._planned = planned
+        self._arriving = threading.RLock()
         self._clears: list[Clears] = []
         self._loop: Loop | None = None  # the current one, or the last
         self._renew_server()
@@ -123,7 +125,8 @@ class Meetings:
     @property
     def at_last_step(self) -> bool:
         """Whether no rank has an input after this step, as far as the loaders can tell."""
-        self.arrive()
+        if not (self.in_loop and self._planned.puts_off):  # else it is planned
+            self.arrive()
         return self._at_last
 
     @property
@@ -152,10 +155,17 @@ class Meetings:
 
     def _find_out(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
-        if self._planned.plan is not None:
+        if (plan := self._planned.plan) is not None:
+            self.arrive()
             for model in self._even_models() if self.members.may_break else ():
                 model.remember()
             self._at_last = self._planned.advance(self.step_number)
+            if self._planned.puts_off:
+                # Said here, so that whoever hears waits for nothing that others do in their step.
+                self._due = Due(plan.samples_given, self._at_last)
+                models = self.server.models()
+                self.arrive(waits=not models or not all(model.forwards_alone for model in models))
+                return True
             return self._go_on()
         if self.members.may_break:
             # Put off until this rank does something in its step that others take part in: it may break before that.
@@ -199,33 +209,36 @@ class Meetings:
     def arrive(self, waits: bool = True) -> None:
         """Meet the other ranks, if that has been put off until this rank does something in its step."""
         self._return_to_loop()
-        due = self._due
-        if due is None:
-            return
-        with self._telling():
-            if not due.said:
-                self._say(True, due.samples, due.at_last, waits)
-            due.said = True
-            if waits:
+        with self._arriving:  # in a backward on several devices there are several threads: all wait for what one hears
+            if (due := self._due) is None:
+                return
+            with self._telling():
+                if not due.said:
+                    self._say(True, due.samples, due.at_last, waits)
+                due.said = True
+                if not waits:
+                    return
                 self._due = None
-                self._hear()
-                self._go_on()
+                self._hear(has_input=True)
+                self._go_on()  # this rank has an input, and does not serve
                 for model in self._even_models():
                     model.deferred = 0
 
     def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
         """Say whether this rank has an input, and whether that is its last; the active ranks meet."""
         self._say(has_input, samples, at_last)
-        self._hear()
+        self._hear(has_input)
 
     def _say(self, has_input: bool, samples: int, at_last: bool, waits: bool = True) -> None:
         notice = {} if not has_input else {"last": True} if at_last else None
         self.server.channel.say(samples, notice, self.members.active, waits)
-        self.members.samples = samples
+        if has_input and self._planned.plan is None:  # else the batch that this rank has may be another's
+            self.members.samples = samples
 
-    def _hear(self) -> None:
-        beat = self.server.channel.hear()
-        self.members.total_samples = beat.total
+    def _hear(self, has_input: bool) -> None:
+        beat = self._planned.hear()
+        if has_input:  # else the last step's count: its backward may come after the loop
+            self.members.total_samples = beat.total
         self.server.change(tuple(rank for rank in self.members.active if beat.notices.get(rank) != {}))
         active = self.members.active
         self._at_last = bool(active) and all(rank in beat.notices for rank in active)

@@ -92,6 +92,7 @@ class PlannedLoops:
         Raises:
             UnsupportedError: The loader has a state that users save, or ranks compute a batch together.
         """
+        self.rebalancing.current = None  # of the loop before
         if not self.enabled:
             return reader
         refuse_teams(self.server)
@@ -100,8 +101,15 @@ class PlannedLoops:
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
         size = count_samples if self.server.members.weighting == "samples" else None
         length, lead = source.certain_length(), source.lead
-        plan = self.rebalancing.begin(self.server.channel, source, length, self._meet, lead=lead, size=size)
+        plan = self.rebalancing.begin(
+            self.server.channel, source, length, self._meet, lead=lead, size=size, meets=False
+        )
         return None if plan is None else PlannedReader(plan)
+
+    @property
+    def puts_off(self) -> bool:
+        """Whether who is active is certain, and is everybody: ranks need to know late only that nobody has left."""
+        return self.plan is not None and not self.plan.meets and not self.server.members.uneven
 
     def advance(self, step: int) -> bool:
         """Go on to a step, if there is a plan; return whether this is the last one."""
@@ -109,7 +117,10 @@ class PlannedLoops:
         if step > 0:  # the first is planned
             with self.server.own_collectives():
                 self.plan.advance(self._meet)
-        self.server.members.total_samples = self.plan.total_samples
+        if not self.plan.meets and len(self.plan.active_ranks) < self.server.members.world_size:
+            self.plan.total_samples = self._meet(self.plan.samples_given, {}).total
+        if self.plan.has_batch():
+            self.server.members.total_samples = self.plan.total_samples
         self.server.change(self.plan.active_ranks)
         return self.plan.is_last_step
 
@@ -122,8 +133,20 @@ class PlannedLoops:
 
     def _meet(self, samples: int, notice: dict[str, Any]) -> Beat:
         self.server.channel.say(samples, notice or None, self.server.members.active)
+        return self.hear()
+
+    def hear(self) -> Beat:
+        """Hear what the ranks say that meet.
+
+        Raises:
+            JoinValueError: With a plan, some of them have left the loop.
+            PeerFailedError: Another rank has failed, perhaps since it said its part.
+        """
         beat = self.server.channel.hear()
-        if left := [rank for rank, notice in beat.notices.items() if not notice]:
+        if self.puts_off and (failure := self.server.channel.failure()) is not None:
+            raise failure
+        left = [rank for rank, notice in beat.notices.items() if not notice]
+        if self.plan is not None and 0 < len(left) < len(self.server.members.active):
             raise JoinValueError(
                 f"The loop of {name_ranks(left)} was left by `break` where others go on, and count on its batches, with"
                 " rebalance=True. Leave it on all ranks at the same step."

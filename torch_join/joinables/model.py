@@ -7,16 +7,14 @@ penalty's `autograd.grad` too, and misses L2 terms on the parameters.
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from torch_join._base import compat as _compat
 from torch_join._base.samples import count_samples
@@ -26,6 +24,7 @@ from torch_join.joinables._gradients.leftovers import settle
 from torch_join.joinables._gradients.second_backward import SecondBackward
 from torch_join.joinables._gradients.shadowed import ShadowedSteps
 from torch_join.joinables._gradients.verdicts import Runs, common_verdict, runs_of, states_of
+from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
 
@@ -55,8 +54,7 @@ class ModelPart(Part):
         self._beginning = threading.Lock()  # for several devices the engine has several threads
         self._second_backward = SecondBackward(self._parameters)
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
-        self._watches: dict[int, RemovableHandle] = {}
-        self._nodes: list[Any] = []  # that are watched: they add to the parameters' gradients
+        self._watch = Watch(self._parameters)
         self._plumbing = ExitStack()
 
     def enter(self) -> None:
@@ -76,8 +74,8 @@ class ModelPart(Part):
         self._undo.append(self._plumbing.close)
         self._undo += [self._second_backward.remove, self._pieces.reset]
         if self.members.may_break:
-            self._watch_gradients()
-        self._undo.append(self._stop_watching)
+            self._watch.begin(self._before_gradient)
+        self._undo.append(self._watch.end)
 
     def check_can_train(self, has_batch: Callable[[], bool]) -> None:
         """Raise if this rank cannot run the model itself, and is to do so."""
@@ -98,12 +96,12 @@ class ModelPart(Part):
     def enter_tail(self) -> None:
         if self.driver.in_loop and not self.members.may_break:
             self.remember()
-        if not self._watches:
-            self._watch_gradients()
+        if not self._watch.is_on:
+            self._watch.begin(self._before_gradient)
 
     def leave_tail(self) -> None:
         if not self.members.may_break:
-            self._stop_watching()
+            self._watch.end()
 
     # ------------------------------------------------------------ on an active rank
 
@@ -118,18 +116,18 @@ class ModelPart(Part):
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
         # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
         # second one, which may not be followed by a backward either.
-        deferred = grad and sync and not self.deferred and _compat.forwards_without_collectives(self.ddp)
+        deferred = grad and sync and not self.deferred and self.forwards_alone
         self.check_can_train(lambda: True)
         if self.meets:
             samples = count_samples((args, kwargs)) if self.members.weighting == "samples" and not driver.in_loop else 0
             driver.before_forward(samples, waits=not deferred)
             if not (driver.in_loop or self.members.announces):
                 self._gradients.refresh()
-        if self._watches:
-            self._watch_gradients()  # of what has been unfrozen, too
+        if self._watch.is_on:
+            self._watch.begin(self._before_gradient)  # of what has been unfrozen, too
         self.forwards += 1
         self.synced += grad and sync
-        if deferred and (self.members.announces or driver.awaits_others):
+        if deferred and (self.members.announces or (driver.awaits_others and self._watch.is_on)):
             self.deferred += 1
             self._armed = True
             return
@@ -165,12 +163,21 @@ class ModelPart(Part):
         outputs = _compat.differentiable(output)
         if self.ddp.require_backward_grad_sync:
             self._second_backward.forward(outputs)
-        if not (self.driver.in_loop or self._watches):
+        driver = self.driver
+        if self._watch.is_on or (driver.in_loop and not driver.awaits_others):
+            return
+        begins = weakref.WeakMethod(self._meet_or_remember)  # a loss that is kept keeps nothing of ours
+        for output in outputs:  # of which a loss may use any
+            output.register_hook(lambda gradient: (begin := begins()) and begin(gradient))
+        if not outputs:
+            self._watch.begin(self._before_gradient)
+
+    def _meet_or_remember(self, __: Tensor) -> None:
+        if self.driver.in_loop:
+            _ = self.server.in_tail  # it is not, but who asks meets the others
+        else:
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
-            for output in outputs:  # of which a loss may use any
-                output.register_hook(lambda _: self._remember_after_backward())
-            if not outputs:
-                self._watch_gradients()
+            self._remember_after_backward()
 
     def prepare(self) -> None:
         # DDP's next forward would wait for a rank that leaves it out (a skipped batch), and waits itself, at its next
@@ -191,6 +198,11 @@ class ModelPart(Part):
         return [self.ddp, self.ddp.module]
 
     @property
+    def forwards_alone(self) -> bool:
+        """See `LoopModel`."""
+        return _compat.forwards_without_collectives(self.ddp)
+
+    @property
     def in_backward(self) -> bool:
         """Whether the backward that is under way has come to this model."""
         return self._task == _compat.backward_in_progress()
@@ -198,7 +210,7 @@ class ModelPart(Part):
     @property
     def will_accumulate(self) -> bool:
         """See `LoopModel`."""
-        return any(map(_compat.will_run, self._nodes))
+        return self._watch.will_run
 
     @property
     def accumulates(self) -> bool:
@@ -207,18 +219,6 @@ class ModelPart(Part):
 
     def before_collective(self, ddps: bool) -> None:
         self._pieces.before_collective(ddps)
-
-    def _watch_gradients(self) -> None:
-        for place, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and id(parameter) not in self._watches:
-                node = get_gradient_edge(parameter).node
-                self._watches[id(parameter)] = node.register_prehook(partial(self._before_gradient, place))
-                self._nodes.append(node)
-
-    def _stop_watching(self) -> None:
-        while self._watches:
-            self._watches.popitem()[1].remove()
-        self._nodes.clear()
 
     def _before_gradient(self, place: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         if (task := _compat.backward_in_progress()) != self._task:

@@ -126,6 +126,10 @@ class LoopModel(Protocol):
         """Whether the last backward did not sync, on some rank."""
 
     @property
+    def forwards_alone(self) -> bool:
+        """Whether its forwards have no collective."""
+
+    @property
     def in_backward(self) -> bool:
         """Whether the backward that is under way has come to this model."""
 

@@ -166,8 +166,8 @@ def test_a_rank_that_is_stopped_is_named(workers: Workers, victim: int, loop: st
 class Small:
     """A model and an optimizer; what is trained on has a place."""
 
-    def __init__(self, lengths: tuple[int, ...], wraps: bool = True) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: tuple[int, ...], wraps: bool = True, weighting: str = "world") -> None:
+        self.lengths, self.weighting = lengths, weighting
         self.models = Models(Program(lengths))
         self.model: Any = DistributedDataParallel(self.models) if wraps else self.models
         self.optimizer = torch.optim.Adam(self.models.parameters(), lr=0.05)
@@ -177,13 +177,14 @@ class Small:
         return Program(self.lengths).data
 
     def join(self, **options: Any) -> Join:
-        options = {"rebalance": True, "timeout": timedelta(seconds=30), **options}
+        options = {"rebalance": True, "timeout": timedelta(seconds=30), "weighting": self.weighting, **options}
         return Join([self.model, self.optimizer], **options)
 
     def step(self, batches: list[Batch]) -> None:
         self.optimizer.zero_grad()
         for x, y in batches:
-            weight = 1.0 if len(batches) == 1 and self.model is not self.models else 1 / len(self.lengths)
+            shares = len(batches) if self.weighting == "samples" else len(self.lengths)  # batches are of one size
+            weight = 1.0 if self.model is not self.models else 1 / shares
             ((self.model(x) - y).pow(2).mean() * weight).backward()
         self.optimizer.step()
 
@@ -204,10 +205,10 @@ def loader_of(loop: str, batches: list[Any]) -> Any:
     return DataLoader(Stream(batches), batch_size=None) if loop == "iterable" else batches
 
 
-def leave(rank: int, lengths: tuple[int, ...], stop: int, loop: str, when: str) -> list[Tensor]:
+def leave(rank: int, lengths: tuple[int, ...], stop: int, loop: str, when: str, weighting: str) -> list[Tensor]:
     """Break in the first epoch, then go through another loop and through another epoch."""
-    small = Small(lengths)
-    with small.join(timeout=timedelta(seconds=30)) as join:
+    small = Small(lengths, weighting=weighting)
+    with small.join() as join:
         for step, batch in enumerate(join.batches(loader_of(loop, small.data.batches(rank, 0)))):
             if when == "before" and step == stop:
                 break
@@ -222,13 +223,13 @@ def leave(rank: int, lengths: tuple[int, ...], stop: int, loop: str, when: str) 
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize(("loop", "weighting"), [("sized", "world"), ("iterable", "world"), ("sized", "samples")])
 @pytest.mark.parametrize(("lengths", "stop"), [((2, 9), 1), ((9, 1, 2), 2), ((2, 9), 4), ((0, 4, 1), 1), ((0, 5), 2)])
 def test_a_break_on_all_ranks_leaves_no_gift_behind(
-    workers: Workers, lengths: tuple[int, ...], stop: int, loop: str, when: str
+    workers: Workers, lengths: tuple[int, ...], stop: int, loop: str, when: str, weighting: str
 ) -> None:
-    found: list[list[Tensor]] = workers.run(len(lengths), leave, lengths, stop, loop, when)
-    one = Small(lengths, wraps=False)
+    found: list[list[Tensor]] = workers.run(len(lengths), leave, lengths, stop, loop, when, weighting)
+    one = Small(lengths, wraps=False, weighting=weighting)
     rows = planned_rows(lengths, [None] * len(lengths) if loop == "iterable" else None)
     one.follow(rows[:stop], 0)
     backwards = [{rank: (owner, lengths[owner] - 1 - i) for rank, (owner, i) in row.items()} for row in rows]
@@ -239,9 +240,9 @@ def test_a_break_on_all_ranks_leaves_no_gift_behind(
         assert all(torch.equal(a, b) for a, b in zip(mine, found[0], strict=True))
 
 
-def leave_alone(rank: int, lengths: tuple[int, ...], who: int, stop: int, loop: str) -> None:
+def leave_alone(rank: int, lengths: tuple[int, ...], who: int, stop: int, loop: str, weighting: str = "world") -> None:
     connect()
-    small = Small(lengths)
+    small = Small(lengths, weighting=weighting)
     with small.join() as join:
         for step, batch in enumerate(join.batches(loader_of(loop, small.data.batches(rank, 0)))):
             small.step([batch])
@@ -256,6 +257,76 @@ def test_a_break_on_one_rank_is_told(workers: Workers, who: int, stop: int, loop
     for outcome in outcomes:
         assert f"The loop of rank {who} was left by `break`" in outcome.error, outcomes
         assert outcome.seconds < WITHIN, outcomes
+
+
+@pytest.mark.parametrize("weighting", ["world", "samples"])
+@pytest.mark.parametrize("loop", ["sized", "iterable"])
+def test_a_break_on_one_rank_is_told_before_others_wait_for_its_gradients(
+    workers: Workers, loop: str, weighting: str
+) -> None:
+    outcomes = workers.outcomes(2, leave_alone, (2, 9), 1, 3, loop, weighting, timeout=20.0, deadline=45.0)
+    for outcome in outcomes:
+        assert "The loop of rank 1 was left by `break`" in outcome.error, outcomes
+        assert outcome.seconds < 10.0, outcomes
+
+
+def leave_and_gather(rank: int, who: int) -> None:
+    small = Small((2, 9))
+    with small.join() as join:
+        for batch in join.batches(small.data.batches(rank, 0)):
+            join.all_gather(torch.ones(1))
+            small.step([batch])
+            if rank == who and join.step == 3:
+                break
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_break_on_one_rank_is_told_before_others_wait_in_a_gather(workers: Workers, who: int) -> None:
+    outcomes = workers.outcomes(2, leave_and_gather, who, timeout=20.0, deadline=45.0)
+    for outcome in outcomes:
+        assert f"The loop of rank {who} was left by `break`" in outcome.error, outcomes
+        assert outcome.seconds < 10.0, outcomes
+
+
+def raise_amid(rank: int, who: int) -> None:
+    small = Small((2, 9))
+    with small.join() as join:
+        for batch in join.batches(small.data.batches(rank, 0)):
+            if join.step == 3:
+                if rank == who:
+                    raise BrokenError("amid a step")
+                time.sleep(0.5)
+            small.step([batch])
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_raises_amid_a_step_is_named_before_others_wait_for_its_gradients(
+    workers: Workers, who: int
+) -> None:
+    outcomes = workers.outcomes(2, raise_amid, who, timeout=20.0, deadline=45.0)
+    for outcome in outcomes:
+        assert "amid a step" in outcome.error, outcomes
+        assert outcome.seconds < 10.0, outcomes
+
+
+def leave_amid(rank: int, lengths: tuple[int, ...], stop: int, weighting: str) -> int:
+    """Break on all ranks between a batch and its forward; one of them looks who is active before."""
+    small = Small(lengths, weighting=weighting)
+    with small.join() as join:
+        for batch in join.batches(small.data.batches(rank, 0)):
+            if join.step == stop:
+                if rank == 0:
+                    assert join.active_ranks
+                    with torch.no_grad():
+                        small.model(batch[0])
+                break
+            small.step([batch])
+    return stop
+
+
+@pytest.mark.parametrize("weighting", ["world", "samples"])
+def test_all_ranks_may_break_where_one_has_done_more_than_others(workers: Workers, weighting: str) -> None:
+    assert workers.run(2, leave_amid, (3, 9), 3, weighting) == [3, 3]
 
 
 # ---------------------------------------------------------------- one `with` after the other

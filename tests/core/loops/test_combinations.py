@@ -26,6 +26,7 @@ class Program:
     window: int = 1
     weighting: str = "world"
     frozen: bool = False  # the first layer is, when the `with` begins
+    layers: int = 1  # of which that, and what follows, is so
     thaws: tuple[int, int] | None = None  # the epoch and step at which it no longer is
     freezes: int | None = None  # the step at which it is
     masked: int | None = None  # the rank whose batches count nothing in the first epoch
@@ -56,7 +57,7 @@ class Program:
 
     def before_step(self, model: nn.Sequential, epoch: int, step: int) -> None:
         if self.thaws == (epoch, step):
-            model[0].requires_grad_(True)
+            model[: self.layers].requires_grad_(True)
         if self.freezes == step:
             model[0].requires_grad_(False)
 
@@ -76,7 +77,7 @@ def train(rank: int, program: Program) -> list[Tensor]:
         if program.zero
         else torch.optim.SGD(model.parameters(), **options)
     )
-    model[0].requires_grad_(not program.frozen)
+    model[: program.layers].requires_grad_(not program.frozen)
     outer = Join([ddp, optimizer], weighting=program.weighting) if program.one_context else nullcontext()  # type: ignore[arg-type]
     with outer as whole:
         for epoch, batches in enumerate(program.epochs(rank)):
@@ -107,7 +108,7 @@ def train(rank: int, program: Program) -> list[Tensor]:
 def reference(program: Program) -> list[Tensor]:
     model = program.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=program.momentum)
-    model[0].requires_grad_(not program.frozen)
+    model[: program.layers].requires_grad_(not program.frozen)
     shards = [list(program.epochs(rank)) for rank in range(len(program.lengths[0]))]
     for epoch, lengths in enumerate(program.lengths):
         if program.thaws == (epoch, -1):
@@ -134,6 +135,8 @@ PROGRAMS = {
     "unfrozen in the tail": Program([(1, 4)], weighting="active", frozen=True, thaws=(0, 2), ddp=UNUSED),
     "unfrozen in the first step": Program([(1, 4)], frozen=True, thaws=(0, 0), ddp=UNUSED),
     "unfrozen, even": Program([(2, 2)] * 2, weighting="samples", frozen=True, thaws=(1, -1), ddp=UNUSED),
+    "all unfrozen in the first step": Program([(1, 4)], weighting="samples", frozen=True, layers=3, thaws=(0, 0)),
+    "all unfrozen, even": Program([(2, 2)] * 2, weighting="samples", frozen=True, layers=3, thaws=(0, 0)),
     "two backwards, views": Program(
         [(0, 2), (2, 2)], doubled=True, ddp={"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}
     ),

@@ -267,3 +267,33 @@ def without_all_reduce(rank: int, lengths: tuple[int, ...]) -> None:
 
 def test_a_backward_that_syncs_nothing_deletes_nothing(workers: Workers) -> None:
     workers.run(3, without_all_reduce, (1, 1, 40), deadline=30.0)
+
+
+def backward_after_the_loop(rank: int, options: dict[str, Any], breaks: bool) -> list[float]:
+    """Run the last step's backward where the loop has ended: of 2 samples on rank 0, and 6 on rank 1."""
+    model = nn.Linear(1, 1, bias=False).double()
+    ddp = DistributedDataParallel(model)
+    found = []
+    with Join([ddp], weighting="samples", **options) as join:
+        for _ in range(2):
+            for batch in join.batches([torch.full(((2, 6)[rank], 1), 1.0 + rank, dtype=torch.float64)] * 3):
+                model.zero_grad()
+                loss = ddp(batch).mean()
+                if breaks and join.step == 1:
+                    break
+                if join.step < 2:
+                    loss.backward()
+            loss.backward()
+            assert model.weight.grad is not None
+            found.append(model.weight.grad.item())
+    return found
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("options", [{}, {"heartbeat": True}], ids=["batches", "beats"])
+def test_a_backward_after_the_loop_is_weighted_as_in_its_step(
+    workers: Workers, options: dict[str, Any], breaks: bool
+) -> None:
+    expected = (2 * 1.0 + 6 * 2.0) / 8
+    for found in workers.run(2, backward_after_the_loop, options, breaks):
+        assert found == pytest.approx([expected] * 2, abs=1e-12)

@@ -48,10 +48,10 @@ class ServedBackwards:
 
     def before_collective(self, group: list[int], ddps: bool) -> None:
         """See `Backwards`."""
+        in_tail = self._server.in_tail  # ask this first: it may find out how many samples there are
         self.check(group, ddps)
         if not ddps and self._is_apart(group):
             return
-        in_tail = self._server.in_tail
         if in_tail:
             for part in self._server.parts:
                 part.before_collective(ddps)

@@ -109,6 +109,11 @@ class ShardedModelPart(Part):
     def prepare(self) -> None:
         """See `LoopModel`."""
 
+    @property
+    def forwards_alone(self) -> bool:
+        """See `LoopModel`."""
+        return False
+
     def enter_tail(self) -> None:
         if self.at_top:
             self.remember()

@@ -1,0 +1,59 @@
+"""Hears of a model's gradients before they come: by prehooks on the nodes that add to them.
+
+Contract: between `begin` and `end` alone does anything here refer to who hears.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from torch_join._base import compat as _compat
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class Watch:
+    """Watches the gradients of parameters, once begun.
+
+    Args:
+        parameters: The model's.
+
+    Attributes:
+        is_on: Whether it has begun, and not ended; perhaps while nothing requires a gradient.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._handles: dict[int, RemovableHandle] = {}
+        self._nodes: list[Any] = []
+        self.is_on = False
+
+    def begin(self, before: Callable[[int, Gradients], Gradients | None]) -> None:
+        """Watch what requires a gradient by now.
+
+        Args:
+            before: Called with a parameter's place and what is about to be added to its gradient; returns what is to be
+                added in place of that, or `None`.
+        """
+        self.is_on = True
+        for place, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and id(parameter) not in self._handles:
+                node = get_gradient_edge(parameter).node
+                self._handles[id(parameter)] = node.register_prehook(partial(before, place))
+                self._nodes.append(node)
+
+    def end(self) -> None:
+        """Watch nothing any more."""
+        self.is_on = False
+        while self._handles:
+            self._handles.popitem()[1].remove()
+        self._nodes.clear()
+
+    @property
+    def will_run(self) -> bool:
+        """Whether the backward that is under way will add to any of them."""
+        return any(map(_compat.will_run, self._nodes))
