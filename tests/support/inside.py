@@ -29,6 +29,7 @@ from torch_join._control import codec as _codec
 from torch_join._control import quiesce as _quiesce
 from torch_join._control._links import layout as _layout
 from torch_join._control._links import links as _links
+from torch_join._control._links import tree as _tree
 from torch_join._control._links import wiring as _wiring
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.tree_channel import TreeChannel
@@ -435,3 +436,9 @@ def slow_to_follow(seconds: float) -> AbstractContextManager[Any]:
         return follow(self, *args, **kwargs)
 
     return mock.patch.object(Messages, "follow", late)
+
+
+def awake_longer(factor: int) -> AbstractContextManager[Any]:
+    """Within this, whoever waits keeps its core awake for so many times as long."""
+    awake, briefly = factor * _tree._AWAKE_SECONDS, factor * _tree._BRIEFLY
+    return mock.patch.multiple(_tree, _AWAKE_SECONDS=awake, _BRIEFLY=briefly)
