@@ -14,3 +14,12 @@ def flat_elements(tensor: Tensor) -> Tensor:
 def raw_bytes(tensor: Tensor) -> Tensor:
     """Return the elements of `tensor` in order, as bytes: its own memory where they lie in it so, else a copy."""
     return flat_elements(tensor).view(torch.uint8)
+
+
+def raw_words(tensor: Tensor) -> Tensor:
+    """Return the bytes of `tensor` in order as the longest integers that they can be viewed as: fewer to go through."""
+    data = raw_bytes(tensor)
+    for word in (torch.int64, torch.int32, torch.int16):
+        if data.numel() % word.itemsize == 0 and data.storage_offset() % word.itemsize == 0:
+            return data.view(word)
+    return data

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torch_join._base.errors import JoinValueError
-from torch_join._base.raw import raw_bytes
+from torch_join._base.raw import raw_words
 from torch_join._base.specs import flaw
 
 T = TypeVar("T")
 
 # If the memory of none of these is that of another, the loader makes each batch anew.
 _LOOKS = 3
-_SAMPLE = 64  # of the bytes of a tensor, or elements of an array
+_SAMPLE = 64  # of the words of a tensor, or elements of an array
 _DEPTH = 3  # of objects in objects
 _SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # made when asked for, they are alike and not the same
 
@@ -69,7 +69,7 @@ class RefillGuard:
         """Return what tells whether `leaf` has changed: bytes of it, or itself if these cannot be had."""
         if depth and _is_array(leaf) and leaf.dtype.hasobject:  # its bytes are addresses, which are used again
             return [self._content(part, depth - 1) for part in _leaves(leaf.reshape(-1).tolist(), depth - 1)]
-        content = raw_bytes(leaf) if _is_tensor(leaf) else leaf.reshape(-1) if _is_array(leaf) else leaf
+        content = raw_words(leaf) if _is_tensor(leaf) else leaf.reshape(-1) if _is_array(leaf) else leaf
         if content is leaf:
             return leaf
         every = 1 if self._at_all else max(1, len(content) // _SAMPLE)
