@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,28 +47,27 @@ TAIL_TARGET = 1.10
 
 
 class Batches(Dataset[Any]):
-    """The same batch `length` times."""
+    """The same batch `length` times, in memory of its own as from any loader, or in the same (`copies` of 1)."""
 
-    def __init__(self, batch: Any, length: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: Any, length: int, copies: int = 4) -> None:
+        self.batches = [[part.clone() for part in batch] for _ in range(copies)]
         self.length = length
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, _: int) -> Any:
-        return self.batch
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index % len(self.batches)]
 
 
 class BatchStream(IterableDataset[Any]):
     """The same, without a length."""
 
-    def __init__(self, batch: Any, length: int) -> None:
-        self.batch = batch
-        self.length = length
+    def __init__(self, batch: Any, length: int, copies: int = 4) -> None:
+        self.batches = Batches(batch, length, copies)
 
     def __iter__(self) -> Iterator[Any]:
-        return repeat(self.batch, self.length)
+        return (self.batches[index] for index in range(self.batches.length))
 
 
 class Workload:

@@ -20,6 +20,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.optimization import _AutomaticOptimization as AutomaticOptimization
 from lightning.pytorch.loops.optimization import _ManualOptimization as ManualOptimization
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.trainer import call
@@ -42,6 +43,7 @@ from torchmetrics import Metric
 __all__ = [
     "AutomaticOptimization",
     "BatchNorm",
+    "BatchProgress",
     "ClosureResult",
     "CombinedLoader",
     "DataFetcher",

@@ -1,9 +1,8 @@
 """The epoch loop: every rank runs every step, a joined rank as a shadow."""
 
-import time
 from collections import OrderedDict
 from contextlib import ExitStack, nullcontext
-from typing import Any, cast
+from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -14,32 +13,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join._compat import TrainingEpochLoop, call
 from lightning_join._logging.results import check_monitored
 from lightning_join._logging.step_values import HookLogging, drop_own_step_values
-from lightning_join._loops.fit import JoinFitLoop
+from lightning_join._loops.meeting import MeetingEpochLoop
 from lightning_join._loops.stand_in import StandIn, State
 from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration, has_transfer_hooks
 from lightning_join._protocol import join_of, metrics_of, rebalancing_of, strategy_of
+from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
 
 
-class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
-    """Lightning's training epoch loop where ranks may have different numbers of batches.
-
-    At the end of each step all ranks meet once, in place of the broadcast with which Lightning begins
-    each step: they learn who comes to the end of its batches, who was told to stop or terminate, and
-    how many samples the next step has.
-    """
+class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
+    """Lightning's training epoch loop where ranks may have different numbers of batches."""
 
     reads = "[_TrainingEpochLoop].train_dataloader_next"
     _stand_in: StandIn
     _lacks_values = False  # some rank's first batch hooks run before it has logged anything
     _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
     _made_step = True
-    _validation_due = False
-    _validates = False
-
-    @property
-    def _fit_loop(self) -> JoinFitLoop:
-        return cast(JoinFitLoop, self.trainer.fit_loop)
 
     def begin_fit(self) -> None:
         """Begin a fit in which this rank has not had a batch yet."""
@@ -76,14 +65,15 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         mine = (float("inf") if length is None else length, had_batch, data_fetcher.claimed, end, requests)
         data_fetcher.claimed = None
         self._has_transfer_hooks = has_transfer_hooks(trainer)
+        self._may_leave = is_overridden("on_train_batch_start", trainer.lightning_module)
         join = join_of(trainer)
         everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
-        self._validation_due = False
+        self._validation_due = self._asks_to_validate = self._is_unheard = False
         self._fit_loop.set_lengths([length for length, *_ in everyone])
         self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests) in enumerate(everyone)})
         for rank, (_, _, claimed, its_end, _) in enumerate(everyone):
             if claimed is not None:
-                _warn_of_missing_batches(rank, claimed, its_end)
+                _loaders.warn_of_missing(rank, claimed, its_end)
         self._rebalance(data_fetcher)
         lack_batch = {rank for rank, (_, had_batch, *_) in enumerate(everyone) if not had_batch}
         self._lacks_values = bool(lack_batch.difference(join.active_ranks))
@@ -127,7 +117,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         batch = self._next_batch(data_fetcher)
         if self._lacks_values:
             batch = self._share_first_batch(batch)
-        self.batch_progress.is_last_batch = join.is_last_step
+        self._progress.ask(join)
         self.batch_progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
 
@@ -142,7 +132,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
             self.batch_progress.increment_processed()
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
             raise StopIteration
-        self.batch_progress.is_last_batch = join.is_last_step
+        self._progress.ask(join)
         self.batch_progress.increment_started()
 
         with trainer.profiler.profile("run_training_batch"), NoStopIteration():
@@ -173,7 +163,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
 
     def on_advance_end(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         if self._made_step:  # and not come back from a checkpoint just to validate
-            self._meet(data_fetcher)
+            self.meet(data_fetcher)
         self._validates = False
         super().on_advance_end(data_fetcher)
         trainer: Any = self.trainer
@@ -181,29 +171,6 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
             self._fit_loop.agree_on_stop()  # EarlyStopping may have decided in the validation
             if trainer.received_sigterm and not self._is_training_done:
                 raise SIGTERMException
-
-    def _meet(self, data_fetcher: ReadAheadFetcher) -> None:
-        """Exchange all that may end the epoch or the fit, and go on to the next step."""
-        trainer: Any = self.trainer
-        plan = join_of(trainer).plan
-        end = data_fetcher.fill() if plan is None else data_fetcher.fill(plan.ahead)
-        notice: dict[str, Any] = self._fit_loop.requests
-        if trainer.is_global_zero and self._time_to_validate():
-            notice["validate"] = True  # clocks differ: rank 0's counts
-        if data_fetcher.claimed is not None:
-            notice["claimed"], notice["end"] = data_fetcher.claimed, data_fetcher.fetched
-            data_fetcher.claimed = None  # it is said once
-        notices = join_of(trainer).advance(end, self._next_samples(data_fetcher), notice or None)
-        self._fit_loop.apply_requests(notices)
-        self._validation_due = any("validate" in each for each in notices.values())
-        for rank, each in notices.items():
-            if "claimed" in each:
-                _warn_of_missing_batches(rank, each["claimed"], each["end"])
-
-    def _next_samples(self, data_fetcher: ReadAheadFetcher) -> int:
-        if strategy_of(self.trainer).weighting != "samples" or not data_fetcher.batches:
-            return 0
-        return extract_batch_size(data_fetcher.batches[0])
 
     def _has_next(self, data_fetcher: ReadAheadFetcher) -> bool:
         plan = join_of(self.trainer).plan
@@ -243,7 +210,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
 
     def _leave_if_told(self, response: Any, data_fetcher: ReadAheadFetcher, batch: Any, batch_idx: int) -> None:
         """Let the ranks whose `on_train_batch_start` returned -1 join here; all ranks meet."""
-        if not is_overridden("on_train_batch_start", self.trainer.lightning_module):
+        if not self._may_leave:
             return
         join = join_of(self.trainer)
         leaves = response == -1 and not join.joined
@@ -272,29 +239,3 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         if join.joined:
             stack.enter_context(metrics_of(self.trainer).aside())
         return stack
-
-    def _time_to_validate(self) -> bool:
-        trainer: Any = self.trainer
-        interval = trainer._val_check_time_interval
-        return interval is not None and time.monotonic() - trainer._last_val_time >= interval
-
-    def _should_check_val_fx(self, data_fetcher: ReadAheadFetcher) -> bool:  # type: ignore[override]
-        trainer: Any = self.trainer
-        with self._fit_loop.stopping_together():
-            if trainer._val_check_time_interval is not None:
-                stops = trainer.should_stop and self._fit_loop._can_stop_early
-                self._validates = self._should_check_val_epoch() and (stops or self._validation_due)
-            else:
-                # An interval of 1.0 means the epoch's end, also where that comes before the length said so.
-                ends = self.batch_progress.is_last_batch and trainer.val_check_interval == 1.0
-                self._validates = super()._should_check_val_fx(data_fetcher) or (
-                    ends and self._should_check_val_epoch()
-                )
-        return self._validates
-
-
-def _warn_of_missing_batches(rank: int, claimed: int, end: int) -> None:
-    rank_zero_warn(
-        f"The train dataloader of rank {rank} said it had {claimed} batches and yielded {end}. The rank joins after"
-        " those; training goes on with the other ranks' batches."
-    )

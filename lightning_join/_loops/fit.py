@@ -22,6 +22,8 @@ from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import check_unfrozen_parameters, take_unfrozen_parameters
 from torch_join.integration import name_ranks, steps_of
 
+REQUESTS = ("stop", "sigterm", "validate")
+
 
 class JoinFitLoop(ResumingFitLoop):
     """Lightning's fit loop where ranks may have different numbers of batches."""
@@ -211,20 +213,35 @@ class JoinFitLoop(ResumingFitLoop):
         """Stop, or terminate, on all ranks if one wants to; all ranks meet."""
         self.apply_requests(channel_of(self.trainer).beat(notice=self.requests or None).notices)
 
-    def apply_requests(self, notices: Mapping[int, Mapping[str, object]]) -> None:
-        """Do what the `notices` ask for, which are the same on all ranks."""
+    def apply_requests(self, notices: Mapping[int, Mapping[str, object]], at_once: bool = True) -> set[str]:
+        """Do what the `notices` ask for, which are the same on all ranks.
+
+        Args:
+            notices: By rank.
+            at_once: Whether all ranks hear them at the same place. If not, only what all ask for is done, as these have
+                all waited to hear; what some ask for, whoever hears of it asks for too, at the end of the next step.
+
+        Returns:
+            What is done.
+        """
         trainer: Any = self.trainer
-        if any("sigterm" in notice for notice in notices.values()):
-            trainer._signal_connector.agreed = True
-        ranks = [rank for rank, notice in notices.items() if "stop" in notice]
-        agreed_before, self.agreed_stop = self.agreed_stop, bool(ranks)
+        asking = {name: [rank for rank, notice in notices.items() if name in notice] for name in REQUESTS}
+        enough = 1 if at_once else trainer.world_size
+        agreed = {name for name, ranks in asking.items() if len(ranks) >= enough}
+        if asking["sigterm"]:
+            trainer._signal_connector.signalled = True
+            trainer._signal_connector.agreed = "sigterm" in agreed
+        ranks = asking["stop"]
+        agreed_before, self.agreed_stop = self.agreed_stop, "stop" in agreed
         if ranks:
             trainer.should_stop = True
         if ranks and not agreed_before and len(ranks) < trainer.world_size:
             rank_zero_warn(
                 f"`trainer.should_stop` was set on {len(ranks)} of {trainer.world_size} ranks only"
-                f" ({name_ranks(ranks)}), at global step {trainer.global_step}. All ranks stop here."
+                f" ({name_ranks(ranks)}), at global step {trainer.global_step} or just before it. All ranks stop"
+                " together, after the next step at the latest."
             )
+        return agreed
 
     @contextmanager
     def stopping_together(self) -> Iterator[None]:

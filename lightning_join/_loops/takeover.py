@@ -18,6 +18,7 @@ from lightning_join._loops.fit import JoinFitLoop
 from lightning_join._loops.manual import JoinManualOptimization
 from lightning_join._loops.optimization import JoinAutomaticOptimization
 from lightning_join._loops.prediction import JoinPredictionLoop
+from lightning_join._loops.progress import JoinBatchProgress
 from lightning_join._loops.signals import JoinSignalConnector
 from lightning_join._protocol import JoiningStrategy
 from torch_join import UnsupportedError
@@ -25,6 +26,7 @@ from torch_join import UnsupportedError
 _CLASSES: dict[type, type] = {
     _compat.FitLoop: JoinFitLoop,
     _compat.TrainingEpochLoop: JoinEpochLoop,
+    _compat.BatchProgress: JoinBatchProgress,
     _compat.AutomaticOptimization: JoinAutomaticOptimization,
     _compat.ManualOptimization: JoinManualOptimization,
     _compat.EvaluationLoop: JoinEvaluationLoop,
@@ -73,6 +75,7 @@ def _parts(trainer: Any) -> tuple[Any, ...]:
     return (
         trainer.fit_loop,
         epoch_loop,
+        epoch_loop.batch_progress,
         epoch_loop.automatic_optimization,
         epoch_loop.manual_optimization,
         epoch_loop.val_loop,

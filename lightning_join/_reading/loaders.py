@@ -130,3 +130,11 @@ def total_length(loader: CombinedLoader, limits: Sequence[int | float]) -> int |
     if not limits:
         return 0
     return min(limits) if loader._mode == "min_size" else max(limits)
+
+
+def warn_of_missing(rank: int, claimed: int, end: int) -> None:
+    """Warn that a rank has fewer batches than its dataloader had said."""
+    rank_zero_warn(
+        f"The train dataloader of rank {rank} said it had {claimed} batches and yielded {end}. The rank joins after"
+        " those; training goes on with the other ranks' batches."
+    )

@@ -46,6 +46,8 @@ class Channel:
         # What this rank adds to its answer to a roll call, and what the answers (by rank) tell of a failure.
         self.status: Callable[[], Status | None] = lambda: None
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
+        # Called before all ranks meet: to hear what they have said where they met before, if that was put off.
+        self.before_meeting: Callable[[], object] = lambda: None
 
     def beat(self, count: int = 0, notice: dict[str, Any] | None = None) -> Beat:
         """Meet all ranks: add up a number and share what some of them have to say; `say` and `hear` in one."""

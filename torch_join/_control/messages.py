@@ -38,6 +38,7 @@ class Messages:
     rank: int
     world_size: int
     failure: Callable[[], PeerFailedError | None]
+    before_meeting: Callable[[], object]
     _store: Any
     _beats: Any
     _wait: Callable[..., list[bytes]]
@@ -57,6 +58,7 @@ class Messages:
         ranks: Sequence[int] | None = None,
         waits: bool = True,
     ) -> None:
+        self.before_meeting()
         self._beats.say(count, notice, range(self.world_size) if ranks is None else ranks, waits)
 
     @naming_failures

@@ -85,6 +85,7 @@ class StoreChannel(Messages, WaitingChannel, Channel):
 
     @naming_failures
     def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
+        self.before_meeting()
         data = _codec.encode(value)
         index, self._gathers = self._gathers, self._gathers + 1
         keys = [f"gather/{index}/{rank}" for rank in range(self.world_size)]

@@ -5,9 +5,12 @@ ahead: whoever asks at step t knows who is active at t and at t + 1, so that the
 epoch is known when it begins.
 """
 
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 from torch_join._base.errors import EarlyTerminationError
+from torch_join._control.channel import Channel
 
 
 class Attendance:
@@ -50,6 +53,62 @@ class Attendance:
         """
         if throws and 0 < len(self.active_ranks) < len(self._ends):
             raise early_termination(rank, self.joined(rank))
+
+
+class ToldAttendance(Attendance):
+    """Which ranks have a batch, as they tell each other between steps.
+
+    Args:
+        channel: Where they do.
+        throws: Whether to raise on all ranks when the first one runs out.
+        first_step: Where the epoch begins.
+
+    Attributes:
+        samples, total_samples: The numbers of samples in this rank's batch, and in all of the step.
+    """
+
+    def __init__(self, channel: Channel, throws: bool, first_step: int = 0) -> None:
+        super().__init__(channel.world_size, first_step)
+        self._channel = channel
+        self._throws = throws
+        self._is_unheard = False
+        self._notices: dict[int, dict[str, Any]] = {}
+        self.samples = self.total_samples = 0
+        hear = weakref.WeakMethod(self.hear)
+        channel.before_meeting = lambda: (now := hear()) and now()
+
+    @property
+    def in_tail(self) -> bool:
+        """Whether some rank has no batch at the current step while another has one."""
+        return 0 < len(self.active_ranks) < self._channel.world_size
+
+    @property
+    def is_last_step(self) -> bool:
+        self.hear()
+        return super().is_last_step
+
+    def say(self, samples: int, notice: dict[str, Any] | None, waits: bool) -> bool:
+        """Go on to the next step, and say this rank's part; see `Lockstep.say`."""
+        waits = waits or self.in_tail
+        self._channel.say(samples, notice, waits=waits)
+        self.step += 1
+        self.samples, self._is_unheard = samples, True
+        if waits := waits or self.in_tail:
+            self._take()
+        return waits
+
+    def hear(self) -> dict[int, dict[str, Any]]:
+        """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.hear`."""
+        if self._is_unheard:
+            self._take()
+        return self._notices
+
+    def _take(self) -> None:
+        self._is_unheard = False
+        beat = self._channel.hear()
+        self.announce({rank: notice["end"] for rank, notice in beat.notices.items() if "end" in notice})
+        self.total_samples, self._notices = beat.total, beat.notices
+        self.check_termination(self._channel.rank, self._throws)
 
 
 def early_termination(rank: int, joined: bool) -> EarlyTerminationError:

@@ -64,8 +64,9 @@ class ModelShadow:
     def step(self, shadow: bool) -> Iterator[None]:
         """Put around a whole step, forward and backward, in which this rank is a shadow or is not."""
         # The user's hooks expect a gradient, and here there is none.
-        every = [h for p in self.parameters for h in (_compat.backward_hooks(p), _compat.post_accumulate_hooks(p))]
-        muted = [(hooks, dict(hooks)) for hooks in every if hooks] if shadow else []
+        parameters = self.parameters if shadow else ()
+        every = [h for p in parameters for h in (_compat.backward_hooks(p), _compat.post_accumulate_hooks(p))]
+        muted = [(hooks, dict(hooks)) for hooks in every if hooks]
         for hooks, _ in muted:
             hooks.clear()
         try:

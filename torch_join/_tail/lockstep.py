@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
 from torch_join._control.channel import Beat
-from torch_join._schedule.attendance import Attendance
+from torch_join._schedule.attendance import ToldAttendance
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer, Source
 from torch_join._schedule.rebalancing import Rebalancing
@@ -66,12 +66,12 @@ class Lockstep:
         self.driver = driver
         self.channel = driver.server.channel
         self.weighting = driver.members.weighting
-        self._throw = throw_on_early_termination
+        self._throws = throw_on_early_termination
         self._model: Part = driver.add(make_model)
         self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
-        self._attendance = Attendance(self.channel.world_size)
+        self._attendance = ToldAttendance(self.channel, throw_on_early_termination)
         self._plan: Rebalancer | None = None
-        self._samples = self._total_samples = 0
+        self._notices: dict[int, dict[str, Any]] = {}  # of the meeting before a step that is planned
         self.no_loss = self.follows_backward = self.keeps_buffers = False
 
     def note_gather(self) -> None:
@@ -83,7 +83,7 @@ class Lockstep:
         return self._present.active_ranks
 
     @property
-    def _present(self) -> Attendance | Rebalancer:
+    def _present(self) -> ToldAttendance | Rebalancer:
         return self._attendance if self._plan is None else self._plan
 
     @property
@@ -115,13 +115,13 @@ class Lockstep:
         """
         for part in self._customs:
             part.renew()
-        self._attendance = Attendance(self.channel.world_size, first_step)
+        self._attendance = attendance = ToldAttendance(self.channel, self._throws, first_step)
         mine = (end, samples, value, self._known())
         everyone = self.channel.gather(mine, of=tuple[int | None, int, Any, list[int] | None])
         self._compare([known for *_, known in everyone], end is None or end > first_step)
-        self._attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
-        self._samples, self._total_samples = samples, sum(samples for _, samples, *_ in everyone)
-        self._attendance.check_termination(self.channel.rank, self._throw)
+        attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
+        attendance.samples, attendance.total_samples = samples, sum(samples for _, samples, *_ in everyone)
+        attendance.check_termination(self.channel.rank, self._throws)
         self._plan = None
         return [value for _, _, value, _ in everyone]
 
@@ -156,29 +156,37 @@ class Lockstep:
             return self._plan.share
         return None if self.joined else Share(self.channel.rank, self._attendance.step)
 
-    def advance(self, end: int | None, samples: int, notice: dict[str, Any] | None = None) -> dict[int, dict[str, Any]]:
-        """Go on to the next step; all ranks meet.
+    def say(self, end: int | None, samples: int, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
+        """Go on to the next step, and say what the others need to know of it; all ranks call this.
 
         Args:
             end: This rank's number of batches, if it has only now become known. It must be announced
                 one step ahead: when the next step is the rank's last, at the latest.
             samples: Number of samples in the next step's batch, 0 without one.
             notice: Anything else to tell the other ranks, as a JSON object.
+            waits: Whether all ranks wait here until they have heard each other; the same on all.
 
         Returns:
-            The notices of the ranks that had one.
+            Whether they have: also where `waits` is false, at the edge of a tail and inside. Where all have a batch, in
+            the step that ends and in the next one, others are heard when something of what they say is needed.
         """
         if end is not None:
             notice = {"end": end, **(notice or {})}
         if self._plan is not None:
-            return self._advance_plan(self._plan, notice or {})
-        beat = self.channel.beat(samples, notice)
-        self.driver.after_meeting()
-        self._attendance.step += 1
-        self._attendance.announce({r: n["end"] for r, n in beat.notices.items() if "end" in n})
-        self._samples, self._total_samples = samples, beat.total
-        self._attendance.check_termination(self.channel.rank, self._throw)
-        return beat.notices
+            self._notices = self._advance_plan(self._plan, notice or {})
+            return True
+        waits = self._attendance.say(samples, notice, waits)
+        if waits:
+            self.driver.after_meeting()
+        return waits
+
+    def hear(self) -> dict[int, dict[str, Any]]:
+        """Hear what all ranks have said of the current step, unless this rank has.
+
+        Returns:
+            The notices of the ranks that had one.
+        """
+        return self._attendance.hear() if self._plan is None else self._notices
 
     def _advance_plan(self, plan: Rebalancer, notice: dict[str, Any]) -> dict[int, dict[str, Any]]:
         beats: list[Beat] = []
@@ -204,7 +212,7 @@ class Lockstep:
             self._plan.total_samples = beat.total
             return [*beat.notices]
         self._attendance.announce(dict.fromkeys(beat.notices, self._attendance.step))
-        self._samples, self._total_samples = samples, beat.total
+        self._attendance.samples, self._attendance.total_samples = samples, beat.total
         return list(beat.notices)
 
     @property
@@ -217,7 +225,8 @@ class Lockstep:
         """The numbers of samples in this rank's batch, and in all of the step."""
         if self._plan is not None:
             return self._plan.samples, self._plan.total_samples
-        return self._samples, self._total_samples
+        self.hear()
+        return self._attendance.samples, self._attendance.total_samples
 
     def finish(self) -> None:
         """End the epoch: run the joinables' post-hooks."""

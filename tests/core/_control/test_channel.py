@@ -65,6 +65,24 @@ def test_the_largest_value_that_may_be_sent_is_one_that_the_store_takes(either: 
     assert either.run(2, gather_the_most) == [MAX_BYTES - 2] * 2
 
 
+def put_off(rank: int) -> list[Beat]:
+    channel = open_channel()
+    said, heard = [], []
+    channel.before_meeting = lambda: heard.append(channel.hear()) if len(heard) < len(said) else None
+    for number in range(3):
+        channel.say(rank + number, {"from": rank}, waits=False)
+        said.append(number)
+        if number < 2:
+            assert channel.gather(rank) == [0, 1]
+    assert channel.beat(5) == Beat(10)
+    return heard
+
+
+def test_what_was_said_is_heard_before_all_meet_again(either: Over) -> None:
+    notices = {0: {"from": 0}, 1: {"from": 1}}
+    assert either.run(2, put_off) == [[Beat(2 * number + 1, notices) for number in range(3)]] * 2
+
+
 def beat_and_gather(rank: int) -> list[Any]:
     channel = open_channel()
     seen: list[Any] = []

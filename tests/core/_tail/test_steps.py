@@ -35,7 +35,8 @@ def count_keys(rank: int) -> tuple[list[bool], list[int]]:
                 with join.active_step(), join.loss_step():
                     loss = ddp(torch.ones(1, 2)).sum()
             join.backward(loss.backward)
-        join.advance(STEPS if step == STEPS - 2 and rank else None, int(step + 1 < length))
+        join.say(STEPS if step == STEPS - 2 and rank else None, int(step + 1 < length))
+        join.hear()
         if step in (10, STEPS - 2):
             counts.append(keys_at_rest(channel))
     dist.barrier()  # all have read what closing deletes

@@ -55,6 +55,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self._beats: Any = TreeBeats(store, rank, world_size, lambda ready: wait()(ready))  # type: ignore[misc]
 
     def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
+        self.before_meeting()
         data = _codec.encode(value)
         index, self._gathers = self._gathers, self._gathers + 1
         found = self._store.sayer.give(index, data)

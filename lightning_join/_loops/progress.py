@@ -1,0 +1,33 @@
+"""Progress in an epoch, of which a rank may know later than Lightning sets it whether it comes to its end."""
+
+import weakref
+from typing import Any
+
+from lightning_join._compat import BatchProgress
+from torch_join.integration import Lockstep
+
+
+class JoinBatchProgress(BatchProgress):
+    """Lightning's, which asks whether a batch is the last when somebody looks, and waits for other ranks only then."""
+
+    _join: weakref.ReferenceType[Lockstep] | None = None  # until it has been asked
+
+    def ask(self, join: Lockstep) -> None:
+        """Have the current step's `is_last_batch` come from `join`."""
+        self._join = weakref.ref(join)
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the current step is the last one of the epoch."""
+        if self._join is not None:
+            join = self._join()
+            self.is_last_batch = vars(self)["is_last_batch"] if join is None else join.is_last_step
+        return bool(vars(self)["is_last_batch"])
+
+    @is_last_batch.setter
+    def is_last_batch(self, value: bool) -> None:
+        self._join = None
+        vars(self)["is_last_batch"] = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "is_last_batch": self.is_last_batch, "_join": None}

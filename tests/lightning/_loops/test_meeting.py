@@ -1,0 +1,279 @@
+"""What ranks tell each other between steps is heard when it is needed: nobody waits where all have a batch."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor
+
+import lightning_join
+from tests.support.cases import (
+    Batch,
+    Case,
+    Module,
+    Result,
+    assert_exact,
+    assert_same_bits,
+    build_trainer,
+    difference,
+    fit_recording,
+    reference,
+    result_of,
+)
+from tests.support.workers import Workers
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 10
+    while not path.exists():
+        assert time.monotonic() < end, "the other rank has not come to its next forward"
+        time.sleep(0.001)
+
+
+class GoesAhead(Module):
+    """Rank 1 ends each step but the last few when rank 0 is in the next one's forward."""
+
+    folder: Path
+    steps = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 0:
+            (self.folder / f"{self.trainer.current_epoch} {batch_idx}").touch()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1 and batch_idx + 1 < self.steps:
+            wait_for(self.folder / f"{self.trainer.current_epoch} {batch_idx + 1}")
+
+
+def fit_ahead(rank: int, case: Case, folder: Path, steps: int) -> Result:
+    module = GoesAhead(case)
+    module.folder, module.steps = folder, steps
+    trainer = build_trainer(case)
+    trainer.fit(module)
+    return result_of(trainer, module)
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [
+        (Case((5, 5)), 5),
+        (Case((5, 5), iterable=True), 5),
+        (Case((5, 5), iterable=True, weighting="samples", ragged=True), 5),
+        (Case((4, 7), iterable=True, weighting="active"), 4),  # where the first one joins they wait
+        (Case((7, 4, 7), weighting="samples", ragged=True), 4),
+        (Case((6, 6), model="norm", ddp={"broadcast_buffers": False}, epochs=1), 6),
+    ],
+)
+def test_a_rank_goes_on_where_all_have_a_batch(workers: Workers, tmp_path: Path, case: Case, steps: int) -> None:
+    results = workers.run(case.world_size, fit_ahead, case, tmp_path, steps, deadline=60.0)
+    assert_exact(case, results) if case.model != "norm" else assert_same_bits(results)
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+class Asking(Module):
+    ranks: tuple[int, ...]
+    step: int
+    takes_back = False
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if self.trainer.global_step == self.step and self.trainer.global_rank in self.ranks:
+            self.trainer.should_stop = True
+        elif self.takes_back and self.trainer.global_rank in self.ranks:
+            self.trainer.should_stop = False
+
+
+def fit_asking(
+    rank: int, case: Case, ranks: tuple[int, ...], step: int, takes_back: bool, overrides: dict[str, Any]
+) -> tuple[Result, str]:
+    module = Asking(case)
+    module.ranks, module.step, module.takes_back = ranks, step, takes_back
+    return fit_recording(build_trainer(case, **overrides), module)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "step", "stops_at", "overrides", "takes_back"),
+    [
+        ((0, 1, 2), 2, 2, {}, False),
+        ((1,), 2, 3, {}, False),
+        ((0, 2), 2, 3, {}, False),
+        ((1,), 2, 4, {}, True),  # the others, who have taken it over, ask it once more
+        ((1,), 5, 6, {}, False),  # the first of the epoch's last two steps
+        ((1,), 6, 6, {}, False),  # its last one
+        ((0,), 2, 6, {"min_epochs": 1}, False),  # before which all go on asking
+        ((2,), 12, 12, {}, False),
+    ],
+)
+def test_should_stop_where_all_have_a_batch(
+    workers: Workers, ranks: tuple[int, ...], step: int, stops_at: int, overrides: dict[str, Any], takes_back: bool
+) -> None:
+    case = Case((6, 6, 6), epochs=2)
+    results = workers.run(3, fit_asking, case, ranks, step, takes_back, overrides)
+    assert_same_bits([result for result, _ in results])
+    assert [result.global_step for result, _ in results] == [stops_at] * 3
+    expected = reference(case)
+    state = expected.history[stops_at]
+    names = [name for name, _ in expected.net.named_parameters()]
+    assert difference(results[0][0].parameters, [state[name] for name in names]) < 1e-10
+    assert ("`trainer.should_stop` was set on" in results[0][1]) == (len(ranks) < 3)
+
+
+def fit_validating(rank: int, case: Case, interval: Any) -> list[tuple[int, float]]:
+    at: list[tuple[int, float]] = []
+
+    class Validating(Module):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            time.sleep(0.02 * (1 + rank))
+            return super().training_step(batch, batch_idx)
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            self.log("loss", super().training_step(batch, batch_idx).detach(), sync_dist=True)
+
+        def on_validation_epoch_end(self) -> None:
+            at.append((self.trainer.global_step, float(self.net.last.weight.sum())))
+
+    build_trainer(case, val_check_interval=interval, num_sanity_val_steps=0).fit(Validating(case))
+    return at
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("interval", [3, {"seconds": 0.15}, 1.0])
+def test_all_validate_at_the_same_steps(workers: Workers, interval: Any, iterable: bool) -> None:
+    first, *others = workers.run(3, fit_validating, Case((8, 8, 8), iterable=iterable), interval)
+    assert all(other == first for other in others)
+    assert len(first) >= 3
+    if interval == 3:
+        assert [step for step, _ in first] == [3, 6, 11, 14, 19, 22]
+    if interval == 1.0:
+        assert [step for step, _ in first] == [8, 16, 24]
+
+
+# ---------------------------------------------------------------- whoever looks earlier
+
+
+class Looking(Module):
+    """Looks, on one rank, whether the batch is the last one; where it does, it waits for what the others say."""
+
+    place = ""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.seen: list[bool] = []
+
+    def look(self, place: str) -> None:
+        if place == self.place and self.trainer.global_rank == 1:
+            self.seen.append(self.trainer.is_last_batch)
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return batch
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.look("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.look("on_before_zero_grad")
+
+    def on_after_backward(self) -> None:
+        self.look("on_after_backward")
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.look("on_train_batch_end")
+
+
+def fit_looking(rank: int, case: Case, place: str) -> tuple[Result, list[bool]]:
+    module = Looking(case)
+    module.place = place
+    trainer = build_trainer(case)
+    trainer.fit(module)
+    assert trainer.is_last_batch
+    return result_of(trainer, module), module.seen
+
+
+@pytest.mark.parametrize("place", ["training_step", "on_before_zero_grad", "on_after_backward", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "case", [Case((4, 4), iterable=True), Case((4, 4)), Case((5, 5), iterable=True, accumulate=2), Case((2, 5))]
+)
+def test_is_last_batch_is_right_wherever_one_rank_looks(workers: Workers, case: Case, place: str) -> None:
+    results = workers.run(2, fit_looking, case, place)
+    assert_exact(case, [result for result, _ in results])
+    seen, steps = results[1][1], max(case.lengths)
+    if case.accumulate == 1 or place != "on_before_zero_grad":
+        assert seen == ([False] * (steps - 1) + [True]) * case.epochs
+
+
+class Computing(Module):
+    """All ranks compute a metric amid each step, over the channel on which they have said their part."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.mean = torchmetrics.MeanMetric()
+        self.values: list[Tensor] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.mean.update(batch[0])
+        self.values.append(self.mean.compute())
+        return super().training_step(batch, batch_idx)
+
+
+def fit_computing(rank: int, case: Case) -> tuple[Result, list[Tensor]]:
+    module = Computing(case)
+    trainer = build_trainer(case)
+    trainer.fit(module)
+    return result_of(trainer, module), module.values
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
+def test_a_metric_may_be_computed_before_the_others_are_heard(workers: Workers, links: bool) -> None:
+    case = Case((4, 4), iterable=True, epochs=1)
+    results = workers.run(2, fit_computing, case, links=links)
+    assert_exact(case, [result for result, _ in results])
+    assert results[0][1] == results[1][1]
+    batches = [case.batch(rank, 0, index)[0] for index in range(4) for rank in range(2)]
+    for index, value in enumerate(results[0][1]):
+        assert (
+            abs(float(value) - float(torch.cat(batches[: 2 * index + 2]).mean())) < 1e-7
+        )  # torchmetrics averages in float32
+
+
+# ---------------------------------------------------------------- failures
+
+
+class Failing(Module):
+    place = ""
+
+    def fail(self, place: str, batch_idx: int) -> None:
+        if place == self.place and batch_idx == 2 and self.trainer.global_rank == 1:
+            raise ValueError("on purpose")
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.fail("on_train_batch_end", batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.fail("on_before_optimizer_step", self.trainer.fit_loop.epoch_loop.batch_idx)
+
+
+def fit_failing(rank: int, case: Case, place: str) -> None:
+    module = Failing(case)
+    module.place = place
+    strategy = lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20))
+    build_trainer(case, strategy=strategy).fit(module)
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
+@pytest.mark.parametrize("place", ["on_train_batch_end", "on_before_optimizer_step"])
+def test_whoever_has_gone_ahead_hears_of_a_failure(workers: Workers, place: str, links: bool) -> None:
+    outcomes = workers.outcomes(3, fit_failing, Case((5, 5, 5), iterable=True), place, links=links, timeout=20.0)
+    for rank in (0, 2):
+        assert "PeerFailedError" in outcomes[rank].error, outcomes[rank].trace
+        assert "Rank 1: ValueError: on purpose" in outcomes[rank].error
+        assert outcomes[rank].seconds < 12
