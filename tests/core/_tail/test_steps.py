@@ -1,5 +1,7 @@
 """Loops that a framework runs: what their steps leave behind."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,3 +53,31 @@ def test_what_was_announced_in_a_step_is_deleted_after_the_next_meeting(workers:
     for rank, (joined, (early, late)) in enumerate(found):
         assert joined == [False] + [rank == 0] * (STEPS - 1)
         assert late <= early + 2
+
+
+def meet_unheard(rank: int) -> list[object]:
+    channel = open_channel()
+    driver = StepDriver(channel)
+    join = LockstepJoin(driver, ModelShadow(DistributedDataParallel(nn.Linear(2, 1))))
+    join.begin(0, None, 1)
+    seen: list[object] = []
+    for step in range(STEPS):
+        assert not join.say(STEPS + 1 if step == STEPS - 1 else None, 1, {"from": rank}, waits=False)
+        if step % 3 == 0:  # all ranks meet, perhaps before another one has heard what was said
+            seen.append(channel.gather((rank, step)))
+            time.sleep(0.5 if step == 30 + 3 * rank else 0)  # what all have read is deleted meanwhile
+        seen.append(join.hear())
+    seen.append(join.is_last_step)
+    driver.close()
+    channel.finish()
+    return seen
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
+def test_all_ranks_may_meet_while_some_have_not_heard_the_others(workers: Workers, links: bool) -> None:
+    first, second = workers.run(2, meet_unheard, links=links)
+    assert first == second
+    assert first[-1] is True
+    notices = {rank: {"from": rank} for rank in range(2)}
+    assert first[:2] == [[(0, 0), (1, 0)], notices]
+    assert first.count(notices) == STEPS - 1
