@@ -303,6 +303,11 @@ def test_sigterm_on_one_rank_ends_all_at_the_same_step(workers: Workers, where: 
     assert workers.run(2, fit_terminated, Case((3, 7)), where) == [("SIGTERMException", step)] * 2
 
 
+@pytest.mark.parametrize(("where", "step"), [("step 1", 3), ("step 2", 4), ("step 3", 4), ("step 6", 7)])
+def test_sigterm_on_one_rank_ends_all_where_all_have_a_batch(workers: Workers, where: str, step: int) -> None:
+    assert workers.run(3, fit_terminated, Case((7, 7, 7)), where) == [("SIGTERMException", step)] * 3
+
+
 # ---------------------------------------------------------------- the same as plain ddp, where that works
 
 
