@@ -80,7 +80,8 @@ class ModelShadow:
         """Run the wrapper's forward on nothing.
 
         Returns:
-            A scalar zero. Its backward hands DDP an undefined gradient for every parameter.
+            A scalar zero. Its backward hands DDP an undefined gradient for every parameter that is not frozen; if all
+            are, there is none.
 
         Raises:
             UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
@@ -124,8 +125,7 @@ class ModelShadow:
         """Return the parameters, by place, that DDP takes for ready where the backward under way begins."""
         if not self._finds_unused:
             return []
-        places = [place for place, parameter in enumerate(self.parameters) if parameter.requires_grad]
-        return [place for place in places if not _compat.will_accumulate(self.parameters[place])]
+        return [place for place, p in enumerate(self.parameters) if not _compat.will_accumulate(p)]
 
     def no_loss_output(self) -> Tensor:
         """Return the output of a forward that has come to no loss, in place of it: what `forward` returns.
@@ -178,6 +178,8 @@ class ModelShadow:
         return self._zero_of([self.parameters[place] for place in reversed(places)])
 
     def _zero_of(self, parameters: Sequence[Tensor]) -> Tensor:
+        if not parameters:
+            return torch.zeros((), device=self.parameters[0].device)
         sparse = [id(p) in self.sparse for p in parameters]
         if _compat.has_rebuilt_buckets(self.ddp):
             return zero_gradient(parameters, sparse, None)
@@ -209,6 +211,16 @@ class ModelShadow:
 
     def _firing(self) -> list[Tensor]:
         return [self.parameters[place] for place in self.firing]
+
+    @property
+    def frozen(self) -> list[int]:
+        """The parameters, by place, that require no gradient now."""
+        return [place for place, p in enumerate(self.parameters) if not p.requires_grad]
+
+    def freeze(self, places: Sequence[int]) -> None:
+        """Have these parameters require no gradient, and all others require one, as on a rank that has a batch."""
+        for place, parameter in enumerate(self.parameters):
+            parameter.requires_grad_(place not in places)
 
     def sync_buffers(self, src: int, keeps: bool = False) -> None:
         """Broadcast the model's buffers from rank `src`, as DDP would from rank 0; who `keeps` its own only helps."""

@@ -33,7 +33,7 @@ class ModelPart(Part):
     """A `DistributedDataParallel` model in a plain loop."""
 
     kinds = ShadowedSteps.kinds
-    closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None]
+    closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None, list[int] | None]
 
     is_model = in_pieces = True
     meets = True  # its forward is where ranks in a plain loop meet
@@ -46,8 +46,8 @@ class ModelPart(Part):
         self._parameters = self._shadow.parameters
         self.forwards = 0  # of this rank's own, since the last tail
         self.synced = 0  # of these, how many are followed by a backward that averages gradients
-        self._armed = False  # the last forward will sync in backward
         self.deferred = 0  # forwards that joined ranks hear of, if there are any, when their backward begins
+        self._frozen: list[int] = []  # the parameters, by place, that were frozen in the last of these
         self._task = -1  # the backward that has begun
         self._remembers = -1  # the last one that is remembered at its end
         self._factor = 1.0  # what to multiply its gradients with
@@ -123,13 +123,11 @@ class ModelPart(Part):
             driver.before_forward(samples, waits=not deferred)
             if not (driver.in_loop or self.members.announces):
                 self._gradients.refresh()
-        if self._watch.is_on:
-            self._watch.begin(self._before_gradient)  # of what has been unfrozen, too
         self.forwards += 1
         self.synced += grad and sync
         if deferred and (self.members.announces or (driver.awaits_others and self._watch.is_on)):
             self.deferred += 1
-            self._armed = True
+            self._frozen = self._shadow.frozen
             return
         if grad:
             self._shadowed.accumulates = self._shadow.accumulated = not sync
@@ -141,8 +139,7 @@ class ModelPart(Part):
         if not self.ddp.require_forward_param_sync:
             authority = 0
         self._announce_deferred()
-        self.announce("forward", (grad, sync, authority))
-        self._armed = self._armed or (grad and sync)  # another forward may come between one and its backward
+        self.announce("forward", (grad, sync, authority, self._shadow.frozen))
         # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
         self._plumbing.enter_context(self.server.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
@@ -153,7 +150,7 @@ class ModelPart(Part):
     def _announce_deferred(self) -> None:
         while self.deferred:
             self.deferred -= 1
-            self.announce("forward", (True, True, 0), hold=True)
+            self.announce("forward", (True, True, 0, self._frozen), hold=True)
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -234,6 +231,7 @@ class ModelPart(Part):
         if self.members.serves:
             return
         in_tail = self.server.in_tail  # ask this first: it may find out who is active
+        averages, self._second_backward.awaits_first = self._second_backward.awaits_first, False
         if in_tail or not self.driver.in_loop:
             self._remember_after_backward()
         if in_tail:
@@ -243,8 +241,8 @@ class ModelPart(Part):
             states = self._gradients.states()
             self._gradients.raise_if_changed(states, self.members.joined_ranks)
             # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
-            self._others.leave(common_verdict(state.verdict for state in states), averages=self._armed)
-            if not self._armed:  # what has been cleared now counts at the next one
+            self._others.leave(common_verdict(state.verdict for state in states), averages)
+            if not averages:  # what has been cleared now counts at the next one
                 self.announce("gradients", runs_of(states))
             elif self.server.in_pieces:
                 self._pieces.begin(self._end_backward)
@@ -252,8 +250,8 @@ class ModelPart(Part):
             else:
                 self._pieces.begin_whole()
                 self.announce("backward", runs_of(states))
-        if self._armed:
-            self._armed = self._shadowed.accumulates = self._shadow.accumulated = False
+        if averages:
+            self._shadowed.accumulates = self._shadow.accumulated = False
         self._factor = self.members.loss_factor
 
     def _end_backward(self) -> None:
@@ -270,31 +268,31 @@ class ModelPart(Part):
 
     def answer(self, kind: str, payload: Any) -> None:
         self._shadowed.answer(kind, payload)
+        if kind == "forward" and all(payload[:2]):
+            self._second_backward.forward([])
+        elif kind in ("backward", "begin"):
+            self._second_backward.awaits_first = False
 
     def synchronizes(self, kind: str) -> bool:
         return self._shadowed.synchronizes(kind)
 
-    def closing_message(self) -> tuple[Runs, bool, list[int] | None]:
+    def closing_message(self) -> tuple[Runs, bool, list[int] | None, list[int] | None]:
         _compat.check_reduction_finished(self.ddp)
-        return runs_of(self._gradients.states()), self._shadowed.accumulates, self._shadow.first.fired
+        deferred = self._frozen if self.deferred else None
+        return runs_of(self._gradients.states()), self._shadowed.accumulates, self._shadow.first.fired, deferred
 
-    def close(self, message: tuple[Runs, bool, list[int] | None], source: int) -> None:
-        runs, accumulates, fired = message
+    def close(self, message: tuple[Runs, bool, list[int] | None, list[int] | None], source: int) -> None:
+        runs, accumulates, fired, deferred = message
         states = states_of(runs, len(self._parameters))
         self._shadow.first.note_fired(fired)
         if not self.ddp.broadcast_buffers:
             sync_norms(self.ddp, source, self.members.group)
-        settle(
-            self.driver,
-            self.ddp.process_group,
-            self._gradients,
-            states,
-            source,
-            accumulates,
-            self._shadowed.accumulates,
-        )
+        if deferred is not None and not self.members.last_joiner:
+            self.answer("forward", (True, True, 0, deferred))  # DDP averages in the next backward, in whichever loop
+        mine = self._shadowed.accumulates
+        settle(self.driver, self.ddp.process_group, self._gradients, states, source, accumulates, mine)
         self._shadowed.forget()
         self._shadowed.authority = source
         self.forwards = self.synced = self.deferred = 0
-        self._armed, self._shadowed.accumulates = False, accumulates
+        self._shadowed.accumulates = accumulates
         self.remember()

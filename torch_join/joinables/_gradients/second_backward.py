@@ -23,11 +23,17 @@ class SecondBackward:
 
     Args:
         parameters: The model's parameters.
+
+    Attributes:
+        awaits_first: Whether DDP averages in the next backward that comes to the parameters. It does in the first one
+            after a forward that syncs, also if that comes through another forward: where the model is frozen in the
+            one, or no backward follows it, the next is averaged even under `no_sync`.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._first = self._last = -1  # the backwards that came through the last forward's outputs
+        self.awaits_first = False
         self._touched: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []  # by a second one, and the gradient
         self._waits: RemovableHandle | None = None
 
@@ -42,6 +48,7 @@ class SecondBackward:
         """Note a forward that will sync, with what a backward can come through."""
         self.remove()  # what is there will be averaged with what comes
         self._first = self._last = -1
+        self.awaits_first = True
         for output in outputs:
             output.register_hook(self._passes)  # type: ignore[no-untyped-call]
 
@@ -54,8 +61,12 @@ class SecondBackward:
             # A gradient penalty's `autograd.grad` adds to no gradient.
             if any(map(_compat.will_accumulate, self._parameters)):
                 self._first = task
+                _compat.after_backward(self._end_first)  # nobody may have heard it begin
         elif touched := [p for p in self._parameters if _compat.will_accumulate(p)]:
             _compat.after_backward(lambda: self._wait(touched))
+
+    def _end_first(self) -> None:
+        self.awaits_first = False
 
     def _wait(self, touched: Sequence[Tensor]) -> None:
         self._touched += [(weakref.ref(p), weakref.ref(p.grad)) for p in touched if p.grad is not None]

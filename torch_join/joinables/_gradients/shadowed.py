@@ -33,7 +33,7 @@ class ShadowedSteps:
     """
 
     kinds: ClassVar[dict[str, Any]] = {
-        "forward": tuple[bool, bool, int],
+        "forward": tuple[bool, bool, int, list[int]],
         **dict.fromkeys(("backward", "gradients", "begin"), Runs),
         "ended": type(None),
         **Pieces.kinds,
@@ -84,8 +84,10 @@ class ShadowedSteps:
         _compat.wait_for_device(self._parameters[0].device.type)
         return True
 
-    def _forward(self, grad: bool, sync: bool, authority: int) -> None:
+    def _forward(self, grad: bool, sync: bool, authority: int, frozen: list[int]) -> None:
         self.authority = self._members.leader
+        # What another forward has trained still gets its gradient, in the backward that it waits for.
+        self.shadow.freeze([place for place in frozen if not (self._pending and self._parameters[place].requires_grad)])
         if authority:
             self.shadow.sync_buffers(authority)
         before = self._ddp.require_backward_grad_sync
@@ -95,7 +97,7 @@ class ShadowedSteps:
                 output = self.shadow.forward()
         finally:
             self._ddp.require_backward_grad_sync = before
-        if grad and sync:
+        if sync and output.requires_grad:  # else no backward comes through it
             self._pending.append(output)
 
     def _begin_backward(self, runs: Runs) -> None:
@@ -105,6 +107,11 @@ class ShadowedSteps:
         for parameter in self._parameters if verdict == CLEARED else ():
             parameter.grad = None
         self._clear(states, self.others.ask)
+        if not self._pending:
+            # All were frozen in the forward that DDP has prepared for, and it averages what comes past that: of a later
+            # forward under `no_sync`, or of a penalty on the parameters. It takes nothing less than all of them.
+            self.shadow.freeze([])
+            self._pending.append(self.shadow.zero())
 
     def _run_pending(self) -> None:
         torch.autograd.backward(self._pending)

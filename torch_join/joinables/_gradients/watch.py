@@ -23,34 +23,37 @@ class Watch:
         parameters: The model's.
 
     Attributes:
-        is_on: Whether it has begun, and not ended; perhaps while nothing requires a gradient.
+        is_on: Whether it has begun, and not ended.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._handles: dict[int, RemovableHandle] = {}
+        self._handles: list[RemovableHandle] = []
         self._nodes: list[Any] = []
         self.is_on = False
 
     def begin(self, before: Callable[[int, Gradients], Gradients | None]) -> None:
-        """Watch what requires a gradient by now.
+        """Watch them all: what is frozen now may be trained after its forward.
 
         Args:
             before: Called with a parameter's place and what is about to be added to its gradient; returns what is to be
                 added in place of that, or `None`.
         """
+        if self.is_on:
+            return
         self.is_on = True
         for place, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and id(parameter) not in self._handles:
-                node = get_gradient_edge(parameter).node
-                self._handles[id(parameter)] = node.register_prehook(partial(before, place))
-                self._nodes.append(node)
+            trained = parameter.requires_grad
+            node = get_gradient_edge(parameter.requires_grad_(True)).node
+            parameter.requires_grad_(trained)
+            self._handles.append(node.register_prehook(partial(before, place)))
+            self._nodes.append(node)
 
     def end(self) -> None:
         """Watch nothing any more."""
         self.is_on = False
         while self._handles:
-            self._handles.popitem()[1].remove()
+            self._handles.pop().remove()
         self._nodes.clear()
 
     @property
