@@ -139,7 +139,8 @@ class ModelPart(Part):
         if not self.ddp.require_forward_param_sync:
             authority = 0
         self._announce_deferred()
-        self.announce("forward", (grad, sync, authority, self._shadow.frozen))
+        frozen = self._shadow.frozen if self.server.in_tail else []
+        self.announce("forward", (grad, sync, authority, frozen))
         # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
         self._plumbing.enter_context(self.server.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
