@@ -52,6 +52,10 @@ class LockstepJoin(Lockstep):
         self._no_loss = NoLossCount(self.channel)
         self._has_gathered = False  # in this step, with gradients
 
+    @property
+    def _forwards_alone(self) -> bool:
+        return not _compat.broadcasts_buffers(self._shadow.ddp)  # buckets are rebuilt in backward here
+
     def _known(self) -> list[int] | None:
         return self._shadow.first.fired
 

@@ -57,7 +57,8 @@ class MeetingEpochLoop(TrainingEpochLoop):
     def _needs_all(self, data_fetcher: ReadAheadFetcher) -> bool:
         """Whether all ranks do something together before the next step's batch is trained on, or there may be none."""
         may_end = self.batch_progress.is_last_batch or self._is_training_done or self._may_leave
-        return may_end or self._should_check_val_fx(data_fetcher)
+        # Once all have agreed to stop they keep to that, or take it back, together.
+        return may_end or self._fit_loop.agreed_stop or self._should_check_val_fx(data_fetcher)
 
     def _hear(self) -> None:
         """Take what the ranks have said when they came to this step, unless this one has."""
@@ -80,7 +81,9 @@ class MeetingEpochLoop(TrainingEpochLoop):
     def _time_to_validate(self) -> bool:
         trainer: Any = self.trainer
         interval = trainer._val_check_time_interval
-        return interval is not None and time.monotonic() - trainer._last_val_time >= interval
+        if interval is None or not self._should_check_val_epoch():
+            return False
+        return bool(time.monotonic() - trainer._last_val_time >= interval)
 
     def _should_accumulate(self) -> bool:
         # Lightning's, in another order: whether the batch is the last one is asked for only where it matters.

@@ -21,7 +21,10 @@ class JoinBatchProgress(BatchProgress):
         """Whether the current step is the last one of the epoch."""
         if self._join is not None:
             join = self._join()
-            self.is_last_batch = vars(self)["is_last_batch"] if join is None else join.is_last_step
+            known = vars(self)["is_last_batch"] if join is None else join.is_last_step
+            if join is not None and not join.has_heard:  # amid a wait
+                return bool(known)
+            self.is_last_batch = known
         return bool(vars(self)["is_last_batch"])
 
     @is_last_batch.setter

@@ -60,7 +60,12 @@ def has_local_sgd_hook(ddp: DistributedDataParallel) -> bool:
 
 def forwards_without_collectives(ddp: DistributedDataParallel) -> bool:
     """Whether the model's forwards issue no collective of DDP's: no buffers to sync, no buckets left to rebuild."""
-    return ddp._has_rebuilt_buckets and not (ddp.broadcast_buffers and ddp.modules_buffers)
+    return ddp._has_rebuilt_buckets and not broadcasts_buffers(ddp)
+
+
+def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether the model's forwards broadcast buffers."""
+    return bool(ddp.broadcast_buffers and ddp.modules_buffers)
 
 
 def wait_for_device(kind: str) -> None:

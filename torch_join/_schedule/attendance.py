@@ -5,6 +5,7 @@ ahead: whoever asks at step t knows who is active at t and at t + 1, so that the
 epoch is known when it begins.
 """
 
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -71,7 +72,8 @@ class ToldAttendance(Attendance):
         super().__init__(channel.world_size, first_step)
         self._channel = channel
         self._throws = throws
-        self._is_unheard = False
+        self._is_unheard = self._is_hearing = False
+        self._lock = threading.RLock()  # another thread may look whether the step is the last one
         self._notices: dict[int, dict[str, Any]] = {}
         self.samples = self.total_samples = 0
         hear = weakref.WeakMethod(self.hear)
@@ -94,17 +96,27 @@ class ToldAttendance(Attendance):
         self.step += 1
         self.samples, self._is_unheard = samples, True
         if waits := waits or self.in_tail:
-            self._take()
+            self.hear()
         return waits
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether this rank has heard what the others have said of the current step."""
+        return not self._is_unheard
 
     def hear(self) -> dict[int, dict[str, Any]]:
         """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.hear`."""
-        if self._is_unheard:
-            self._take()
+        with self._lock:
+            # Not in the handler of a signal that comes while this very thread waits: there, what is known counts.
+            if self._is_unheard and not self._is_hearing:
+                self._is_hearing = True
+                try:
+                    self._take()
+                finally:
+                    self._is_hearing = self._is_unheard = False
         return self._notices
 
     def _take(self) -> None:
-        self._is_unheard = False
         beat = self._channel.hear()
         self.announce({rank: notice["end"] for rank, notice in beat.notices.items() if "end" in notice})
         self.total_samples, self._notices = beat.total, beat.notices

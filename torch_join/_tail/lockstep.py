@@ -175,10 +175,14 @@ class Lockstep:
         if self._plan is not None:
             self._notices = self._advance_plan(self._plan, notice or {})
             return True
-        waits = self._attendance.say(samples, notice, waits)
-        if waits:
+        if waits := self._attendance.say(samples, notice, waits or not self._forwards_alone):
             self.driver.after_meeting()
         return waits
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether this rank has heard what all ranks have said of the current step."""
+        return self._plan is not None or self._attendance.has_heard
 
     def hear(self) -> dict[int, dict[str, Any]]:
         """Hear what all ranks have said of the current step, unless this rank has.
@@ -236,6 +240,11 @@ class Lockstep:
             self._plan.end()
 
     # ------------------------------------------------------------ the model's
+
+    @property
+    def _forwards_alone(self) -> bool:
+        """Whether a forward needs no other rank. Else it would wait for one that has failed, and hear of nothing."""
+        return False
 
     def _known(self) -> list[int] | None:
         """Return what the other ranks' models must know when an epoch begins."""

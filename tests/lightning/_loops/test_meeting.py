@@ -1,7 +1,11 @@
 """What ranks tell each other between steps is heard when it is needed: nobody waits where all have a batch."""
 
+import os
+import signal
+import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +71,7 @@ def fit_ahead(rank: int, case: Case, folder: Path, steps: int) -> Result:
         (Case((4, 7), iterable=True, weighting="active"), 4),  # where the first one joins they wait
         (Case((7, 4, 7), weighting="samples", ragged=True), 4),
         (Case((6, 6), model="norm", ddp={"broadcast_buffers": False}, epochs=1), 6),
+        (Case((6, 6), model="norm", epochs=1), 0),  # a forward broadcasts buffers: they wait
     ],
 )
 def test_a_rank_goes_on_where_all_have_a_batch(workers: Workers, tmp_path: Path, case: Case, steps: int) -> None:
@@ -80,17 +85,17 @@ def test_a_rank_goes_on_where_all_have_a_batch(workers: Workers, tmp_path: Path,
 class Asking(Module):
     ranks: tuple[int, ...]
     step: int
-    takes_back = False
+    takes_back = -1
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.trainer.global_step == self.step and self.trainer.global_rank in self.ranks:
             self.trainer.should_stop = True
-        elif self.takes_back and self.trainer.global_rank in self.ranks:
+        elif self.trainer.global_step > self.step and self.trainer.global_rank == self.takes_back:
             self.trainer.should_stop = False
 
 
 def fit_asking(
-    rank: int, case: Case, ranks: tuple[int, ...], step: int, takes_back: bool, overrides: dict[str, Any]
+    rank: int, case: Case, ranks: tuple[int, ...], step: int, takes_back: int, overrides: dict[str, Any]
 ) -> tuple[Result, str]:
     module = Asking(case)
     module.ranks, module.step, module.takes_back = ranks, step, takes_back
@@ -100,18 +105,20 @@ def fit_asking(
 @pytest.mark.parametrize(
     ("ranks", "step", "stops_at", "overrides", "takes_back"),
     [
-        ((0, 1, 2), 2, 2, {}, False),
-        ((1,), 2, 3, {}, False),
-        ((0, 2), 2, 3, {}, False),
-        ((1,), 2, 4, {}, True),  # the others, who have taken it over, ask it once more
-        ((1,), 5, 6, {}, False),  # the first of the epoch's last two steps
-        ((1,), 6, 6, {}, False),  # its last one
-        ((0,), 2, 6, {"min_epochs": 1}, False),  # before which all go on asking
-        ((2,), 12, 12, {}, False),
+        ((0, 1, 2), 2, 2, {}, -1),
+        ((1,), 2, 3, {}, -1),
+        ((0, 2), 2, 3, {}, -1),
+        ((1,), 2, 4, {}, 1),  # the others, who have taken it over, ask it once more
+        ((1,), 5, 6, {}, -1),  # the first of the epoch's last two steps
+        ((1,), 6, 6, {}, -1),  # its last one
+        ((0,), 2, 6, {"min_epochs": 1}, -1),  # before which all go on asking
+        ((0, 1, 2), 2, 4, {"min_steps": 4, "min_epochs": 0}, 0),  # the others hold on to it
+        ((1,), 1, 5, {"min_steps": 5, "min_epochs": 0}, 2),
+        ((2,), 12, 12, {}, -1),
     ],
 )
 def test_should_stop_where_all_have_a_batch(
-    workers: Workers, ranks: tuple[int, ...], step: int, stops_at: int, overrides: dict[str, Any], takes_back: bool
+    workers: Workers, ranks: tuple[int, ...], step: int, stops_at: int, overrides: dict[str, Any], takes_back: int
 ) -> None:
     case = Case((6, 6, 6), epochs=2)
     results = workers.run(3, fit_asking, case, ranks, step, takes_back, overrides)
@@ -213,6 +220,47 @@ def test_is_last_batch_is_right_wherever_one_rank_looks(workers: Workers, case: 
         assert seen == ([False] * (steps - 1) + [True]) * case.epochs
 
 
+class LookingMeanwhile(Module):
+    """A thread, or the handler of a signal, looks while its rank waits to hear, in the last step of a stream."""
+
+    by_signal = False
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.seen: list[bool] = []
+        if self.by_signal:
+            signal.signal(signal.SIGUSR2, lambda *_: self.look())
+
+    def look(self) -> None:
+        self.seen.append(self.trainer.is_last_batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 3 and self.trainer.global_rank == 1:
+            time.sleep(0.6)
+        elif batch_idx == 3:
+            threading.Timer(0.3, partial(os.kill, os.getpid(), signal.SIGUSR2) if self.by_signal else self.look).start()
+
+
+def fit_looking_meanwhile(rank: int, case: Case, by_signal: bool) -> tuple[Result, list[bool]]:
+    module = LookingMeanwhile(case)
+    module.by_signal = by_signal
+    trainer = build_trainer(case, strategy=lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20)))
+    trainer.fit(module)
+    assert trainer.is_last_batch
+    return result_of(trainer, module), module.seen
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
+@pytest.mark.parametrize("by_signal", [False, True], ids=["thread", "signal"])
+def test_is_last_batch_while_its_rank_waits(workers: Workers, by_signal: bool, links: bool) -> None:
+    case = Case((5, 5), epochs=2, iterable=True, scheduler="epoch")
+    results = workers.run(2, fit_looking_meanwhile, case, by_signal, links=links, deadline=60.0)
+    assert_exact(case, [result for result, _ in results])
+    assert len(results[0][1]) == 2
+    if not by_signal:
+        assert results[0][1] == [True, True]
+
+
 class Computing(Module):
     """All ranks compute a metric amid each step, over the channel on which they have said their part."""
 
@@ -272,9 +320,11 @@ def fit_failing(rank: int, case: Case, place: str) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
+@pytest.mark.parametrize("model", ["mlp", "norm"])
 @pytest.mark.parametrize("place", ["on_train_batch_end", "on_before_optimizer_step"])
-def test_whoever_has_gone_ahead_hears_of_a_failure(workers: Workers, place: str, links: bool) -> None:
-    outcomes = workers.outcomes(3, fit_failing, Case((5, 5, 5), iterable=True), place, links=links, timeout=20.0)
+def test_whoever_has_gone_ahead_hears_of_a_failure(workers: Workers, place: str, links: bool, model: str) -> None:
+    case = Case((5, 5, 5), iterable=True, model=model)
+    outcomes = workers.outcomes(3, fit_failing, case, place, links=links, timeout=20.0)
     for rank in (0, 2):
         assert "PeerFailedError" in outcomes[rank].error, outcomes[rank].trace
         assert "Rank 1: ValueError: on purpose" in outcomes[rank].error
