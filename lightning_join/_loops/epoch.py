@@ -146,6 +146,7 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
         elif not self._has_next(data_fetcher):
             self._stand_in.keep(batch, output)
 
+        self.batch_progress.is_last_batch = join.is_last_step  # for checkpoints from here on
         self.batch_progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():

@@ -14,6 +14,7 @@ class JoinBatchProgress(BatchProgress):
 
     def ask(self, join: Lockstep) -> None:
         """Have the current step's `is_last_batch` come from `join`."""
+        self.is_last_batch = False
         self._join = weakref.ref(join)
 
     @property
@@ -32,5 +33,15 @@ class JoinBatchProgress(BatchProgress):
         self._join = None
         vars(self)["is_last_batch"] = value
 
+    # States never wait: the handler of a signal may save a checkpoint, while another rank has yet to say what this one
+    # would wait for. Amid a step it is not known to be the last one; after it, it has been asked for.
+
+    def state_dict(self) -> dict[str, Any]:
+        join, self._join = self._join, None
+        try:
+            return super().state_dict()
+        finally:
+            self._join = join
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "is_last_batch": self.is_last_batch, "_join": None}
+        return {name: value for name, value in vars(self).items() if name != "_join"}

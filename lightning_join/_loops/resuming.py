@@ -80,7 +80,7 @@ class ResumingFitLoop(FitLoop):
         progress: Any = self.epoch_loop.batch_progress
         record = self._record or {
             "step": progress.current.processed,
-            "over": progress.is_last_batch and progress.current.ready == progress.current.processed,
+            "over": progress.current.ready == progress.current.processed and progress.is_last_batch,
             "world_size": trainer.world_size,
             **self._plan_now(progress.current.processed),
         }

@@ -261,6 +261,59 @@ def test_is_last_batch_while_its_rank_waits(workers: Workers, by_signal: bool, l
         assert results[0][1] == [True, True]
 
 
+class SavingAtASignal(Module):
+    """All save a checkpoint in a signal's handler: rank 0 in a forward, rank 1 at the end of the step before."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 3 and self.trainer.global_rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 4 and self.trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_saving_at_a_signal(rank: int, case: Case, path: Path) -> Result:
+    module = SavingAtASignal(case)
+    trainer = build_trainer(case, strategy=lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20)))
+    signal.signal(signal.SIGUSR2, lambda *_: trainer.save_checkpoint(path))
+    trainer.fit(module)
+    return result_of(trainer, module)
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
+def test_a_signal_may_have_all_ranks_save_a_checkpoint(workers: Workers, tmp_path: Path, links: bool) -> None:
+    case, path = Case((5, 5), epochs=1, iterable=True), tmp_path / "a.ckpt"
+    assert_exact(case, workers.run(2, fit_saving_at_a_signal, case, path, links=links, deadline=60.0))
+    progress = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    assert (progress["current"]["ready"], progress["is_last_batch"]) == (5, False)
+
+
+class Saving(Module):
+    folder: Path
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
+
+
+def fit_saving(rank: int, case: Case, folder: Path) -> None:
+    module = Saving(case)
+    module.folder = folder
+    build_trainer(case).fit(module)
+
+
+@pytest.mark.parametrize("iterable", [True, False])
+def test_a_checkpoint_after_a_step_knows_whether_it_was_the_last(
+    workers: Workers, tmp_path: Path, iterable: bool
+) -> None:
+    workers.run(2, fit_saving, Case((3, 3), epochs=1, iterable=iterable), tmp_path)
+    for index in range(3):
+        state = torch.load(tmp_path / f"{index}.ckpt", weights_only=False)["loops"]["fit_loop"]
+        assert state["epoch_loop.batch_progress"]["is_last_batch"] == (index == 2)
+
+
 class Computing(Module):
     """All ranks compute a metric amid each step, over the channel on which they have said their part."""
 
