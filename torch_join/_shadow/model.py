@@ -219,8 +219,9 @@ class ModelShadow:
 
     def freeze(self, places: Sequence[int]) -> None:
         """Have these parameters require no gradient, and all others require one, as on a rank that has a batch."""
+        frozen = frozenset(places)
         for place, parameter in enumerate(self.parameters):
-            parameter.requires_grad_(place not in places)
+            parameter.requires_grad_(place not in frozen)
 
     def sync_buffers(self, src: int, keeps: bool = False) -> None:
         """Broadcast the model's buffers from rank `src`, as DDP would from rank 0; who `keeps` its own only helps."""
