@@ -71,7 +71,7 @@ def refilling(kind: str) -> Callable[[int], Any]:
     array, several = numpy.zeros(2), torch.zeros(3, 2)
     growing: dict[int, Tensor] = {}
     same: dict[str, Any] = {"mask": torch.ones(2)}
-    strided = torch.zeros(4)[::3]
+    strided, raw = torch.zeros(4)[::3], torch.zeros(17, dtype=torch.int8)
     names = numpy.empty(3, dtype=object)
     holder = Opaque()
     holder.names = names  # type: ignore[attr-defined]
@@ -94,6 +94,8 @@ def refilling(kind: str) -> Callable[[int], Any]:
         "an object in the dictionary": lambda n: (same.update(x=Opaque()), same)[1],
         "late": lambda n: torch.ones(2) * n if n < 1 else growing.setdefault(n // 4, torch.zeros(2)).fill_(n),
         "strided": lambda n: strided.fill_(n),
+        "unaligned": lambda n: raw[1:9].fill_(n),
+        "odd bytes": lambda n: raw[:15].fill_(n),
         "objects": lambda n: (names.fill(f"batch {n}"), names)[1],
         "objects in an object": lambda n: (names.fill(f"batch {n}"), holder)[1],
     }
@@ -102,7 +104,7 @@ def refilling(kind: str) -> Callable[[int], Any]:
 
 SHORT = (
     *("tensor", "data", "a new tensor of an array", "array", "a part", "the dictionary", "a batch of its own kind"),
-    *("an object in the dictionary", "a subclass"),
+    *("an object in the dictionary", "a subclass", "unaligned", "odd bytes"),
 )
 REFILLING = (*SHORT, "two in turns")
 
