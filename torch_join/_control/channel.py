@@ -88,6 +88,15 @@ class Channel:
         """
         return self._said
 
+    def put_off(self) -> None:
+        """Note that this rank calls `catch_up` in a moment, or waits: what comes need not be read before.
+
+        Without it, another thread reads at once what comes, and takes the interpreter's lock for that.
+        """
+
+    def catch_up(self) -> None:
+        """Read what has come since `put_off`, and pass it on; waits for nobody."""
+
     def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
         """Meet all ranks and return every rank's value, by rank.
 

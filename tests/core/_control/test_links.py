@@ -34,7 +34,7 @@ from tests.support.inside import (
     tree_over,
 )
 from tests.support.workers import Workers
-from torch_join import Join
+from torch_join import Join, PeerFailedError
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,44 @@ def test_the_thread_reads_while_who_waits_looks(ends: Ends) -> None:
 
     tree_over(ends.first).wait(lambda: len(got) == 2, look, lambda: len(got) == 1)
     assert got == [1, 2]
+
+
+def test_the_thread_leaves_to_who_reads_soon_what_comes(ends: Ends) -> None:
+    ends.first.put_off()
+    for text in (b"x", b"y", b"z"):
+        ends.second.send([0], 1, 0, text)
+        time.sleep(0.04)
+        ends.first.put_off()
+    assert ends.got[0] == []
+    ends.first.read()
+    assert [text for *_, text in ends.got[0]] == [b"x", b"y", b"z"]
+    ends.first.resume()
+    ends.second.send([0], 1, 0, b"at once")
+    ends.wait(lambda: len(ends.got[0]) == 4)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_thread_reads_where_who_would_read_soon_does_not(ends: Ends, waits: bool) -> None:
+    for count in range(1, 4):
+        ends.first.put_off()
+        if waits:  # and is put off no longer
+            ends.first.begin_reading()
+            ends.first.end_reading()
+            assert not ends.first.is_put_off
+            ends.first.put_off()
+        ends.second.send([0], 1, 0, b"x")
+        ends.wait(lambda count=count: len(ends.got[0]) == count)
+        ends.wait(lambda: not ends.first.is_put_off)
+
+
+def test_who_has_yet_to_send_the_rest_of_a_message_does_not_put_off_reading(ends: Ends) -> None:
+    with ends.second.lock:  # which reads nothing meanwhile
+        ends.first.put_off()
+        ends.first.send([1], 3, 7, bytes(30_000_000))
+        assert not ends.first.is_put_off
+        ends.first.put_off()
+        assert not ends.first.is_put_off
+    ends.wait(lambda: len(ends.got[1]) == 1)
 
 
 def test_many_threads_send_whole_messages(ends: Ends) -> None:
@@ -332,6 +370,42 @@ def test_a_beat_takes_one_message_each_way_over_each_link(crowd: Workers) -> Non
         assert 100 <= sent <= 102
         assert 100 <= came <= 102
     assert 800 <= counts[0][0] <= 810
+
+
+def meet_late(rank: int, hosts: str, catches_up: bool) -> list[Any]:
+    """Hear of each beat only after something else, in which some ranks are long; one fails in the end."""
+    with on_host(hosts[rank]):
+        channel = open_channel(dist.new_group(range(len(hosts))))
+    assert is_linked(channel)
+    found: list[Any] = []
+    for step in range(40):
+        channel.put_off()
+        channel.say(rank, {"at": step} if step == rank else None, waits=False)
+        if catches_up:
+            channel.catch_up()
+        if step % len(hosts) == rank:
+            time.sleep(0.02)
+        found.append(tuple(vars(channel.hear()).values()))
+    channel.put_off()
+    if rank == len(hosts) - 1:
+        channel.fail("on purpose")
+        channel.leave()
+        return found
+    channel.say(waits=False)
+    begin = time.monotonic()
+    with pytest.raises(PeerFailedError, match=f"Rank {len(hosts) - 1} failed.*on purpose"):
+        channel.hear()
+    assert time.monotonic() - begin < 0.5
+    channel.leave()
+    return found
+
+
+@pytest.mark.parametrize("catches_up", [False, True])
+@pytest.mark.parametrize("hosts", ["aa", "aaaaaaaaaaaa", "aaabbbcccddd", "abababababab"])
+def test_meetings_of_which_ranks_hear_late(crowd: Workers, hosts: str, catches_up: bool) -> None:
+    ranks = range(len(hosts))
+    expected = [(sum(ranks), {step: {"at": step}} if step in ranks else {}) for step in range(40)]
+    assert crowd.run(len(hosts), meet_late, hosts, catches_up) == [expected] * len(ranks)
 
 
 # ---------------------------------------------------------------- a loop leaves nothing

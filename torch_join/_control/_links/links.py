@@ -3,7 +3,8 @@
 One thread per process forwards what others say to each other while this one computes. Whoever waits reads the
 connections itself meanwhile, and the thread sleeps through: it waits on a second epoll, in which the first is a file,
 and is taken out of it with one call. (At two ranks a message that comes through the thread takes 120 to 144 us, one
-that the waiting thread reads 46 to 62.)
+that the waiting thread reads 46 to 62.) So it sleeps, too, where this process says that it reads in a moment: a thread
+that wakes up in the midst of a step takes the interpreter's lock from it, and a core.
 
 A child process that was forked holds copies of all descriptors, and would keep the connections of a parent that has
 died open: so it closes them at once.
@@ -15,42 +16,22 @@ sent before it ended are read before the end of the connection is.
 import os
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
-_HEADER = struct.Struct("<IBI")  # bytes that follow, kind, stream
-MAX_BYTES = 1 << 30  # of one message, and of what waits to be sent over one connection
+from torch_join._control._links.link import MAX_BYTES, Link, pack
+
 _READ_BYTES = 1 << 16  # room is made for them at each read: with twice as many by the system, in 13 us more
 _BYE = 255  # the kind of the last message, of one that closes its connections
 _LOOKS_FOR = 1.0  # seconds, after a connection has ended
 _LOOKS_EVERY = 0.02
 _FLUSH_SECONDS = 2.0
-# So that the end of a host, or of the network to it, is noticed where nothing is said: after about 40 seconds.
-_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+_READS_WITHIN = 0.1  # seconds, in which a process reads that says it will; else the thread does
 
 Handle = Callable[[int, int, int, bytes], None]  # whose message it is, its kind, its stream, and what it says
-
-
-class _Link:
-    """One connection, and what is under way on it."""
-
-    def __init__(self, connection: socket.socket, peer: int) -> None:
-        connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _ALIVE.items():
-                if hasattr(socket, name):
-                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.socket = connection
-        self.peer = peer
-        self.incoming = bytearray()
-        self.outgoing = bytearray()
-        self.takes = True  # else nothing can be sent any more; what the peer has said last is still read
 
 
 class Links:
@@ -64,6 +45,7 @@ class Links:
 
     Attributes:
         lock: Held while a message is handled.
+        is_put_off: Whether the thread sleeps until this process reads; see `put_off`.
         left: Who has said goodbye.
         messages: How many were sent, and how many have come.
     """
@@ -76,10 +58,14 @@ class Links:
         self.messages = [0, 0]
         self._handle = handle
         self._lost = lost
-        self._links = {peer: _Link(connection, peer) for peer, connection in connections.items()}
+        self._links = {peer: Link(connection, peer) for peer, connection in connections.items()}
         self._by_file = {link.socket.fileno(): link for link in self._links.values()}
         self._ended: dict[int, float] = {}  # since when
         self._readers = 0  # threads that wait, and read themselves
+        self._is_taking = False
+        self.is_put_off = False
+        self._put_offs = 0  # how many times it was
+        self._pause: float | None = None  # how long the thread sleeps at most
         self._inner, self._outer = select.epoll(), select.epoll()
         for file in self._by_file:
             self._inner.register(file, select.EPOLLIN)
@@ -97,14 +83,14 @@ class Links:
 
     def send(self, peers: Iterable[int], kind: int, stream: int, payload: bytes) -> None:
         """Send a message to each of these, or what of it there is room for: the rest follows."""
-        message = _HEADER.pack(len(payload), kind, stream) + payload
+        message = pack(kind, stream, payload)
         with self.lock:
             for peer in peers:
                 link = self._links.get(peer)
                 if link is not None and link.takes and peer not in self._ended:  # whoever waits hears that it is gone
                     self._send(link, message)
 
-    def _send(self, link: _Link, message: bytes) -> None:
+    def _send(self, link: Link, message: bytes) -> None:
         self.messages[0] += 1
         if link.outgoing:
             link.outgoing += message
@@ -120,6 +106,7 @@ class Links:
             return
         if sent < len(message):
             link.outgoing += message[sent:]
+            self.resume()
             self._inner.modify(link.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
     def begin_reading(self) -> bool:
@@ -128,6 +115,7 @@ class Links:
             self._readers += 1
             if self._readers == 1 and not self._closing:
                 self._outer.modify(self._inner_file, 0)
+                self.is_put_off = False
         return True
 
     def end_reading(self) -> bool:
@@ -138,6 +126,25 @@ class Links:
                 self._outer.modify(self._inner_file, select.EPOLLIN)
         return False
 
+    def put_off(self) -> None:
+        """Note that this process reads in a moment: the thread sleeps meanwhile, unless it is long about it."""
+        with self.lock:
+            self._put_offs += 1
+            unsent = any(link.outgoing for link in self._links.values())
+            if not (self.is_put_off or self._readers or self._closing or unsent):
+                self.is_put_off = True
+                self._outer.modify(self._inner_file, 0)
+                if self._pause is None:
+                    os.eventfd_write(self._alarm, 1)
+
+    def resume(self) -> None:
+        """Have the thread read at once again, if that was put off."""
+        if self.is_put_off:
+            with self.lock:
+                if self.is_put_off and not self._closing:
+                    self._outer.modify(self._inner_file, select.EPOLLIN)
+                    self.is_put_off = False
+
     def read(self, seconds: float = 0.0, awake_until: float = 0.0) -> None:
         """Handle the messages that are there; if there are none, wait for some, from `begin_reading` to `end_reading`.
 
@@ -145,9 +152,9 @@ class Links:
             seconds: How long at most.
             awake_until: Until when, by `time.monotonic`, the core is kept awake meanwhile.
         """
-        if self._closing or (not seconds and self._readers):
+        if self._closing or (not seconds and (self._readers or self._is_taking)):
             time.sleep(seconds)
-            return  # what there is, is read by whoever waits
+            return  # what there is, is read by whoever waits, or by what a signal's handler has interrupted
         found = None
         if seconds:  # without the lock: others may send meanwhile
             while time.monotonic() < awake_until and not (found := self._inner.poll(0)):
@@ -155,7 +162,11 @@ class Links:
             found = found or self._inner.poll(seconds)
         with self.lock:
             if not self._closing:
-                self._take(self._inner.poll(0) if found is None else found)
+                self._is_taking = True
+                try:
+                    self._take(self._inner.poll(0) if found is None else found)
+                finally:
+                    self._is_taking = False
 
     def flush(self) -> None:
         """Wait until all is sent, for a few seconds at most."""
@@ -197,22 +208,25 @@ class Links:
     # ------------------------------------------------------------ reading
 
     def _forward(self) -> None:
-        pause: float | None = None
+        put_offs = 0
         while not self._closing:
-            for file, _ in self._outer.poll(pause):
+            for file, _ in self._outer.poll(self._pause):
                 if file == self._alarm:
                     os.eventfd_read(self._alarm)
             with self.lock:
                 if self._closing:
                     return
-                if self._readers == 0:
+                if put_offs == self._put_offs:
+                    self.resume()
+                if self._readers == 0 and not self.is_put_off:
                     self._take(self._inner.poll(0))
+                put_offs, self._pause = self._put_offs, _READS_WITHIN if self.is_put_off else None
                 now = time.monotonic()
                 ended = {peer: now - since for peer, since in self._ended.items() if peer not in self.left}
-            pause = None
             if ended:
                 self._lost(ended)
-                pause = _LOOKS_EVERY if min(ended.values()) < _LOOKS_FOR else None
+                if min(ended.values()) < _LOOKS_FOR:
+                    self._pause = _LOOKS_EVERY
 
     def _take(self, found: list[tuple[int, int]]) -> None:
         for file, events in found:
@@ -226,7 +240,7 @@ class Links:
             if events & ~select.EPOLLOUT:
                 self._receive(link)
 
-    def _write(self, link: _Link) -> None:
+    def _write(self, link: Link) -> None:
         try:
             del link.outgoing[: link.socket.send(link.outgoing)]
         except BlockingIOError:
@@ -237,12 +251,12 @@ class Links:
         if not link.outgoing:
             self._inner.modify(link.socket.fileno(), select.EPOLLIN)
 
-    def _stop_sending(self, link: _Link) -> None:
+    def _stop_sending(self, link: Link) -> None:
         link.takes = False
         link.outgoing.clear()
         self._inner.modify(link.socket.fileno(), select.EPOLLIN)
 
-    def _receive(self, link: _Link) -> None:
+    def _receive(self, link: Link) -> None:
         try:
             data = link.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -252,32 +266,18 @@ class Links:
         if not data:
             self._end(link)
             return
-        buffer: bytes | bytearray = data
-        if link.incoming:
-            link.incoming += data
-            buffer = link.incoming
-        begin, size = 0, len(buffer)
-        while size - begin >= _HEADER.size:
-            length, kind, stream = _HEADER.unpack_from(buffer, begin)
-            if length > MAX_BYTES:
+        for message in link.messages(data):
+            if message is None:
                 self._end(link)
                 return
-            end = begin + _HEADER.size + length
-            if size < end:
-                break
             self.messages[1] += 1
-            payload = bytes(buffer[begin + _HEADER.size : end])
-            begin = end
+            kind, stream, payload = message
             if kind == _BYE:
                 self.left.add(link.peer)
             else:
                 self._handle(link.peer, kind, stream, payload)
-        if buffer is link.incoming:
-            del link.incoming[:begin]
-        elif begin < size:
-            link.incoming += buffer[begin:]
 
-    def _end(self, link: _Link) -> None:
+    def _end(self, link: Link) -> None:
         if self._closing or link.peer in self._ended:
             return
         self._ended[link.peer] = time.monotonic()

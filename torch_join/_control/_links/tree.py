@@ -91,6 +91,8 @@ class Tree:
         finally:
             if is_reading:
                 links.end_reading()
+            else:
+                links.resume()
 
     def open(self) -> "Sayer":
         """Begin the next stream, as all ranks do; its messages may have come before."""

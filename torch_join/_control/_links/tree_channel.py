@@ -77,6 +77,12 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         assert values is not None
         return [self._decode(f"gather/{index}/{rank}", data, of) for rank, data in enumerate(values)]
 
+    def put_off(self) -> None:
+        self._tree.links.put_off()
+
+    def catch_up(self) -> None:
+        self._beats.catch_up()
+
     def add(self, key: str, number: int) -> int:
         return int(self._store.add(key, number, self.vigil()))
 

@@ -117,11 +117,23 @@ class TreeBeats:
         them = 0 if len(ranks) == self._world_size else sum(1 << rank for rank in ranks)
         self._sayer.come(index, count, said, them)
 
+    def catch_up(self) -> None:
+        """Read what has come, if that was put off; a rank that passes messages on, or is asked, is ready for more."""
+        tree = self._store.tree
+        if tree.links.is_put_off:
+            tree.links.read()
+            if tree.layout.children:
+                tree.links.resume()
+
     def hear(self) -> Beat:
         """Wait until all have come; see `Channel.hear`."""
         index, beats = self.number - 1, self._sayer.stream.beats
         if index not in beats:
+            self.catch_up()
+        if index not in beats:
             self._wait(lambda: index in beats)
+        else:
+            self._store.tree.links.resume()
         total, notices = beats.pop(index)
         return Beat(total, read_notices(notices, self._world_size) if notices else {})
 

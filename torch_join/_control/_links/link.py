@@ -1,0 +1,63 @@
+"""One connection of a process to a neighbour."""
+
+import socket
+import struct
+from collections.abc import Iterator
+
+_HEADER = struct.Struct("<IBI")  # bytes that follow, kind, stream
+MAX_BYTES = 1 << 30  # of one message, and of what waits to be sent over one connection
+# So that the end of a host, or of the network to it, is noticed where nothing is said: after about 40 seconds.
+_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+
+
+def pack(kind: int, stream: int, payload: bytes) -> bytes:
+    """Return a message as it is sent."""
+    return _HEADER.pack(len(payload), kind, stream) + payload
+
+
+class Link:
+    """A connection, and what is under way on it.
+
+    Args:
+        connection: The socket.
+        peer: The neighbour's rank.
+
+    Attributes:
+        socket, peer: The same.
+        incoming: The part of a message that has come.
+        outgoing: What has yet to be sent.
+        takes: Whether anything can be sent; if not, what the peer has said last is still read.
+    """
+
+    def __init__(self, connection: socket.socket, peer: int) -> None:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _ALIVE.items():
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.socket = connection
+        self.peer = peer
+        self.incoming = bytearray()
+        self.outgoing = bytearray()
+        self.takes = True
+
+    def messages(self, data: bytes) -> Iterator[tuple[int, int, bytes] | None]:
+        """Go through the messages that `data`, and what has come before it, complete: kind, stream, payload.
+
+        `None` comes in place of one that is too long, and after it nothing.
+        """
+        # None is left for later: a signal's handler may wait, and so read, in the midst of what follows from one.
+        self.incoming += data
+        while len(self.incoming) >= _HEADER.size:
+            length, kind, stream = _HEADER.unpack_from(self.incoming)
+            if length > MAX_BYTES:
+                yield None
+                return
+            end = _HEADER.size + length
+            if len(self.incoming) < end:
+                return
+            payload = bytes(self.incoming[_HEADER.size : end])
+            del self.incoming[:end]
+            yield kind, stream, payload
