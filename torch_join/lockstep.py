@@ -1,7 +1,7 @@
 """Join for a DDP model in a loop that a framework drives."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,24 +65,30 @@ class LockstepJoin(Lockstep):
         if has_batch:
             self._shadow.first.check_fired()
 
+    def around_step(self) -> AbstractContextManager[None]:
+        return self._around_step() if self.in_tail else nullcontext()
+
     @contextmanager
-    def around_step(self) -> Iterator[None]:
+    def _around_step(self) -> Iterator[None]:
         with self._shadow.step(shadow=self.joined):
             yield
         # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward: so it must
         # always hold the newest. (Between forward and backward this would disturb autograd.)
-        if self.in_tail and 0 not in self.active_ranks and not self.keeps_buffers:
+        if 0 not in self.active_ranks and not self.keeps_buffers:
             # Amid an accumulation an active rank keeps its own, as in DDP.
             own = not self.joined and not self._shadow.ddp.require_forward_param_sync
             self._shadow.sync_buffers(self.active_ranks[0], keeps=own)
         if not self._shadow.ddp.broadcast_buffers:
             self._sync_norms(self._shadow.inner)
 
+    def active_step(self) -> AbstractContextManager[None]:
+        if self.in_tail:
+            return self._active_step()
+        self._attendance.catch_up()
+        return nullcontext()
+
     @contextmanager
-    def active_step(self) -> Iterator[None]:
-        if not self.in_tail:
-            yield
-            return
+    def _active_step(self) -> Iterator[None]:
         with ExitStack() as plumbing, self.driver.step(self.active_ranks):
             # Until the inner module runs, the collectives are DDP's own, which a shadow forward has too.
             plumbing.enter_context(self.driver.server.own_collectives())
@@ -170,13 +176,15 @@ class LockstepJoin(Lockstep):
         whole = self.in_tail and not self.joined and not self.driver.server.in_pieces
         with self.driver.backward() if whole else nullcontext():
             backward()
+        self._shadow.first.settle()
         self.check_reduced()
 
+    def in_engine(self) -> AbstractContextManager[None]:
+        follows = self.in_tail and not self.joined and self.driver.server.in_pieces
+        return self._followed_by_others() if follows else nullcontext()
+
     @contextmanager
-    def in_engine(self) -> Iterator[None]:
-        if self.joined or not (self.in_tail and self.driver.server.in_pieces):
-            yield
-            return
+    def _followed_by_others(self) -> Iterator[None]:
         pieces = self._model.backward_in_pieces() if self._syncs else nullcontext()
         self.follows_backward = True
         try:
@@ -192,7 +200,7 @@ class LockstepJoin(Lockstep):
     def check_reduced(self) -> None:
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
         if self._syncs:
-            with self.driver.server.own_collectives():
+            with self.driver.server.own_collectives() if self.in_tail else nullcontext():
                 _compat.check_reduced(self._shadow.ddp)
 
     @property

@@ -6,7 +6,7 @@ has joined, and the values that callbacks monitor are the same on all ranks.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -111,11 +111,14 @@ class StepValues(Part):
         super().__init__(driver, index)
         self._strategy = strategy
 
-    @contextmanager
-    def around_update(self, key: str, item: ResultMetric, value: Any) -> Iterator[None]:
+    def around_update(self, key: str, item: ResultMetric, value: Any) -> AbstractContextManager[None]:
         """Put around the update of `item` with `value`, on an active rank."""
-        on_step = item.meta.on_step
-        if item.is_tensor and on_step and is_synced(item.meta.sync):  # the update reduces it
+        is_seen = item.meta.on_step and not self.server.is_quiet
+        return self._around_update(key, item, value) if is_seen else nullcontext()
+
+    @contextmanager
+    def _around_update(self, key: str, item: ResultMetric, value: Any) -> Iterator[None]:
+        if item.is_tensor and is_synced(item.meta.sync):  # the update reduces it
             if self.server.in_tail:
                 self.announce("log", Logged.of(key, item, value))
             with self.server.own_collectives():
@@ -123,7 +126,7 @@ class StepValues(Part):
             return
         yield
         # It is reduced already.
-        if not item.is_tensor and on_step and syncs_in_forward(value) and self.server.in_tail:
+        if not item.is_tensor and syncs_in_forward(value) and self.server.in_tail:
             step_value = move_data_to_device(item._forward_cache, torch.device("cpu"))
             self.announce_open("metric", (Logged.of(key, item, None), step_value))
 

@@ -1,7 +1,7 @@
 """The epoch loop: every rank runs every step, a joined rank as a shadow."""
 
 from collections import OrderedDict
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -125,14 +125,15 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
             call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
             response = call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
             call._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
-        self._leave_if_told(response, data_fetcher, batch, batch_idx)
+        if self._may_leave:
+            self._leave_if_told(response, data_fetcher, batch, batch_idx)
+            self._progress.ask(join)
         if not join.active_ranks:
             # All ranks were told to leave at this batch: nothing was trained, so nothing moves but the epoch.
             self.batch_progress.increment_by(0, is_last_batch=True)
             self.batch_progress.increment_processed()
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
             raise StopIteration
-        self._progress.ask(join)
         self.batch_progress.increment_started()
 
         with trainer.profiler.profile("run_training_batch"), NoStopIteration():
@@ -211,8 +212,6 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
 
     def _leave_if_told(self, response: Any, data_fetcher: ReadAheadFetcher, batch: Any, batch_idx: int) -> None:
         """Let the ranks whose `on_train_batch_start` returned -1 join here; all ranks meet."""
-        if not self._may_leave:
-            return
         join = join_of(self.trainer)
         leaves = response == -1 and not join.joined
         ranks = join.skip(leaves)
@@ -229,14 +228,15 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
                 + (f" {lost} batches that others had given away are not trained on in this epoch." if lost else "")
             )
 
-    def _around_hooks(self) -> ExitStack:
+    def _around_hooks(self) -> AbstractContextManager[object]:
         """Put around batch hooks: those of a step without a batch change neither logged values nor metrics."""
         join = join_of(self.trainer)
+        if not join.in_tail:
+            return NoStopIteration()
         stack = ExitStack()
         stack.enter_context(NoStopIteration())
-        if join.in_tail:
-            metrics_of(self.trainer).renew()
-            stack.enter_context(HookLogging(self._results, strategy_of(self.trainer)))
+        metrics_of(self.trainer).renew()
+        stack.enter_context(HookLogging(self._results, strategy_of(self.trainer)))
         if join.joined:
             stack.enter_context(metrics_of(self.trainer).aside())
         return stack

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -224,6 +224,9 @@ class JoinFitLoop(ResumingFitLoop):
         Returns:
             What is done.
         """
+        if not notices:
+            self.agreed_stop = False
+            return set()
         trainer: Any = self.trainer
         asking = {name: [rank for rank, notice in notices.items() if name in notice] for name in REQUESTS}
         enough = 1 if at_once else trainer.world_size
@@ -243,9 +246,12 @@ class JoinFitLoop(ResumingFitLoop):
             )
         return agreed
 
-    @contextmanager
-    def stopping_together(self) -> Iterator[None]:
+    def stopping_together(self) -> AbstractContextManager[None]:
         """Show Lightning the flag that all ranks agree on in place of this rank's own."""
+        return nullcontext() if self.trainer.should_stop == self.agreed_stop else self._stopping_together()
+
+    @contextmanager
+    def _stopping_together(self) -> Iterator[None]:
         own, self.trainer.should_stop = self.trainer.should_stop, self.agreed_stop
         try:
             yield

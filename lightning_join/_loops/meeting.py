@@ -1,7 +1,7 @@
 """What ranks tell each other between the steps of an epoch."""
 
 import time
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch.utilities.data import extract_batch_size
 
@@ -30,11 +30,11 @@ class MeetingEpochLoop(TrainingEpochLoop):
 
     @property
     def _fit_loop(self) -> JoinFitLoop:
-        return cast(JoinFitLoop, self.trainer.fit_loop)
+        return self.trainer.fit_loop  # type: ignore[return-value]
 
     @property
     def _progress(self) -> JoinBatchProgress:
-        return cast(JoinBatchProgress, self.batch_progress)
+        return self.batch_progress  # type: ignore[return-value]
 
     def meet(self, data_fetcher: ReadAheadFetcher) -> None:
         """Say all that may end the epoch or the fit, and go on to the next step; hear it of the others now or later."""
@@ -42,6 +42,8 @@ class MeetingEpochLoop(TrainingEpochLoop):
         join = join_of(trainer)
         self._hear()
         waits = self._needs_all(data_fetcher)
+        if not waits:
+            join.channel.put_off()  # until the next forward
         end = data_fetcher.fill() if join.plan is None else data_fetcher.fill(join.plan.ahead)
         notice: dict[str, Any] = self._fit_loop.requests
         if self._asks_to_validate or (trainer.is_global_zero and self._time_to_validate()):
@@ -90,6 +92,8 @@ class MeetingEpochLoop(TrainingEpochLoop):
         return not self._accumulated_batches_reached() and super()._should_accumulate()
 
     def _should_check_val_fx(self, data_fetcher: ReadAheadFetcher) -> bool:  # type: ignore[override]
+        if self._is_unheard:
+            return False  # else the ranks would have heard each other
         trainer: Any = self.trainer
         with self._fit_loop.stopping_together():
             if trainer._val_check_time_interval is not None:

@@ -5,7 +5,7 @@ to gradients and parameters by hand before either, and at the end of `training_s
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -67,12 +67,12 @@ class ManualPart(Part):
         module = self._strategy.lightning_module
         return module is not None and not module.automatic_optimization
 
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
+    def training_step(self) -> AbstractContextManager[None]:
         """Put around an active rank's `training_step`."""
-        if not self.is_used:
-            yield
-            return
+        return self._training_step() if self.is_used else nullcontext()
+
+    @contextmanager
+    def _training_step(self) -> Iterator[None]:
         self._let_buffers_sync()
         guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
         try:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -66,6 +67,11 @@ def forwards_without_collectives(ddp: DistributedDataParallel) -> bool:
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     """Whether the model's forwards broadcast buffers."""
     return bool(ddp.broadcast_buffers and ddp.modules_buffers)
+
+
+def wrap(ddp: DistributedDataParallel, module: nn.Module) -> None:
+    """Give a model another inner module: `ddp.module = module`, without what `nn.Module` looks at first (10 us)."""
+    ddp._modules["module"] = module
 
 
 def wait_for_device(kind: str) -> None:
@@ -188,11 +194,13 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
     return ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
 
 
-@torch.inference_mode(False)  # they outlive a loop under it
 def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     """Do what DDP's next forward would, once, after the first backward that syncs; return whether that was due."""
-    rebuilt: bool = ddp.reducer._rebuild_buckets()
-    ddp._has_rebuilt_buckets = ddp._has_rebuilt_buckets or rebuilt
+    # Buckets outlive a loop under `inference_mode`.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        rebuilt: bool = ddp.reducer._rebuild_buckets()
+    if rebuilt:
+        ddp._has_rebuilt_buckets = True
     return rebuilt
 
 

@@ -15,21 +15,32 @@ from torch_join._control.channel import Channel
 
 
 class Attendance:
-    """The ends announced so far; `None` while a rank has not come to its end."""
+    """The ends announced so far; `None` while a rank has not come to its end.
+
+    Attributes:
+        step: The current step.
+        active_ranks: The ranks that have a batch at it; asked for many times in a step, so it is kept.
+    """
 
     def __init__(self, world_size: int, first_step: int = 0) -> None:
-        self.step = first_step
+        self.active_ranks: tuple[int, ...] = ()
         self._ends: list[int | None] = [None] * world_size
+        self.go_to(first_step)
+
+    def go_to(self, step: int) -> None:
+        """Go on to a step."""
+        self.step = step
+        self._find_active()
 
     def announce(self, ends: Mapping[int, int]) -> None:
         """Note the number of batches, counted from the epoch's start, of ranks that know theirs."""
         for rank, end in ends.items():
             self._ends[rank] = end
+        if ends:
+            self._find_active()
 
-    @property
-    def active_ranks(self) -> tuple[int, ...]:
-        """The ranks that have a batch at the current step."""
-        return tuple(rank for rank, end in enumerate(self._ends) if end is None or end > self.step)
+    def _find_active(self) -> None:
+        self.active_ranks = tuple([rank for rank, end in enumerate(self._ends) if end is None or end > self.step])
 
     @property
     def is_last_step(self) -> bool:
@@ -38,8 +49,7 @@ class Attendance:
 
     def joined(self, rank: int) -> bool:
         """Whether `rank` has no batch at the current step."""
-        end = self._ends[rank]
-        return end is not None and end <= self.step
+        return rank not in self.active_ranks
 
     def ended_last(self, rank: int) -> bool:
         """Whether no other rank has, or may still have, more batches than `rank`."""
@@ -93,11 +103,21 @@ class ToldAttendance(Attendance):
         """Go on to the next step, and say this rank's part; see `Lockstep.say`."""
         waits = waits or self.in_tail
         self._channel.say(samples, notice, waits=waits)
-        self.step += 1
+        self.go_to(self.step + 1)
         self.samples, self._is_unheard = samples, True
         if waits := waits or self.in_tail:
             self.hear()
         return waits
+
+    def catch_up(self) -> None:
+        """Read what others have said so far, without waiting; see `Channel.catch_up`."""
+        with self._lock:
+            if not self._is_hearing:
+                self._is_hearing = True
+                try:
+                    self._channel.catch_up()
+                finally:
+                    self._is_hearing = False
 
     @property
     def has_heard(self) -> bool:
@@ -107,7 +127,7 @@ class ToldAttendance(Attendance):
     def hear(self) -> dict[int, dict[str, Any]]:
         """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.hear`."""
         with self._lock:
-            # Not in the handler of a signal that comes while this very thread waits: there, what is known counts.
+            # Not in the handler of a signal that comes while this very thread waits, or reads: what is known counts.
             if self._is_unheard and not self._is_hearing:
                 self._is_hearing = True
                 try:

@@ -12,7 +12,7 @@ and momentum and weight decay would move parameters that no rank used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -140,17 +140,15 @@ class ModelShadow:
             )
         return self.zero()
 
-    @contextmanager
-    def completing(self, complete: Callable[[Any], Any]) -> Iterator[None]:
+    def completing(self, complete: Callable[[Any], Any]) -> AbstractContextManager[None]:
         """Put around a forward of the wrapper, whose inner module's output `complete` gets and may replace."""
         module = self.ddp.module
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self.ddp.module = module  # the user's code must find it there
+            _compat.wrap(self.ddp, module)  # the user's code must find it there
             return complete(module(*args, **kwargs))
 
-        with self._standing_in(forward):
-            yield
+        return self._standing_in(forward)
 
     @property
     def inner(self) -> nn.Module:
@@ -161,13 +159,13 @@ class ModelShadow:
     @contextmanager
     def _standing_in(self, forward: Callable[..., Any]) -> Iterator[None]:
         module, stand_in = self.ddp.module, self._stand_in
-        stand_in.place = module, forward
-        self.ddp.module = stand_in
+        vars(stand_in)["place"] = module, forward
+        _compat.wrap(self.ddp, stand_in)
         try:
             yield
         finally:
-            self.ddp.module = module
-            del stand_in.place
+            _compat.wrap(self.ddp, module)
+            del vars(stand_in)["place"]
 
     def zero(self) -> Tensor:
         """Return a scalar zero for a backward of its own, where DDP's reducer is made ready without a forward."""

@@ -1,7 +1,7 @@
 """A loop that a framework drives: every rank runs every step, with a batch or without."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,7 @@ class Lockstep:
         self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
         self._attendance = ToldAttendance(self.channel, throw_on_early_termination)
         self._plan: Rebalancer | None = None
+        self._present: ToldAttendance | Rebalancer = self._attendance  # the plan, if there is one
         self._notices: dict[int, dict[str, Any]] = {}  # of the meeting before a step that is planned
         self.no_loss = self.follows_backward = self.keeps_buffers = False
 
@@ -83,18 +84,14 @@ class Lockstep:
         return self._present.active_ranks
 
     @property
-    def _present(self) -> ToldAttendance | Rebalancer:
-        return self._attendance if self._plan is None else self._plan
-
-    @property
     def joined(self) -> bool:
         """Whether this rank has no batch at the current step."""
-        return self._present.joined(self.channel.rank)
+        return self.channel.rank not in self._present.active_ranks
 
     @property
     def in_tail(self) -> bool:
         """Whether some rank has no batch at the current step while another has one."""
-        return 0 < len(self.active_ranks) < self.channel.world_size
+        return 0 < len(self._present.active_ranks) < self.channel.world_size
 
     @property
     def is_last_step(self) -> bool:
@@ -115,7 +112,7 @@ class Lockstep:
         """
         for part in self._customs:
             part.renew()
-        self._attendance = attendance = ToldAttendance(self.channel, self._throws, first_step)
+        self._attendance = self._present = attendance = ToldAttendance(self.channel, self._throws, first_step)
         mine = (end, samples, value, self._known())
         everyone = self.channel.gather(mine, of=tuple[int | None, int, Any, list[int] | None])
         self._compare([known for *_, known in everyone], end is None or end > first_step)
@@ -140,6 +137,7 @@ class Lockstep:
         refuse_teams(self.driver.server)
         step = self._attendance.step
         self._plan = rebalancing.begin(self.channel, source, length, self._meet, step=step, **options)
+        self._present = self._plan or self._attendance
 
     def _meet(self, samples: int, notice: dict[str, Any]) -> Beat:
         return self.channel.beat(samples, notice or None)
@@ -277,10 +275,9 @@ class Lockstep:
         """Put around autograd's part of a backward, without the hooks before and after it, which all ranks run."""
         return nullcontext()
 
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
+    def around_step(self) -> AbstractContextManager[None]:
         """Put around forward and backward of every step, shadow or not."""
-        yield
+        return nullcontext()
 
     def _sync_norms(self, model: nn.Module) -> None:
         """Give joined ranks the buffers of SyncBatchNorm as they are after a step."""

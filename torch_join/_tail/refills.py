@@ -1,7 +1,8 @@
 """Loaders that refill the same memory for each batch, where batches are read ahead."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -43,9 +44,14 @@ class RefillGuard:
         self.gives = gives
         self._looks = _LOOKS
         self._shares = False
+        self._places: deque[frozenset[int]] = deque()  # of the batches that were read last
 
     def read(self, waiting: list[Any], read: Callable[[], T]) -> T:
         """Return a batch that `read` returns.
+
+        Args:
+            waiting: Those that were read before it and have not been used: the last ones, in order.
+            read: Reads it.
 
         Raises:
             JoinValueError: Those that wait have changed meanwhile.
@@ -58,7 +64,12 @@ class RefillGuard:
         if held and _have_changed(compared, held, self._content):
             raise self._error()
         self._looks = max(0, self._looks - 1)
-        self._shares = self._shares or bool(waiting and _places(batch) & _places(waiting))
+        if not self._shares:
+            while len(self._places) > len(waiting):
+                self._places.popleft()
+            places = _places(batch)
+            self._shares = not all(map(places.isdisjoint, self._places))
+            self._places.append(places)
         return batch
 
     @property
@@ -97,16 +108,14 @@ def _have_changed(waiting: list[Any], held: list[Any], content: Callable[[Any], 
     )
 
 
-def _leaves(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (tuple, list)):
-        for part in batch:
-            yield from _leaves(part, depth)
-    elif type(batch) in _SIMPLE or isinstance(batch, Tensor) or _is_array(batch):
-        yield batch
-    else:
-        yield from _inside(batch, depth) or [batch]
+def _leaves(batch: Any, depth: int = _DEPTH) -> list[Any]:
+    if isinstance(batch, Tensor) or type(batch) in _SIMPLE or _is_array(batch):
+        return [batch]
+    if not isinstance(batch, (tuple, list)):
+        if not isinstance(batch, Mapping):
+            return _inside(batch, depth) or [batch]
+        batch = batch.values()
+    return [leaf for part in batch for leaf in _leaves(part, depth)]
 
 
 def _inside(thing: Any, depth: int) -> list[Any]:
@@ -145,12 +154,15 @@ def _are_same(one: Any, other: Any) -> bool:
     return type(one) in _SIMPLE and bool(one == other)
 
 
-def _places(batch: Any) -> set[int]:
-    return {_place(leaf) for leaf in _leaves(batch)} - {0}
+def _places(batch: Any) -> frozenset[int]:
+    return frozenset(map(_place, _leaves(batch))) - {0}
 
 
 def _place(leaf: Any) -> int:
     """Return where `leaf` is in memory, 0 for nowhere."""
-    if _is_tensor(leaf):
-        return int(leaf.data_ptr())
+    if isinstance(leaf, Tensor):
+        try:
+            return leaf.data_ptr()
+        except (RuntimeError, ValueError):  # it has no memory, or none that is one piece
+            return 0
     return int(leaf.__array_interface__["data"][0]) if _is_array(leaf) else 0

@@ -13,7 +13,7 @@ def test_attendance() -> None:
     assert not attendance.is_last_step
     attendance.announce({2: 1})
     assert attendance.is_last_step
-    attendance.step = 1
+    attendance.go_to(1)
     assert attendance.active_ranks == ()
     assert not attendance.is_last_step
     assert [attendance.ended_last(rank) for rank in range(3)] == [False, True, True]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import statistics
 import threading
 import time
 from datetime import timedelta
@@ -259,6 +260,64 @@ def test_is_last_batch_while_its_rank_waits(workers: Workers, by_signal: bool, l
     assert len(results[0][1]) == 2
     if not by_signal:
         assert results[0][1] == [True, True]
+
+
+class LookingOften(Module):
+    """The handler of a signal looks twice in a millisecond, wherever its rank is: also amid what it reads or sends."""
+
+    def look(self, *_: Any) -> None:
+        self.looks += 1
+        assert not self.trainer.is_last_batch or self.trainer.fit_loop.epoch_loop.batch_idx == 399
+
+    def on_train_start(self) -> None:
+        self.looks = 0
+        signal.signal(signal.SIGALRM, self.look)
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+
+    def on_train_end(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def fit_looking_often(rank: int, case: Case) -> tuple[Result, int]:
+    module = LookingOften(case)
+    trainer = build_trainer(case, strategy=lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20)))
+    trainer.fit(module)
+    return result_of(trainer, module), module.looks
+
+
+def test_is_last_batch_wherever_a_signal_comes(workers: Workers) -> None:
+    case = Case((400, 400), epochs=1, iterable=True)
+    results = workers.run(2, fit_looking_often, case, deadline=60.0)
+    assert_exact(case, [result for result, _ in results])
+    assert min(looks for _, looks in results) > 100
+
+
+class Nothing(Module):
+    """On some ranks every second `training_step` returns `None`, where the ranks count who has a loss."""
+
+    without: tuple[int, ...] = ()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        self.begin = time.perf_counter()
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 and self.trainer.global_rank in self.without else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if batch_idx % 2:
+            self.seconds.append(time.perf_counter() - self.begin)
+
+
+def fit_without_losses(rank: int, case: Case, without: tuple[int, ...]) -> float:
+    module = Nothing(case)
+    module.without, module.seconds = without, []
+    build_trainer(case).fit(module)
+    return statistics.median(module.seconds)
+
+
+@pytest.mark.parametrize("without", [(0,), (1,), (0, 1)])
+def test_an_even_step_without_a_loss_waits_for_no_thread(workers: Workers, without: tuple[int, ...]) -> None:
+    medians = workers.run(2, fit_without_losses, Case((40, 40), epochs=1, iterable=True), without)
+    assert max(medians) < 0.05
 
 
 class SavingAtASignal(Module):
