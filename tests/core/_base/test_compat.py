@@ -1,6 +1,7 @@
 """Notices when a private name that we rely on goes; the behaviour behind it is tested elsewhere."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -31,6 +32,10 @@ def test_torchs_ddp() -> None:
     assert "self.module(*inputs" in source, "DDP no longer calls `self.module`, which the shadow stands in for"
     assert callable(torch.distributed._broadcast_coalesced)
     assert isinstance(torch.distributed.distributed_c10d._world.pg_map, dict)
+    model: Any = torch.nn.Module()
+    model.module = torch.nn.Identity()
+    torch_compat.wrap(model, other := torch.nn.Linear(1, 1))
+    assert [*model.children()] == [model.module] == [other]
 
 
 def test_torchs_reducer() -> None:
