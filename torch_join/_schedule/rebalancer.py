@@ -226,10 +226,6 @@ class Rebalancer:
         """See `Attendance`."""
         return bool(self.active_ranks) and not any(self._steps[1].row)
 
-    def joined(self, rank: int) -> bool:
-        """See `Attendance`."""
-        return rank not in self.active_ranks
-
     def ended_last(self, rank: int) -> bool:
         """See `Attendance`."""
         return rank in self._last_ranks

@@ -182,6 +182,27 @@ def test_the_thread_reads_where_who_would_read_soon_does_not(ends: Ends, waits: 
         ends.wait(lambda: not ends.first.is_put_off)
 
 
+def test_who_waits_amid_a_message_reads_the_others_in_order() -> None:
+    """As the handler of a signal may; some have come with the message that it interrupts."""
+    ours, theirs = socket.socketpair()
+    got: list[bytes] = []
+
+    def handle(peer: int, kind: int, stream: int, text: bytes) -> None:
+        got.append(text)
+        if text == b"1":
+            theirs.sendall(struct.pack("<IBI", 1, 3, 7) + b"4")
+            links.read(1.0)
+
+    links = Links({1: ours}, handle, lambda _: None)
+    links.begin_reading()
+    theirs.sendall(b"".join(struct.pack("<IBI", 1, 3, 7) + text for text in (b"1", b"2", b"3")))
+    links.read(1.0)
+    links.end_reading()
+    theirs.close()
+    links.close()
+    assert got == [b"1", b"2", b"3", b"4"]
+
+
 def test_who_has_yet_to_send_the_rest_of_a_message_does_not_put_off_reading(ends: Ends) -> None:
     with ends.second.lock:  # which reads nothing meanwhile
         ends.first.put_off()

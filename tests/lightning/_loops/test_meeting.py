@@ -29,6 +29,7 @@ from tests.support.cases import (
     reference,
     result_of,
 )
+from tests.support.inside import links_of
 from tests.support.workers import Workers
 
 
@@ -318,6 +319,43 @@ def fit_without_losses(rank: int, case: Case, without: tuple[int, ...]) -> float
 def test_an_even_step_without_a_loss_waits_for_no_thread(workers: Workers, without: tuple[int, ...]) -> None:
     medians = workers.run(2, fit_without_losses, Case((40, 40), epochs=1, iterable=True), without)
     assert max(medians) < 0.05
+
+
+class Reading(Module):
+    """Notes when its process has put off reading, and how long it waits for rank 0, which is long in each forward."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 0:
+            time.sleep(0.08)
+        self.begin = time.perf_counter()
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.waited.append(time.perf_counter() - self.begin)
+        self.asleep["backward"].append(links_of(self.trainer.strategy.channel).is_put_off)
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        self.asleep["batch"].append(links_of(self.trainer.strategy.channel).is_put_off)
+        return batch
+
+
+def fit_reading(rank: int, case: Case) -> tuple[Result, dict[str, list[bool]], float]:
+    module = Reading(case)
+    module.asleep, module.waited = {"batch": [], "backward": []}, []
+    trainer = build_trainer(case)
+    trainer.fit(module)
+    return result_of(trainer, module), module.asleep, statistics.median(module.waited)
+
+
+def test_a_process_reads_itself_from_a_step_to_the_next_forward(workers: Workers) -> None:
+    case = Case((12, 12), epochs=1, iterable=True)
+    results = workers.run(2, fit_reading, case)
+    assert_exact(case, [result for result, *_ in results])
+    for _, asleep, _ in results:
+        assert sum(asleep["batch"]) > 5  # on a busy machine the thread may take over
+        assert not any(asleep["backward"])
+    assert results[1][2] < 0.05  # rank 0 has answered before its forward
 
 
 class SavingAtASignal(Module):
