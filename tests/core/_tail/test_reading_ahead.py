@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -395,3 +396,21 @@ class Numbers(IterableDataset[int]):
 
     def __len__(self) -> int:
         return 4
+
+
+def rings(fresh: int, buffers: int, count: int) -> Iterator[torch.Tensor]:
+    """Batches of their own, and then such as are made in the memory of earlier ones."""
+    ring = [torch.empty(8) for _ in range(buffers)]
+    for index in range(count):
+        yield torch.full((8,), index) if index < fresh else ring[index % buffers].fill_(index)
+
+
+def test_a_loader_that_begins_to_refill_late_is_noticed_where_one_is_read_ahead() -> None:
+    with pytest.raises(JoinValueError, match="refills the memory"):
+        list(read_ahead(rings(8, 1, 20), ahead=1))
+
+
+def test_memory_that_is_used_again_when_nobody_waits_for_it_is_not_compared() -> None:
+    with mock.patch.object(torch, "equal", wraps=torch.equal) as equal:
+        assert len(list(read_ahead(rings(0, 4, 40), ahead=1))) == 40
+    assert equal.call_count <= 4
