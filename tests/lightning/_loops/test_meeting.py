@@ -222,6 +222,30 @@ def test_is_last_batch_is_right_wherever_one_rank_looks(workers: Workers, case: 
         assert seen == ([False] * (steps - 1) + [True]) * case.epochs
 
 
+class LeavingAfterALook(Module):
+    """All look before rank 0 leaves the epoch, whose last step this becomes for the other."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+        assert not self.trainer.is_last_batch
+        return -1 if batch_idx == 3 and self.trainer.global_rank == 0 else None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.seen.append(self.trainer.is_last_batch)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_leaving_after_a_look(rank: int, case: Case) -> list[bool]:
+    module = LeavingAfterALook(case)
+    module.seen = []
+    build_trainer(case).fit(module)
+    return module.seen
+
+
+def test_is_last_batch_after_others_have_left(workers: Workers) -> None:
+    case = Case((6, 4), epochs=1, iterable=True)
+    assert workers.run(2, fit_leaving_after_a_look, case) == [[False] * 3, [False] * 3 + [True]]
+
+
 class LookingMeanwhile(Module):
     """A thread, or the handler of a signal, looks while its rank waits to hear, in the last step of a stream."""
 
