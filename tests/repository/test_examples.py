@@ -1,5 +1,6 @@
 """The examples run, as the commands that the docs name."""
 
+import contextlib
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +35,14 @@ def test_command_runs(command: str) -> None:
 
 
 def run(command: str) -> str:
-    """Run Python with these arguments and return what it prints; it and all that it starts end by the deadline."""
+    """Run Python with these arguments and return what it prints; it and all that it starts end by the deadline.
+
+    What has not ended then prints its stack.
+    """
     process = subprocess.Popen(
         [sys.executable, *command.split()],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -46,7 +51,13 @@ def run(command: str) -> str:
     try:
         output, _ = process.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        parent = psutil.Process(process.pid)
+        everyone = [*parent.children(recursive=True), parent]
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            for each in everyone:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
+            psutil.wait_procs(everyone, timeout=5)
         output, _ = process.communicate()
         pytest.fail(f"{command} did not end within {DEADLINE:.0f} s:\n{output}")
     assert process.returncode == 0, output
