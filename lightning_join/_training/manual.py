@@ -130,7 +130,7 @@ class ManualPart(Part):
         if self._in_backward and not ddps:
             raise UnsupportedError(
                 "A collective in a backward of manual optimization (of SyncBatchNorm, or of a loss over all ranks'"
-                f" outputs), while ranks {self.members.joined_ranks} have run out of batches: these have gone through"
+                f" outputs), while ranks {self.members.joined_names} have run out of batches: these have gone through"
                 " that backward already. Use automatic optimization, or a collective on detached tensors."
             )
 

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,6 +28,8 @@ from torch_join._collectives.tap import CollectiveTap
 from torch_join._control import beats as _beats
 from torch_join._control import codec as _codec
 from torch_join._control import quiesce as _quiesce
+from torch_join._control import rendezvous as _rendezvous
+from torch_join._control._links import handshake as _handshake
 from torch_join._control._links import layout as _layout
 from torch_join._control._links import links as _links
 from torch_join._control._links import tree as _tree
@@ -52,7 +55,7 @@ from torch_join.joinables._sharded import model as _sharded_model
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.model import ModelPart
 
-Where = _wiring._Where
+Where = _handshake.Where
 
 # What tests read or call.
 MODEL_AVERAGING_FOLDER = _compat_c10d._MODEL_AVERAGING_FOLDER
@@ -270,15 +273,15 @@ def listen(on_this_host: bool) -> tuple[socket.socket, Where]:
 
 def reach(where: Where) -> socket.socket:
     addresses, port = where
-    return _wiring._reach(addresses[0], port)
+    return _handshake._reach(addresses[0], port)
 
 
 def accept(listener: socket.socket, children: set[int], secret: bytes, seconds: float) -> dict[int, socket.socket]:
-    return _wiring._accept(listener, children, secret, time.monotonic() + seconds)
+    return _handshake.accept(listener, children, secret, time.monotonic() + seconds, lambda: None)
 
 
 def connect_to(where: Where, rank: int, secret: bytes, seconds: float) -> socket.socket:
-    return _wiring._connect(where, rank, secret, time.monotonic() + seconds)
+    return _handshake.connect(where, rank, secret, time.monotonic() + seconds, lambda: None)
 
 
 def connects_within(seconds: float) -> AbstractContextManager[Any]:
@@ -290,6 +293,33 @@ def tree_over(links: Any) -> Tree:
     tree = Tree.__new__(Tree)
     tree.links, tree._has_cores = links, False
     return tree
+
+
+def limit_waits(channel: Any, seconds: float) -> None:
+    """Have this rank wait no longer for others, from now on."""
+    channel._timeout = timedelta(seconds=seconds)
+
+
+@contextmanager
+def at_set_up(step: str, act: Callable[[], None]) -> Iterator[None]:
+    """Within this, call `act` when this rank comes to a step of making its connections."""
+    places = {
+        "first": (_rendezvous, "wire"),
+        "secret": (_wiring, "_share_secret"),
+        "listen": (_wiring, "_listen"),
+        "connect": (_wiring, "connect"),
+        "accept": (_wiring, "accept"),
+        "last": (_wiring, "Tree"),
+    }
+    module, name = places[step]
+    original = getattr(module, name)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return original(*args, **kwargs)
+
+    with mock.patch.object(module, name, late):
+        yield
 
 
 @contextmanager

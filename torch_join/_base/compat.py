@@ -18,8 +18,6 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from torch_join._base.errors import JoinError, UnsupportedError
 
-_PROBE_TAG = 0x7001
-
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the store that `group` was built from."""
@@ -217,39 +215,6 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     )
-
-
-def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
-    """Whether the process of `rank` in `group` has ended, as far as gloo knows (other backends do not say).
-
-    Gloo refuses to send to a peer whose connection has been closed. A message to a living one is never
-    received, and harms nobody under a tag of its own. It goes around the dispatcher: there the collective tap listens,
-    which refuses what is sent from rank to rank in a tail.
-    """
-    try:
-        backend: Any = group._get_backend(torch.device("cpu"))
-        backend.send([torch.zeros(1)], rank, _PROBE_TAG)
-    except RuntimeError as error:
-        return "Connection closed" in str(error) or "Connection reset" in str(error)
-    return False
-
-
-def can_send(group: dist.ProcessGroup, kind: str) -> bool:
-    """Whether `group` can send what is on a kind of device."""
-    try:
-        group._get_backend(torch.device(kind))
-    except RuntimeError:
-        return False
-    return True
-
-
-def broadcast_directly(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    """Broadcast `tensor` in place from the group's first rank, past the dispatcher, where a tap may listen."""
-    backend: Any = group._get_backend(tensor.device)
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    backend.broadcast([tensor], options).wait()
-    return tensor
 
 
 def backward_in_progress() -> int:

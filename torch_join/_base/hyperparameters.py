@@ -51,15 +51,19 @@ def take_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> No
         group[name] = value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
 
 
-def compare(everyone: Sequence[Hyperparameters]) -> None:
+def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:
     """Compare what the ranks have.
+
+    Args:
+        everyone: By rank.
+        names: What errors call these ranks.
 
     Raises:
         JoinError: Some differ.
     """
     for values in zip(*everyone, strict=False):
         if not all(name == values[0][0] and _are_alike(value, values[0][1]) for name, value in values):
-            said = ", ".join(f"{value!r} on rank {rank}" for rank, (_, value) in enumerate(values))
+            said = ", ".join(f"{value!r} on rank {rank}" for rank, (_, value) in zip(names, values, strict=True))
             raise JoinError(
                 f"The ranks' optimizers differ: {values[0][0]} is {said}. A rank has decided something (an LR scheduler"
                 " on a metric, for example) from a value that the others do not have: ranks that run out of inputs do"
@@ -131,7 +135,7 @@ class Steps:
         return [(step, _described(self._named, groups, step == newest)) for step, groups in self._last]
 
     def compare(self, everyone: Mapping[int, Words]) -> None:
-        """Compare what ranks, which may be some, had at the begin of the same steps.
+        """Compare what ranks, by name, which may be some, had at the begin of the same steps.
 
         Raises:
             JoinError: Some differ.

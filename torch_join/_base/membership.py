@@ -1,5 +1,6 @@
 """Which ranks take part in a step, and what follows from it for this rank."""
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -85,6 +86,25 @@ class Membership:
     def joined_ranks(self) -> list[int]:
         """The ranks that have run out of inputs."""
         return [rank for rank in range(self.world_size) if rank not in self.active]
+
+    @property
+    def joined_names(self) -> list[int]:
+        """What errors call them."""
+        return self.named(self.joined_ranks)
+
+    @property
+    def name(self) -> int:
+        """What errors call this rank."""
+        return self.global_ranks[self.rank]
+
+    @property
+    def leader_name(self) -> int:
+        """What errors call the leader."""
+        return self.global_ranks[self.leader]
+
+    def named(self, ranks: Iterable[int]) -> list[int]:
+        """Return what errors call these ranks: as torch numbers them in the whole job."""
+        return [self.global_ranks[rank] for rank in ranks]
 
     @property
     def uneven(self) -> bool:

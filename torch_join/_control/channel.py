@@ -43,7 +43,8 @@ class Channel:
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
-        # What this rank adds to its answer to a roll call, and what the answers (by rank) tell of a failure.
+        self.names: Sequence[int] = range(world_size)  # by rank: its number in the whole job, which errors say
+        # What this rank adds to its answer to a roll call, and what the answers (by name) tell of a failure.
         self.status: Callable[[], Status | None] = lambda: None
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
         # Called before all ranks meet: to hear what they have said where they met before, if that was put off.

@@ -35,10 +35,11 @@ class telling_failures:  # noqa: N801  it is used like a function
             if silent := channel.silent(answers):
                 channel.fail("it does not answer: it was killed, or is stopped. Its own log says why.", silent[0])
                 raise PeerFailedError(
-                    f"A collective failed on rank {channel.rank}, and {name_ranks(silent)} did not answer since:"
+                    f"A collective failed on rank {channel.names[channel.rank]}, and"
+                    f" {name_ranks(channel.names[rank] for rank in silent)} did not answer since:"
                     " killed, or stopped. Its own log says why."
                 ) from error
-            reason = channel.explain({rank: status for rank, (_, status) in answers.items()}) or error
+            reason = channel.explain({channel.names[rank]: status for rank, (_, status) in answers.items()}) or error
         channel.fail(f"{type(reason).__name__}: {reason}")
         if reason is not error:
             raise reason from error

@@ -36,6 +36,7 @@ class Messages:
     """The part of a channel that is the same over every kind of store."""
 
     rank: int
+    names: Sequence[int]
     world_size: int
     failure: Callable[[], PeerFailedError | None]
     before_meeting: Callable[[], object]
@@ -139,10 +140,10 @@ class Messages:
         # A rank that has met this one here comes to the next beat later, when all have met.
         if self._beats.somebody_came() and not have_met():
             raise JoinError(
-                f"Rank {self.rank} came to something that all ranks do together (a metric's compute(), a loop over"
-                " join.batches) while another rank is at the next forward of its loop. Ranks leave a plain `for` at"
-                " different steps: use `for batch in join.batches(loader)`, which all leave together, or do it after"
-                " the `with`."
+                f"Rank {self.names[self.rank]} came to something that all ranks do together (a metric's compute(), a"
+                " loop over join.batches) while another rank is at the next forward of its loop. Ranks leave a plain"
+                " `for` at different steps: use `for batch in join.batches(loader)`, which all leave together, or do it"
+                " after the `with`."
             )
 
     def _all_have_met(self) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch_join._control.channel import Status
 
 _LOOKS_EVERY = 0.25  # seconds
 _ANSWERS_WITHIN = 3.0
+_CLOSED_WITHIN = 0.6
 _POLL = 0.05
 _ANSWER = tuple[int, bool, Status | None]
 
@@ -70,12 +71,18 @@ class Presence:
         self.leave = weakref.finalize(self, _end, stop, thread)
         thread.start()
 
-    def call(self, enough: Callable[[dict[int, Any]], bool], within: float = _ANSWERS_WITHIN) -> dict[int, Any]:
+    def call(
+        self,
+        enough: Callable[[dict[int, Any]], bool],
+        within: float = _ANSWERS_WITHIN,
+        closed: Container[int] = (),
+    ) -> dict[int, Any]:
         """Return what the ranks answer that do so in time.
 
         Args:
             enough: Whether these answers are all that the caller wants to wait for.
             within: How many seconds to wait.
+            closed: Ranks that have lost their connections: they get time to answer, and no more where all others have.
 
         Returns:
             The answers by rank.
@@ -86,8 +93,11 @@ class Presence:
         answers: dict[int, Any] = {}
         try:
             number = call(self._store)
-            deadline = time.monotonic() + within
-            while len(answers) < len(self._keys) and time.monotonic() < deadline and not enough(answers):
+            start = time.monotonic()
+            ranks = range(len(self._keys))
+            while (waited := time.monotonic() - start) < within and not enough(answers):
+                if all(rank in answers or (rank in closed and waited > _CLOSED_WITHIN) for rank in ranks):
+                    break
                 time.sleep(_POLL)
                 for rank, key in enumerate(self._keys):
                     if rank not in answers and self._store.check([key]):

@@ -2,14 +2,18 @@
 
 import os
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
 from torch_join._base import compat as _compat
-from torch_join._base.errors import JoinTimeoutError, UnsupportedError
+from torch_join._base.compat_groups import is_gone, tells_who_is_gone
+from torch_join._base.errors import JoinTimeoutError, PeerFailedError, UnsupportedError
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.tree_channel import TreeChannel
 from torch_join._control._links.wiring import wire
@@ -18,6 +22,9 @@ from torch_join._control.codec import foreign
 from torch_join._control.failures import telling_failures
 from torch_join._control.quiesce import quiesce_at_exit
 from torch_join._control.store_channel import StoreChannel
+from torch_join._control.waiting import GONE, STORE_GONE, failed
+
+T = TypeVar("T")
 
 _SWITCH = "TORCH_JOIN_LINKS"
 _CONNECTING = timedelta(seconds=30)
@@ -65,34 +72,70 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
     if os.environ.get(_SWITCH) == "0":
         return _over_store(job, group, timeout)
     if (tree := _trees.get(group)) is None and group not in _flat:
-        channel = _over_store(job, group, timeout)
+        channel = _over_store(job, group, timeout, is_watchful=True)
         with telling_failures(channel):
             made = wire(channel, group)
-        if made is None:
-            return channel  # the device is not known yet: the next channel may be better
         channel.finish()
         if isinstance(made, Tree):
             _connections.pop(group, None)
             _trees[group] = tree = made
-        else:
+        elif made is False:  # and not `None`: the device is not known yet, and the next channel may be better
             _flat.add(group)
     if tree is None:
         return _over_store(job, group, timeout)
     return TreeChannel(tree, rank, world_size, timeout, group)
 
 
-def _over_store(job: Any, group: dist.ProcessGroup, timeout: timedelta) -> StoreChannel:
+def _over_store(job: Any, group: dist.ProcessGroup, timeout: timedelta, is_watchful: bool = False) -> StoreChannel:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    # Each rank counts its own calls in the job's store, so that all mean the same channel.
-    name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
     is_tcp = isinstance(_compat.innermost_store(job), dist.TCPStore)
-    if group not in _connections:
+    before = _connections.get(group)  # a thread that waits keeps no group alive
+
+    def connect() -> tuple[str, Any, Any]:
+        # Each rank counts its own calls in the job's store, so that all mean the same channel.
+        name = f"torch_join/{job.add(f'torch_join/opened/{rank}', 1)}"
+        if before is not None:
+            return name, *before
         first: Any = job.clone() if is_tcp else _own_store(dist.PrefixStore("torch_join", job), rank, timeout)
-        _connections[group] = first, first.clone()
-    first, second = (dist.PrefixStore(name, connection) for connection in _connections[group])
+        return name, first, first.clone()
+
+    name, first, second = _unless_gone(connect, group)
+    _connections[group] = first, second
+    first, second = dist.PrefixStore(name, first), dist.PrefixStore(name, second)
     return StoreChannel(
-        first, rank, world_size, timeout, group, second, hosts=(dist.get_rank() if is_tcp else rank) == 0
+        first, rank, world_size, timeout, group, second, (dist.get_rank() if is_tcp else rank) == 0, is_watchful
     )
+
+
+def _unless_gone(connect: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Return what `connect` does, in a thread: torch tries to reach a server that is gone for as long as any other.
+
+    Raises:
+        PeerFailedError: The process of a rank of the group has ended.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(connect())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="torch_join connect", daemon=True).start()
+    rank, names, pause = dist.get_rank(group), dist.get_process_group_ranks(group), 0.1
+    others = {*range(len(names))} - {rank} if tells_who_is_gone(group) else set()
+    while True:
+        is_done = bool(wait([done], pause).done)
+        if is_done and done.exception() is None:
+            return done.result()
+        if (gone := next((peer for peer in sorted(others) if is_gone(group, peer)), None)) is not None:
+            raise failed(names[gone], names[rank], GONE)
+        if is_done:
+            try:
+                return done.result()
+            except dist.DistNetworkError as error:
+                raise PeerFailedError(STORE_GONE) from error
+        pause = min(2 * pause, 2.0)
 
 
 def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:

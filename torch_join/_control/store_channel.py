@@ -19,7 +19,7 @@ looks again and again: whether they are there, whether a rank has failed, whethe
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from torch_join._control.beats import MAX_RANKS, Beats
 from torch_join._control.channel import Channel
 from torch_join._control.messages import Messages, naming_failures
 from torch_join._control.presence import Presence, call, delete_all
-from torch_join._control.waiting import MOST_TEXT, WaitingChannel
+from torch_join._control.waiting import GONE, MOST_TEXT, WaitingChannel
 
 T = TypeVar("T")
 
@@ -41,10 +41,9 @@ FAILED, _LOOK = b"failed", b"look"  # in place of a value: no JSON
 _PATIENCE = 5.0  # seconds
 _LIMIT = timedelta(seconds=8)  # longer than it takes until the thread wakes up a rank
 _STAGGER = 0.02  # between ranks, of which the first wakes up all
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.05
 _SHORT_POLL_SECONDS = 0.0003
 _READING_SECONDS = 2.0  # for which the store's host waits until all have read of a failure
-_LOOKING_SECONDS = 5.0  # after which rank 0 looks for those that have not come out of a loop with it
 
 
 class StoreChannel(Messages, WaitingChannel, Channel):
@@ -58,6 +57,7 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         group: The process group, whose connections tell of a process that has ended.
         second: Another connection, over which this rank answers roll calls while it waits.
         hosts: Whether the store may go down with this rank's process.
+        is_watchful: Whether it looks all the time whether a rank has failed, which takes a request for each look.
     """
 
     def __init__(
@@ -69,15 +69,20 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         group: dist.ProcessGroup | None,
         second: dist.Store,
         hosts: bool,
+        is_watchful: bool = False,
     ) -> None:
         if world_size > MAX_RANKS:
             raise JoinValueError(f"A channel serves at most {MAX_RANKS} ranks, not {world_size}.")
+        self._is_watchful = is_watchful
+        if is_watchful:
+            self._looks_every, self._probes_after, self._probes_every = 0.0, 0.1, 0.1
         Messages.__init__(self)
         Channel.__init__(self, rank, world_size)
         WaitingChannel.__init__(self, store, timeout, group)
         self._store.set_timeout(min(timeout, _LIMIT))
         self._read: deque[str] = deque()  # keys that all have read; deleting one takes as long as a beat
         self._hosts, self._failed = hosts, False
+        self._late = ""  # a key that was not there, and that is looked for first: many keys are a long question
         # Weakly, so that a channel that is dropped ends its thread at once.
         self._presence = Presence(second, rank, world_size, weakref.ref(self), self._read)
         wait = weakref.WeakMethod(self._wait_for)
@@ -123,12 +128,12 @@ class StoreChannel(Messages, WaitingChannel, Channel):
     def _wait_until_finished(self, keys: dict[int, str]) -> None:
         # Not as for a message: whoever has left answers no roll call, and nothing is wrong with that any more.
         pause, start = 0.001, time.monotonic()
-        next_look = start + _LOOKING_SECONDS
+        next_look = start + self._probes_after
         while not self._store.check([*keys.values()]):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
             if (now := time.monotonic()) > next_look:
-                next_look = now + _LOOKING_SECONDS
+                next_look = now + max(self._probes_every, (now - start) / 2)
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 self._check_alive(missing, now - start)
         for key in keys.values():
@@ -159,9 +164,11 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         with suppress(_codec.Malformed):  # they look by themselves after some seconds
             call(self._store)
 
-    def _call_roll(self) -> dict[int, Any]:
+    def _call_roll(self, closed: Container[int]) -> dict[int, Any]:
+        if gone := self._gone():
+            self.fail(GONE, gone[0])  # unless it has said why
         try:
-            return self._presence.call(enough=lambda _: self.failure() is not None)
+            return self._presence.call(enough=lambda _: self.failure() is not None, closed=closed)
         except _codec.Malformed as problem:
             raise self._published(_codec.foreign("an answer to a roll call", problem)) from None
 
@@ -218,10 +225,11 @@ class StoreChannel(Messages, WaitingChannel, Channel):
             wakes: Whether the thread may write to the keys that there is something to look at.
         """
         start = time.monotonic()
-        self._waits = keys if wakes and meanwhile is None else [], start + _PATIENCE + _STAGGER * (self.rank % 50)
+        polls = meanwhile is not None or self._is_watchful
+        self._waits = keys if wakes and not polls else [], start + _PATIENCE + _STAGGER * (self.rank % 50)
         try:
             found: list[bytes] | None = None
-            if meanwhile is None:
+            if not polls:
                 with suppress(dist.DistStoreError):
                     found = self._store.multi_get(keys) if len(keys) > 1 else [self._store.get(keys[0])]  # quicker
             if found is None or _LOOK in found:
@@ -234,13 +242,19 @@ class StoreChannel(Messages, WaitingChannel, Channel):
 
     def _there(self, keys: list[str]) -> list[bytes] | None:
         """Return the values of keys if they are there; waits for nobody."""
+        if self._late in keys and not self._store.check([self._late]):
+            return None
         if not self._store.check(keys):
+            while len(keys) > 1:
+                half = keys[: len(keys) // 2]
+                keys = keys[len(half) :] if self._store.check(half) else half
+            self._late = keys[0]
             return None
         found: list[bytes] = self._store.multi_get(keys)
         return None if _LOOK in found else found
 
     def _wait_long(self, keys: list[str], start: float, meanwhile: Callable[[], None] | None) -> list[bytes]:
-        look = self.vigil(start)
+        look, pause = self.vigil(start), _SHORT_POLL_SECONDS
         while (found := self._there(keys)) is None:
             if meanwhile is not None:
                 meanwhile()
@@ -250,5 +264,7 @@ class StoreChannel(Messages, WaitingChannel, Channel):
                 if (found := self._there(keys)) is not None:  # they came before the failure that `look` has read of
                     return found
                 raise
-            time.sleep(_POLL_SECONDS if meanwhile is None else _SHORT_POLL_SECONDS)
+            time.sleep(pause)
+            if meanwhile is None:
+                pause = min(2 * pause, _POLL_SECONDS)
         return found

@@ -2,18 +2,34 @@
 
 import time
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from torch_join._base import compat as _compat
+from torch_join._base.compat_groups import is_gone
 from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError, name_ranks
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Status
+from torch_join._control.processes import Process
 
+_SUSPECT_SECONDS = 0.9
 MOST_TEXT = 20_000  # of what is told of a failure
+GONE = (
+    "its process is gone: killed, or ended without a word. Its own log, or the system's (a lack of memory, perhaps),"
+    " says why."
+)
+
+STORE_GONE = (
+    "The rank that hosts the job's key-value store (as a rule rank 0) is gone: it was killed or has exited early. Its"
+    " own log says why."
+)
+
+
+def failed(name: int, me: int, reason: str) -> PeerFailedError:
+    """Return the error of rank `me` where the one of this name has failed."""
+    return PeerFailedError(f"Rank {name} failed, so rank {me} cannot go on. Rank {name}: {reason}")
 
 
 class WaitingChannel:
@@ -23,9 +39,14 @@ class WaitingChannel:
         store: Where a failure is told.
         timeout: How long a rank waits for another one.
         group: The process group, whose connections tell of a process that has ended.
+
+    Attributes:
+        processes: Those of other ranks that are on this rank's host, where they are known.
     """
 
+    processes: Mapping[int, Process]
     rank: int
+    names: Sequence[int]
     world_size: int
     status: Callable[[], Status | None]
     silent: Callable[[Container[int]], list[int]]
@@ -33,6 +54,7 @@ class WaitingChannel:
     # In seconds of a wait: how often it looks whether a rank has failed, and after how many, and then how often, it
     # looks for processes that are gone.
     _looks_every, _probes_after, _probes_every = 0.1, 5.0, 2.0
+    _MOST_PAUSE = 2.0  # each question leaves some bytes in the memory of who is asked
 
     def __init__(self, store: Any, timeout: timedelta, group: dist.ProcessGroup | None) -> None:
         self._store = store
@@ -43,6 +65,11 @@ class WaitingChannel:
         self._heard: PeerFailedError | None = None
         self._has_told = False  # whether this rank has told of a failure of its own
         self._silent: set[int] = set()  # who did not answer the last roll call
+        self.processes = {}
+        if group is not None:
+            self.names = dist.get_process_group_ranks(group)
+        self._asks_at, self._pause = 0.0, self._probes_every  # when it asks of connections next, and how long after
+        self._suspects: dict[int, float] = {}  # at the last look: ranks that may be in others' way, since when
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         """See `Channel.fail`."""
@@ -52,18 +79,22 @@ class WaitingChannel:
         try:
             self.listen(self._store)
         except RuntimeError:
-            return PeerFailedError(
-                "The rank that hosts the job's key-value store (as a rule rank 0) is gone: it was"
-                " killed or has exited early. Its own log says why."
-            )
+            if gone := self._gone():
+                return self._error_of(gone[0], GONE)
+            return PeerFailedError(STORE_GONE)
         return self._heard
 
-    def roll_call(self) -> dict[int, Any]:
-        answers = self._call_roll()
+    def roll_call(self, closed: Container[int] = ()) -> dict[int, Any]:
+        """See `Channel.roll_call`.
+
+        Args:
+            closed: Ranks whose connections have ended, which are not waited for as long as others.
+        """
+        answers = self._call_roll(closed)
         self._silent = set(self.silent(answers))
         return answers
 
-    def _call_roll(self) -> dict[int, Any]:
+    def _call_roll(self, closed: Container[int]) -> dict[int, Any]:
         raise NotImplementedError
 
     # ------------------------------------------------------------ what other threads call
@@ -79,19 +110,30 @@ class WaitingChannel:
 
     # ------------------------------------------------------------ failures
 
+    def _gone(self) -> list[int]:
+        """Return which processes of this host have ended."""
+        return [rank for rank, process in self.processes.items() if not process.is_there]
+
+    def _error_of(self, rank: int, reason: str) -> PeerFailedError:
+        return failed(self.names[rank] if rank < self.world_size else rank, self.names[self.rank], reason)
+
+    def _name(self, ranks: Iterable[int]) -> str:
+        return name_ranks(self.names[rank] for rank in ranks)
+
     def _read_failure(self, store: Any) -> PeerFailedError | None:
         if not store.check(["failure"]):
             return None
+        me = self.names[self.rank]
         try:
             rank, reason = _codec.decode(store.get("failure"), tuple[int, str])
         except _codec.Malformed as problem:
             error = _codec.foreign("'failure'", problem)
-            return PeerFailedError(f"Rank {self.rank} cannot go on, since a rank may have failed. {error}")
+            return PeerFailedError(f"Rank {me} cannot go on, since a rank may have failed. {error}")
         if rank == self.rank and self._has_told:
             return None
         if rank == self.rank:
-            return PeerFailedError(f"The others go on, or end, without rank {rank}: {reason}")
-        return PeerFailedError(f"Rank {rank} failed, so rank {self.rank} cannot go on. Rank {rank}: {reason}")
+            return PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
+        return self._error_of(rank, reason)
 
     def _published(self, error: JoinError) -> JoinError:
         """Return an error that all ranks hear of."""
@@ -135,41 +177,58 @@ class WaitingChannel:
         return look
 
     def _probe(self) -> None:
+        self._look_at_processes({})
         group = self._group() if self._group is not None else None
-        if group is None:
+        if group is None or (now := time.monotonic()) < self._asks_at:
             return
-        gone = [r for r in range(self.world_size) if r != self.rank and _compat.is_gone(group, r)]
+        self._asks_at, self._pause = now + self._pause, min(2 * self._pause, self._MOST_PAUSE)
+        others = {*range(self.world_size)} - {self.rank, *self.processes}
+        gone = [rank for rank in sorted(others) if is_gone(group, rank)]
         if gone:  # from gloo, at a timeout of a collective, or from the world
-            answers = self.roll_call()
+            answers = self.roll_call(gone)
             if (failure := self.failure()) is not None:
                 raise failure
             gone = [rank for rank in gone if rank not in answers]
         if gone:
-            why = "killed, or ended without a word. Its own log, or the system's (a lack of memory, perhaps), says why."
-            self.fail(f"its process is gone: {why}", gone[0])
-            raise PeerFailedError(f"The process of {name_ranks(gone)} is gone: {why}")
+            self.fail(GONE, gone[0])
+            raise PeerFailedError(
+                f"The process of {self._name(gone)} is gone{GONE.removeprefix('its process is gone')}"
+            )
+
+    def _look_at_processes(self, suspects: dict[int, str]) -> None:
+        """Raise if a process of this host is gone; or if one is stopped for a second, or suspect otherwise."""
+        now = time.monotonic()
+        stopped = [rank for rank, process in self.processes.items() if process.is_stopped]
+        suspects = {**suspects, **dict.fromkeys(stopped, "its process is stopped: by a signal.")}
+        self._suspects = {rank: self._suspects.get(rank, now) for rank in suspects}
+        long = {rank: why for rank, why in suspects.items() if now - self._suspects[rank] > _SUSPECT_SECONDS}
+        if found := dict.fromkeys(self._gone(), GONE) or long:
+            rank, why = min(found.items())
+            self.fail(why, rank)
+            raise self.failure() or self._error_of(rank, why)
 
     def _check_alive(self, ranks: list[int], waited: float) -> None:
         """Raise if one of these ranks has ended, or was waited for longer than the channel's timeout."""
         group = self._group() if self._group is not None else None
-        gone = [rank for rank in ranks if group is not None and _compat.is_gone(group, rank)]
+        gone = [rank for rank in self._gone() if rank in ranks]
+        gone = gone or [rank for rank in ranks if group is not None and is_gone(group, rank)]
         if gone or waited > self._timeout.total_seconds():
             raise PeerFailedError(
-                f"Rank {self.rank} has waited for {name_ranks(gone or ranks)} to come out of the loop too: killed, or"
-                " stopped, after all had the last state. Its own log, or the system's, says why."
+                f"Rank {self.names[self.rank]} has waited for {self._name(gone or ranks)} to come out of the loop too:"
+                " killed, or stopped, after all had the last state. Its own log, or the system's, says why."
             )
 
     def _timed_out(self) -> JoinError:
         answers = self.roll_call()
         if (failure := self.failure()) is not None:
             return failure
-        waited = f"Rank {self.rank} waited {self._timeout.total_seconds():.0f} s for the other ranks"
+        waited = f"Rank {self.names[self.rank]} waited {self._timeout.total_seconds():.0f} s for the other ranks"
         if self._silent:
-            return PeerFailedError(f"{waited}, and {name_ranks(self._silent)} did not answer: killed, or stopped.")
-        if (explained := self.explain({rank: status for rank, (_, status) in answers.items()})) is not None:
+            return PeerFailedError(f"{waited}, and {self._name(self._silent)} did not answer: killed, or stopped.")
+        if (explained := self.explain({self.names[rank]: status for rank, (_, status) in answers.items()})) is not None:
             return explained
         busy = [rank for rank, (waits, _) in answers.items() if not waits]
-        who = f"{name_ranks(busy)} at work elsewhere" if busy else "all wait"
+        who = f"{self._name(busy)} at work elsewhere" if busy else "all wait"
         return JoinTimeoutError(
             f"{waited} to say whether they have a next batch, or what comes next: {who}. Usual causes: a dataloader"
             " that takes longer than the timeout (raise `timeout`); a `break` at different steps (a counter of a rank's"

@@ -99,7 +99,9 @@ class Audit:
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after)
         texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY), found, strict=True)
-        self._warn(channel, [text.format(when=when, what=_list(items)) for text, items in texts if items])
+        self._warn(
+            channel, [text.format(when=when, what=_list(items, channel.names)) for text, items in texts if items]
+        )
 
     def even(self, channel: Channel, has_gradients: bool, left: bool = False) -> None:
         """Compare, on every rank, at the end of a loop in which no rank has joined before another.
@@ -114,7 +116,10 @@ class Audit:
             if left:
                 looked = {f"{which}, after a break": items for which, items in looked.items()}
             found, *_ = _differences(channel, {**looked, "found": {}}, {})
-            self._warn(channel, [_DIFFERED.format(when="After an even loop", what=_list(found))] if found else [])
+            self._warn(
+                channel,
+                [_DIFFERED.format(when="After an even loop", what=_list(found, channel.names))] if found else [],
+            )
 
     def _warn(self, channel: Channel, said: list[str]) -> None:
         if said and channel.rank == 0:
@@ -265,17 +270,17 @@ def _hash(items: Items) -> str:
     return hashed.hexdigest() if items else ""
 
 
-def _list(found: dict[str, list[Any]]) -> str:
+def _list(found: dict[str, list[Any]], names: Sequence[int]) -> str:
     by_thing: dict[str, list[str]] = {}
     for name, values in list(found.items())[:_SHOWN]:
         thing, _, what = name.rpartition(": ")
-        by_thing.setdefault(thing, []).append(_value(what, values))
+        by_thing.setdefault(thing, []).append(_value(what, values, names))
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return "; ".join(f"{thing}: {', '.join(what)}" for thing, what in by_thing.items()) + more
 
 
-def _value(name: str, values: list[Any]) -> str:
+def _value(name: str, values: list[Any], names: Sequence[int]) -> str:
     if any(value is not None and value.startswith("#") for value in values):
         return name
-    said = ", ".join(f"{value or 'missing'} on rank {rank}" for rank, value in enumerate(values))
+    said = ", ".join(f"{value or 'missing'} on rank {rank}" for rank, value in zip(names, values, strict=True))
     return f"{name} ({said})"

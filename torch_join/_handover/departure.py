@@ -63,8 +63,13 @@ class Departure:
         return [name for name in before | now if before.get(name) != now.get(name)][:_SHOWN]
 
 
-def check(words: Sequence[Word], rank: int) -> None:
+def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
     """Raise on all ranks if one has changed something that another one, still in its loop, has not come to.
+
+    Args:
+        words: By rank.
+        names: What errors call these ranks.
+        rank: This rank.
 
     Raises:
         JoinError: So it is.
@@ -74,10 +79,10 @@ def check(words: Sequence[Word], rank: int) -> None:
     # A rank that owns a shard has put its change into what it gave the others in their steps.
     inside = inside or [rank for rank in range(len(words)) if early and rank not in early]
     unknown = [rank for rank in early if words[rank][1] is None]
-    changed = {rank: names for rank in early if (names := words[rank][1])}
+    changed = {rank: its for rank in early if (its := words[rank][1])}
     if inside and changed:
-        what = "; ".join(dict.fromkeys(name for names in changed.values() for name in names))
-        ranks, others = name_ranks(changed), name_ranks(inside)
+        what = "; ".join(dict.fromkeys(name for its in changed.values() for name in its))
+        ranks, others = (name_ranks(names[rank] for rank in which) for which in (changed, inside))
         raise JoinError(
             f"{ranks[0].upper()}{ranks[1:]} left the loop by `break` and then changed {what}, before the ranks met"
             f" again and while {others} had not left the loop yet. All take the last rank's state only where they meet:"
@@ -85,9 +90,10 @@ def check(words: Sequence[Word], rank: int) -> None:
             " over join.batches, or after the `with`."
         )
     if inside and unknown and rank == 0:
+        ranks, others = (name_ranks(names[rank] for rank in which) for which in (unknown, inside))
         warnings.warn(
-            f"Nobody can tell whether {name_ranks(unknown)} changed something after the last batch that it took, which"
-            f" {name_ranks(inside)}, still in the loop, would make a second time or undo: its loop's iterator was held"
+            f"Nobody can tell whether {ranks} changed something after the last batch that it took, which"
+            f" {others}, still in the loop, would make a second time or undo: its loop's iterator was held"
             " in a variable. Loop with `for batch in join.batches(loader)`, or `del` the iterator after the loop.",
             stacklevel=2,
         )

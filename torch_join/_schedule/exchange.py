@@ -91,7 +91,7 @@ class Exchange:
         self._skeleton_to: dict[int, bytes] = {}
         self._wanted: queue.SimpleQueue[tuple[int, Coming] | None] = queue.SimpleQueue()
         self._under_way: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
-        threads = (_receive, (self._group, self._wanted)), (_wait_for_sent, (self._under_way,))
+        threads = (_receive, (self._group, self._wanted, channel.names)), (_wait_for_sent, (self._under_way,))
         self._threads = [threading.Thread(target=run, args=args, name=_THREAD, daemon=True) for run, args in threads]
         for thread in self._threads:
             thread.start()
@@ -251,18 +251,23 @@ def _wait_for_sent(under_way: "queue.SimpleQueue[_Sent | None]") -> None:
         del sent  # else what was sent would live until the next is
 
 
-def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Coming] | None]") -> None:
+class _Stopped(Exception):  # noqa: N818
+    """Who is to give a batch has raised."""
+
+
+def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Coming] | None]", names: Sequence[int]) -> None:
     skeletons: dict[int, Skeleton] = {}
     stopped: set[int] = set()
     while (want := wanted.get()) is not None:
         giver, coming = want
         try:
             if giver in stopped:
-                raise _has_stopped(giver)
+                raise _Stopped
             coming.set_result(_receive_batch(group, giver, skeletons))
-        except PeerFailedError as error:
+        except _Stopped:
             stopped.add(giver)
-            coming.set_exception(error)
+            why = f"Rank {names[giver]} has raised, and gives no batch any more. Its own log says why."
+            coming.set_exception(PeerFailedError(why))
         except BaseException as error:
             coming.set_exception(error)
         del want, coming  # else what has come would live until the next one does
@@ -276,7 +281,7 @@ def _receive_batch(group: _Group, giver: int, skeletons: dict[int, Skeleton]) ->
 
     size = int(receive(_HEAD, 1, torch.int64))
     if size == _STOP:
-        raise _has_stopped(giver)
+        raise _Stopped
     if size:
         skeletons[giver] = Skeleton(*pickle.loads(receive(_SKELETON, size).numpy().tobytes()))
     skeleton = skeletons[giver]
@@ -284,7 +289,3 @@ def _receive_batch(group: _Group, giver: int, skeletons: dict[int, Skeleton]) ->
     together = iter(torch.split(receive(_SMALL, sum(small)), small) if any(small) else map(torch.empty, small))
     contents = [receive(_LARGE, size) if size >= _LARGE_BYTES else next(together).clone() for size in skeleton.sizes]
     return skeleton, contents
-
-
-def _has_stopped(giver: int) -> PeerFailedError:
-    return PeerFailedError(f"Rank {giver} has raised, and gives no batch any more. Its own log says why.")

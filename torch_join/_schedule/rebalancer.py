@@ -130,8 +130,9 @@ class Rebalancer:
         batches = self._source.reserve(is_own + len(receivers))
         if len(batches) < is_own + len(receivers):
             raise JoinValueError(
-                f"The loader of rank {me} has ended before the length that it said it had, while other ranks count on"
-                " that: its sampler yields less than its __len__ says. Mend it, or train without rebalance=True."
+                f"The loader of rank {self._channel.names[me]} has ended before the length that it said it had, while"
+                " other ranks count on that: its sampler yields less than its __len__ says. Mend it, or train without"
+                " rebalance=True."
             )
         samples = sum(map(self._size, batches)) if self._size is not None else 0
         for receiver, batch in zip(receivers, batches[is_own:], strict=True):

@@ -102,7 +102,8 @@ class Agreement:
 
     def _disagreement(self) -> JoinError:
         answers = self._channel.roll_call()
-        words = {rank: status.word for rank, (_, status) in answers.items() if status and status.word}
+        names = self._channel.names
+        words = {names[rank]: status.word for rank, (_, status) in answers.items() if status and status.word}
         return JoinError(
             "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"
             f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step."
@@ -113,7 +114,7 @@ def explain(statuses: dict[int, Any]) -> JoinError | None:
     """Say what a broken collective comes from, as far as the ranks' own words tell.
 
     Args:
-        statuses: Of the ranks that have answered, each a `Status`, or `None`.
+        statuses: By name, of the ranks that have answered, each a `Status`, or `None`.
     """
     models = {rank: status.models for rank, status in statuses.items() if status}
     for mine in models.values():

@@ -107,7 +107,8 @@ class LoopDriver(Meetings):
                 self.members.last_joiner = verdict
             for part in self.server.parts:
                 part.after_all(self.members.last_joiner)
-            compare(self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters))
+            said = self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters)
+            compare(said, self.members.global_ranks)
             self._forget()
             self._planned.rebalancing.close()
             self.server.channel.finish()
@@ -164,14 +165,14 @@ class LoopDriver(Meetings):
             length = None if self.members.may_break else reader.certain_length()
             how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
             said = self.server.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
-            compare([theirs for _, theirs, _ in said])
+            compare([theirs for _, theirs, _ in said], self.members.global_ranks)
             lengths = [theirs for theirs, _, _ in said]
             self._forget()
             ways = [way for _, _, way in said]
             if _ASKS not in ways:
                 return  # nobody goes through it
             refused = (_UNASKED, _EMPTY) if self._planned.enabled else (_UNASKED,)  # with none, it is to be given some
-            _nesting.refuse_unasked([rank for rank, way in enumerate(ways) if way in refused])
+            _nesting.refuse_unasked(self.members.named(rank for rank, way in enumerate(ways) if way in refused))
             if self.members.may_break:
                 self.server.tap.install()
             reader = mine.reader = self._planned.begin(reader)
@@ -279,7 +280,7 @@ class LoopDriver(Meetings):
         if self.tails.departure is not None:
             self.tails.departure.meet()
         if self._planned.plan is None and self.members.may_break and loop.forwarded and not loop.stepped:
-            raise _nesting.left_amid(self.members.rank, self.step_number)
+            raise _nesting.left_amid(self.members.name, self.step_number)
         with self._telling():
             if loop.certain is None:
                 self._leave()

@@ -199,7 +199,7 @@ class Meetings:
         if has_next != (self.step_number < length):
             does = "goes on after that" if has_next else f"ended after {self.step_number} batches"
             raise JoinValueError(
-                f"The loader of rank {self.members.rank} said its length was {length} and {does}, which the other ranks"
+                f"The loader of rank {self.members.name} said its length was {length} and {does}, which the other ranks"
                 " cannot know in time. Mend what it draws from, do not change it in the loop, or use"
                 " Join(..., heartbeat=True)."
             )

@@ -145,7 +145,7 @@ class PlannedLoops:
         beat = self.server.channel.hear()
         if self.puts_off and (failure := self.server.channel.failure()) is not None:
             raise failure
-        left = [rank for rank, notice in beat.notices.items() if not notice]
+        left = self.server.members.named(rank for rank, notice in beat.notices.items() if not notice)
         if self.plan is not None and 0 < len(left) < len(self.server.members.active):
             raise JoinValueError(
                 f"The loop of {name_ranks(left)} was left by `break` where others go on, and count on its batches, with"

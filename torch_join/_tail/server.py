@@ -260,7 +260,7 @@ class Server:
         if kind != _records.COLLECTIVE or payload.operation != call.operation:
             found = payload.operation if kind == _records.COLLECTIVE else kind
             raise JoinError(
-                f"A main hook on rank {self.members.rank} issued {call.operation}, where the active ranks announced"
+                f"A main hook on rank {self.members.name} issued {call.operation}, where the active ranks announced"
                 f" {found}. A main hook must issue the collectives of its joinable's step, in the same order."
             )
 
@@ -293,7 +293,7 @@ class Server:
 
     def _compare_counts(self, theirs: list[int]) -> None:
         if (mine := [part.synced for part in self.models()]) != theirs:
-            raise JoinError(explain_counts({self.members.rank: mine, self.members.leader: theirs}))
+            raise JoinError(explain_counts({self.members.name: mine, self.members.leader_name: theirs}))
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None

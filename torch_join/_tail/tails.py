@@ -103,12 +103,12 @@ class Tails:
         words = steps.words(is_late)
         channel.post(f"{place}/{members.rank}", words, until_met=True)
         theirs = {rank: channel.read(f"{place}/{rank}", of=Words) for rank in members.before if rank != members.rank}
-        steps.compare({members.rank: words, **theirs})
+        steps.compare({members.global_ranks[rank]: said for rank, said in {members.rank: words, **theirs}.items()})
 
     def _look(self, at_top: bool) -> None:
         """Look at what there is, on every rank, where the first ones join."""
         untouched = self.departure is None or self.departure.changed() == []
-        self._audit.begin(self.server.members.joined_ranks, at_top, untouched)
+        self._audit.begin(self.server.members.joined_names, at_top, untouched)
 
     def _hand_over(self, words: list[Any]) -> None:
         members = self.server.members
@@ -139,7 +139,7 @@ class Tails:
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
         sharded = left is not None and is_shard and not server.members.last_joiner
         word = left is not None, [] if left is None else left.changed(), sharded
-        check(server.channel.gather(word, of=Word), server.members.rank)
+        check(server.channel.gather(word, of=Word), server.members.global_ranks, server.members.rank)
         local = self._audit.local(server.channel)
         if left is not None:
             left.before_handover()
@@ -167,7 +167,8 @@ class Tails:
         """
         everyone = self.server.channel.gather([type(thing).__name__ for thing in self._objects], of=list[str])
         if any(names != everyone[0] for names in everyone):
-            given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(everyone))
+            words = zip(self.server.channel.names, everyone, strict=True)
+            given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in words)
             raise JoinValueError(f"All ranks must give Join the same joinables in the same order, but gave {given}.")
 
     def check_backward(self, group: list[int], is_ddps: bool) -> None:

@@ -85,7 +85,7 @@ class MissingOptimizerPart(Part):
         _warned.add(optimizer)
         warnings.warn(
             f"{type(optimizer).__name__} steps {len(steps)} of the {len(self._parameters)} parameters of what was given"
-            f" to Join, but was not itself given to it. Ranks {self.members.joined_ranks} have joined and do not step"
+            f" to Join, but was not itself given to it. Ranks {self.members.joined_names} have joined and do not step"
             " it, so its state goes stale there, and from the next epoch on the ranks drift apart. Give it to Join too:"
             " Join([model, optimizer, ...]).",
             stacklevel=3,

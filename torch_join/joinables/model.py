@@ -240,7 +240,7 @@ class ModelPart(Part):
                 self._pieces.check_nested()
             self._announce_deferred()
             states = self._gradients.states()
-            self._gradients.raise_if_changed(states, self.members.joined_ranks)
+            self._gradients.raise_if_changed(states, self.members.joined_names)
             # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
             self._others.leave(common_verdict(state.verdict for state in states), averages)
             if not averages:  # what has been cleared now counts at the next one

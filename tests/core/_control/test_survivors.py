@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.inside import channel_of, open_channel
 from tests.support.workers import Workers, connect, sum_and_read
 from torch_join import Join, JoinError, PeerFailedError
-from torch_join._base import compat as _compat
+from torch_join._base.compat_groups import is_gone
 from torch_join._collectives.tap import CollectiveTap
 from torch_join._control.waiting import WaitingChannel
 from torch_join.integration import telling_failures
@@ -43,7 +43,7 @@ def probe_under_a_tap(rank: int) -> bool:
     tap.install()
     try:
         end = time.monotonic() + 10
-        while not (gone := _compat.is_gone(dist.group.WORLD, 1)) and time.monotonic() < end:  # type: ignore[arg-type]
+        while not (gone := is_gone(dist.group.WORLD, 1)) and time.monotonic() < end:  # type: ignore[arg-type]
             time.sleep(0.1)
         return gone
     finally:
@@ -226,6 +226,49 @@ def test_a_last_step_that_differs_is_told(workers: Workers, lengths: tuple[int, 
 @pytest.mark.parametrize("lengths", [(8, 4, 2), (2, 8, 8), (0, 6, 4)])
 def test_last_steps_that_agree_are_fine(workers: Workers, lengths: tuple[int, ...]) -> None:
     workers.run(3, ragged, lengths, 2)
+
+
+# ---------------------------------------------------------------- ranks by their number in the whole job
+
+
+def amiss_in_a_smaller_group(rank: int, what: str) -> str:
+    connect()
+    group = dist.new_group([1, 2])
+    text = ""
+    if rank:
+        is_last = rank == 2
+        model = DistributedDataParallel(torch.nn.Linear(5, 1), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 0.2 if is_last and what == "rates" else 0.1)
+        things = [optimizer, model] if is_last and what == "order" else [model, optimizer]
+        try:
+            with Join(things, timeout=timedelta(seconds=20), heartbeat=what == "raises") as join:
+                for step, x in enumerate(join.batches([torch.ones(2, 5)] * (2 + rank))):
+                    if is_last and step == 1 and what == "raises":  # the other one waits at its next step
+                        raise KeyError("a hole")
+                    model(x).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except (JoinError, KeyError) as error:
+            text = str(error)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("what", "said", "by"),
+    [
+        ("order", "but gave rank 1: DistributedDataParallel, SGD; rank 2: SGD, DistributedDataParallel.", (1, 2)),
+        ("rates", "0.1 on rank 1, 0.2 on rank 2", (1, 2)),
+        ("raises", "Rank 2 failed, so rank 1 cannot go on. Rank 2: KeyError", (1,)),
+    ],
+)
+def test_ranks_of_a_smaller_group_have_their_own_names(
+    workers: Workers, what: str, said: str, by: tuple[int, ...]
+) -> None:
+    texts = workers.run(3, amiss_in_a_smaller_group, what)
+    for rank in by:
+        assert said in texts[rank], texts
 
 
 # ---------------------------------------------------------------- quiet waits, and few connections

@@ -1,11 +1,9 @@
 """Making connections, among strangers; and what all hear when a rank fails that others are connected through."""
 
 import os
-import re
 import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
 import warnings
@@ -25,14 +23,12 @@ from tests.support.inside import (
     connects_within,
     is_linked,
     listen,
-    neighbours,
     on_host,
     open_channel,
     reach,
     seen_listeners,
 )
-from tests.support.workers import Workers, sum_and_read
-from torch_join.integration import Channel, telling_failures
+from tests.support.workers import Workers
 
 SECRET = bytes(range(32))
 
@@ -187,108 +183,6 @@ def test_all_agree_on_the_store_where_one_cannot_connect(workers: Workers) -> No
     assert (first, total) == (False, 6)
     assert [text[:34] for text in said] == ["The ranks cannot be connected: ran"]
     assert others == [(False, [], 6)] * 2
-
-
-# ---------------------------------------------------------------- faults
-
-
-def strike(victim: int, how: str, path: str, peer: int, channel: Any) -> None:
-    time.sleep(0.3)  # the others wait
-    Path(path).write_text(str(time.monotonic()))
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "raise":
-        raise KeyError("a hole")
-    elif how == "stop":
-        subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
-    else:
-        neighbours(channel)[peer].shutdown(socket.SHUT_RDWR)
-
-
-def wait_for_others(channel: Channel, where: str) -> None:
-    if where == "beat":
-        channel.beat()
-    elif where == "gather":
-        channel.gather(None)
-    elif where == "log":
-        channel.follow()
-    else:
-        sum_and_read()
-
-
-def suffer(rank: int, victim: int, how: str, where: str, hosts: str, path: str, peer: int) -> tuple[str, float]:
-    """Return what this rank hears of a fault, and when."""
-    with on_host(hosts[rank]):
-        channel = open_channel(timeout=timedelta(seconds=30))
-    assert is_linked(channel)
-    channel.beat()
-    dist.barrier()
-    text, end = "", 0.0
-    try:
-        with telling_failures(channel):
-            if rank == victim:
-                strike(victim, how, path, peer, channel)
-                if how == "cut":
-                    channel.read("never")
-            wait_for_others(channel, where)
-    except Exception as error:
-        text, end = f"{type(error).__name__}: {error}", time.monotonic()
-    channel.leave()
-    dist.destroy_process_group()
-    return text, end
-
-
-SEVERAL, ONE = "aaabbbcccddd", "a" * 12
-ROOT, INNER, LEAF = 0, {SEVERAL: 3, ONE: 1}, {SEVERAL: 5, ONE: 11}
-PLACES = [(hosts, victim) for hosts in (ONE, SEVERAL) for victim in (ROOT, INNER[hosts], LEAF[hosts])]
-EVERY = [
-    (hosts, victim, how, where)
-    for hosts, victim in PLACES
-    for how in ("kill", "raise", "stop", "cut")
-    for where in ("beat", "gather", "log", "collective")
-    if not (how in ("stop", "cut") and where == "collective")  # gloo reports neither
-    if not (how == "stop" and hosts == SEVERAL and victim != LEAF[SEVERAL])  # who knows of it cannot reach the others
-]
-FEW = [
-    (ONE, ROOT, "kill", "beat"),
-    (SEVERAL, 3, "kill", "gather"),
-    (ONE, 1, "raise", "log"),
-    (SEVERAL, 5, "raise", "beat"),
-    (ONE, 1, "cut", "gather"),
-    (ONE, 1, "stop", "beat"),
-]
-
-
-def check(crowd: Workers, tmp_path: Path, hosts: str, victim: int, how: str, where: str) -> None:
-    path = tmp_path / "struck"
-    peer = 2 if victim == 0 else {SEVERAL: {3: 4, 5: 3}, ONE: {1: 9, 11: 1}}[hosts][victim]
-    outcomes = crowd.outcomes(12, suffer, victim, how, where, hosts, str(path), peer, timeout=10.0, deadline=50.0)
-    struck = float(path.read_text())
-    for rank, outcome in enumerate(outcomes):
-        if rank == victim and how != "cut":
-            continue
-        assert outcome.value is not None, (rank, outcome)
-        text, end = outcome.value
-        if how == "cut":
-            assert f"the link between ranks {min(victim, peer)} and {max(victim, peer)} broke" in text, (rank, text)
-        else:
-            assert re.match(f"PeerFailedError: Rank {victim} failed, so rank {rank} cannot", text), (rank, text)
-        if how == "raise":
-            assert text.endswith(f"Rank {victim}: KeyError: 'a hole'"), (rank, text)
-        if where != "collective":
-            assert end - struck < {"stop": 4.0, "cut": 1.0}.get(how, 0.5), (rank, text, end - struck)
-
-
-@pytest.mark.parametrize(("hosts", "victim", "how", "where"), FEW)
-def test_faults(crowd: Workers, tmp_path: Path, hosts: str, victim: int, how: str, where: str) -> None:
-    check(crowd, tmp_path, hosts, victim, how, where)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("hosts", "victim", "how", "where"), [each for each in EVERY if each not in FEW])
-def test_every_fault(crowd: Workers, tmp_path: Path, hosts: str, victim: int, how: str, where: str) -> None:
-    check(crowd, tmp_path, hosts, victim, how, where)
 
 
 # ---------------------------------------------------------------- children that outlive their parent

@@ -7,13 +7,14 @@ part at one node, which passes on what comes first.
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_join._control import codec as _codec
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
-from torch_join._control._links.processes import Process
+from torch_join._control.processes import Process
+from torch_join._control.waiting import GONE
 
 SET, SWAP, DELETE, ADD, ASK, ANSWER, UP, DOWN = range(8)  # kinds of messages
 _BEAT = struct.Struct("<QIqH")  # number, how many have come, their sum, bytes of the set of ranks that follows
@@ -22,10 +23,6 @@ SUMS, GATHERS = 1 << 62, 1 << 63
 VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
 QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth time, a number
 _ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
-GONE = (
-    "its process is gone: killed, or ended without a word. Its own log, or the system's (a lack of memory, perhaps),"
-    " says why."
-)
 BROKEN = "the link between ranks"
 _BROKEN_SECONDS = 0.3  # after which a process that is still there has not ended
 
@@ -59,10 +56,19 @@ class Node:
 
     links: Links
 
-    def __init__(self, layout: Layout, rank: int, processes: Mapping[int, Process]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        processes: Mapping[int, Process],
+        names: Sequence[int],
+        is_gone: Callable[[int], bool | None],
+    ) -> None:
         self._layout = layout
         self.rank = rank
         self._processes = processes
+        self._names = names
+        self._is_gone = is_gone
         self._neighbours = [*layout.children, *([] if layout.parent is None else [layout.parent])]
         self.streams: dict[int, Stream] = {}
         self._lost: dict[int, str] = {}  # why, by neighbour
@@ -201,15 +207,21 @@ class Node:
     def look_after(self, ended: Mapping[int, float]) -> None:
         """Find out why connections have ended, and tell: an end alone proves nothing."""
         for peer, seconds in ended.items():
-            process = self._processes.get(peer)
-            if peer in self._lost or (process is not None and process.is_there and seconds < _BROKEN_SECONDS):
+            if peer in self._lost:
                 continue
-            if process is None:
+            process = self._processes.get(peer)
+            gone = self._is_gone(peer) if process is None else not process.is_there
+            if gone is None:
                 text = "its process or its host is gone, or the network between them is. Its own log says more."
-            elif process.is_there:
-                text = f"{BROKEN} {min(self.rank, peer)} and {max(self.rank, peer)} broke: both processes are there."
-            else:
+            elif gone:
                 text = GONE
+            elif seconds < _BROKEN_SECONDS:
+                continue
+            else:
+                names = sorted((self._names[self.rank], self._names[peer]))
+                # Children that a process has forked, as a DataLoader does, keep its connections for some seconds.
+                maybe = f"by the network, or rank {self._names[peer]}'s process is gone. Its own log says more."
+                text = f"{BROKEN} {names[0]} and {names[1]} broke: {'both processes are there.' if process else maybe}"
             with self.links.lock:
                 self._lost[peer] = text
                 self.tell_who_is_lost()

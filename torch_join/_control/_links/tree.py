@@ -4,7 +4,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from socket import socket
 
 from torch_join._base.errors import JoinError
@@ -12,7 +12,7 @@ from torch_join._control._links import node as _node
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
 from torch_join._control._links.node import Node, Stream
-from torch_join._control._links.processes import Process
+from torch_join._control.processes import Process
 
 _READ_SECONDS = 0.05  # for which a wait reads at a time
 # A core that is asleep takes 0.1 to 0.4 ms to hear of a message, and keeps the sender as long, which adds up where many
@@ -38,15 +38,23 @@ class Tree:
         layout: The tree.
         rank: This rank.
         processes: Of the ranks on this rank's host.
+        names: By rank, the number that errors say.
+        is_gone: Says of a rank of another host whether its process has ended, or `None` where nothing tells.
     """
 
     def __init__(
-        self, connections: Mapping[int, socket], layout: Layout, rank: int, processes: Mapping[int, Process]
+        self,
+        connections: Mapping[int, socket],
+        layout: Layout,
+        rank: int,
+        processes: Mapping[int, Process],
+        names: Sequence[int],
+        is_gone: Callable[[int], bool | None],
     ) -> None:
         self.processes = processes
         self.layout = layout
         self._has_cores = len(processes) < (os.cpu_count() or 1)
-        self._node = node = Node(layout, rank, processes)
+        self._node = node = Node(layout, rank, processes, names, is_gone)
         node.links = self.links = Links(connections, node.handle, node.look_after)
         self.close = weakref.finalize(self, self.links.close)
 

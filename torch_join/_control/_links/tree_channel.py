@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torch_join._base.errors import PeerFailedError
 from torch_join._control import codec as _codec
-from torch_join._control._links.node import BROKEN, GONE, WHERE, no_place
+from torch_join._control._links.node import BROKEN, WHERE, no_place
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.tree_store import TreeBeats, TreeStore
 from torch_join._control.channel import Channel, Status
@@ -44,11 +44,11 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self._tree = tree
         self._is_awake = False  # while it waits for what others wait for it to answer
         self._passing_on: set[int] = set()  # whom the last roll call has reached
-        self._suspects: dict[int, str] = {}  # at the last look: ranks that may be in others' way, and why
         store: Any = TreeStore(tree)
         Messages.__init__(self)
         Channel.__init__(self, rank, world_size)
         WaitingChannel.__init__(self, store, timeout, group)
+        self.processes = tree.processes
         # Weakly, so that a channel that is dropped is gone at once.
         store.sayer.stream.place = weakref.WeakMethod(self._place)
         wait = weakref.WeakMethod(self._until)
@@ -143,7 +143,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self.leave()
         self._store.close()
 
-    def _call_roll(self) -> dict[int, Any]:
+    def _call_roll(self, _: Container[int]) -> dict[int, Any]:
         sayer, answers = self._store.sayer, self._store.sayer.stream.answers
         asked = {rank: sayer.ask(rank, WHERE, waits=False) for rank in range(self.world_size)}
         deadline = time.monotonic() + _ANSWERS_WITHIN
@@ -179,7 +179,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         if failure is None or f": {BROKEN}" not in str(failure):
             return failure
         what = str(failure).partition(f": {BROKEN}")[2]
-        return PeerFailedError(f"Rank {self.rank} cannot go on: {BROKEN}{what}")
+        return PeerFailedError(f"Rank {self.names[self.rank]} cannot go on: {BROKEN}{what}")
 
     def _wait(self, keys: list[str], meanwhile: Callable[[], None] | None = None, wakes: bool = True) -> list[bytes]:
         there = self._store.has
@@ -205,21 +205,5 @@ class TreeChannel(Messages, WaitingChannel, Channel):
             self._waits = None
 
     def _probe(self) -> None:
-        """Look at the processes of this host, and who has left; twice, before one counts as stopped, or is missed."""
-        processes = self._tree.processes
-        gone = [rank for rank, process in processes.items() if not process.is_there]
-        before, self._suspects = (
-            self._suspects,
-            {
-                **dict.fromkeys(
-                    self._tree.links.left, "it has destroyed the process group, or ended, before the others."
-                ),
-                **{rank: "its process is stopped: by a signal." for rank in processes if processes[rank].is_stopped},
-            },
-        )
-        found = {rank: why for rank, why in self._suspects.items() if rank in before}
-        if not gone and not found:
-            return
-        rank, why = (gone[0], GONE) if gone else min(found.items())
-        self.fail(why, rank)
-        raise self.failure() or PeerFailedError(f"Rank {rank} failed, so rank {self.rank} cannot go on. {why}")
+        left = "it has destroyed the process group, or ended, before the others."
+        self._look_at_processes(dict.fromkeys(self._tree.links.left, left))

@@ -107,7 +107,7 @@ class ModuleMetrics(Part):
         why = self._refused.get(id(metric))
         if why is not None and self.server.in_tail:
             raise UnsupportedError(
-                f"{why} It was synced in a step that ranks {self.members.joined_ranks} do not have. At an epoch's end,"
+                f"{why} It was synced in a step that ranks {self.members.joined_names} do not have. At an epoch's end,"
                 " where all ranks take part, it works as ever."
             )
         if why is not None and not _is_served(metric, self.driver):

@@ -120,7 +120,7 @@ class ShardedModelPart(Part):
         if self.at_top or not self.contents.known:
             self.contents.remember()
         else:
-            self.contents.check(self.members.joined_ranks)
+            self.contents.check(self.members.joined_names)
         if not self._scales:
             self._scale()
 
@@ -156,7 +156,7 @@ class ShardedModelPart(Part):
         if in_tail:
             self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
             states = self.gradients.states()
-            self.gradients.raise_if_changed(states, self.members.joined_ranks)
+            self.gradients.raise_if_changed(states, self.members.joined_names)
             self._others.leave(common_verdict(state.verdict for state in states), averages=syncs)
             self.announce("gradients", (syncs, runs_of(states)), hold=True)
             for announce in self.before_reductions:
@@ -181,10 +181,10 @@ class ShardedModelPart(Part):
         Raises:
             JoinError: They, or the parameters, were changed in a way that joined ranks do not know of.
         """
-        self.contents.check(self.members.joined_ranks)
+        self.contents.check(self.members.joined_names)
         self._raise_if_bypassed(self.following.units)
         states = self.gradients.states()
-        self.gradients.raise_if_changed(states, self.members.joined_ranks)
+        self.gradients.raise_if_changed(states, self.members.joined_names)
         return runs_of(states)
 
     def _raise_if_bypassed(self, units: Sequence[Unit]) -> None:
@@ -193,7 +193,7 @@ class ShardedModelPart(Part):
                 raise JoinError(
                     f"A gradient of {unit.name or 'the root module'} was changed by hand: another tensor, or None, is"
                     " in the place of the one that FullyShardedDataParallel has put there, while ranks"
-                    f" {list(self.members.joined_ranks)} have joined: they cannot know of it. Change none there, or all"
+                    f" {list(self.members.joined_names)} have joined: they cannot know of it. Change none there, or all"
                     " of them by zero_grad()."
                 )
 
@@ -263,7 +263,7 @@ class ShardedModelPart(Part):
     # ------------------------------------------------------------ at the end
 
     def closing_message(self) -> Closing:
-        self.contents.check(self.members.joined_ranks)
+        self.contents.check(self.members.joined_names)
         self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
         trains = [parameter.requires_grad for parameter in self.model.parameters()]
         modes = [module.training for module in self.model.modules()]

@@ -226,7 +226,7 @@ class HookDriver:
         error = JoinError(
             f"torch's Join has no place in this step for what {self._owners[index]} does ({kind}): a step is a forward"
             " of the first model, then at most one backward and one optimizer step, and those who have joined"
-            f" ({name_ranks(self.members.joined_ranks)}) take part in no more. Use torch_join.Join, which has no such"
+            f" ({name_ranks(self.members.joined_names)}) take part in no more. Use torch_join.Join, which has no such"
             " limit."
         )
         self._word(_MORE)  # the joined ranks take it for the count, and then meet nobody

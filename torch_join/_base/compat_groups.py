@@ -1,0 +1,64 @@
+"""What a process group's backends can tell and do: private names of torch, seen in torch 2.13.0.
+
+`tests/core/_control/test_survivors.py` and `test_faults.py` notice when one of them goes.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_PROBE_TAG = 0x7001
+
+
+def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether the process of `rank` in `group` has ended, as far as gloo knows (other backends do not say).
+
+    Gloo refuses to send to a peer whose connection has been closed. A message to a living one is never
+    received, and harms nobody under a tag of its own. It goes around the dispatcher: there the collective tap listens,
+    which refuses what is sent from rank to rank in a tail.
+    """
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+        backend.send([torch.zeros(1)], rank, _PROBE_TAG)
+    except RuntimeError as error:
+        return "Connection closed" in str(error) or "Connection reset" in str(error)
+    return False
+
+
+def tells_who_is_gone(group: dist.ProcessGroup) -> bool:
+    """Whether `is_gone` can tell, at once: gloo can, unless it connects as late as it sends something."""
+    if not can_send(group, "cpu") or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+        return False
+    return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
+
+
+def can_send(group: dist.ProcessGroup, kind: str) -> bool:
+    """Whether `group` can send what is on a kind of device."""
+    try:
+        group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return False
+    return True
+
+
+def broadcast_directly(group: dist.ProcessGroup, tensor: Tensor, look: Callable[[], None]) -> Tensor:
+    """Broadcast `tensor` in place from the group's first rank, past the dispatcher, where a tap may listen.
+
+    Calls `look`, which may raise, again and again meanwhile: gloo tells a rank only of the end of those that it sends
+    to or receives from.
+    """
+    backend: Any = group._get_backend(tensor.device)
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    work, pause = backend.broadcast([tensor], options), 1e-4
+    while not work.is_completed():
+        look()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    work.wait()
+    return tensor
