@@ -42,6 +42,15 @@ class JoinTimeoutError(JoinError, TimeoutError):
     """Another rank did not answer in time."""
 
 
+def raise_any(error: BaseException | None) -> None:
+    """Raise an error, if there is one, of which no frame that it passes has a name: they would keep each other."""
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """Write ranks in words: "rank 1", "ranks 0, 2"."""
     names = sorted(ranks)

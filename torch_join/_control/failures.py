@@ -3,7 +3,7 @@
 from types import TracebackType
 
 from torch_join._base import compat as _compat
-from torch_join._base.errors import PeerFailedError, name_ranks
+from torch_join._base.errors import PeerFailedError, name_ranks, raise_any
 from torch_join._control.channel import Channel
 
 
@@ -30,7 +30,9 @@ class telling_failures:  # noqa: N801  it is used like a function
         channel, reason = self._channel, error
         if _compat.is_communication_error(error):
             answers = channel.roll_call()  # the rank that broke the collective may still be writing why
-            if (failure := channel.failure()) is not None:
+            try:
+                raise_any(channel.failure())
+            except PeerFailedError as failure:
                 raise failure from error
             if silent := channel.silent(answers):
                 channel.fail("it does not answer: it was killed, or is stopped. Its own log says why.", silent[0])
@@ -42,4 +44,7 @@ class telling_failures:  # noqa: N801  it is used like a function
             reason = channel.explain({channel.names[rank]: status for rank, (_, status) in answers.items()}) or error
         channel.fail(f"{type(reason).__name__}: {reason}")
         if reason is not error:
-            raise reason from error
+            try:
+                raise reason from error
+            finally:
+                del reason  # which this frame would keep, and it this frame

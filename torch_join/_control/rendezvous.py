@@ -4,7 +4,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -113,28 +112,29 @@ def _unless_gone(connect: Callable[[], T], group: dist.ProcessGroup) -> T:
     Raises:
         PeerFailedError: The process of a rank of the group has ended.
     """
-    done: Future[T] = Future()
+    results: list[T] = []
+    errors: list[BaseException] = []  # not a future: it would keep the frames that wait for it, and the group
 
     def run() -> None:
         try:
-            done.set_result(connect())
+            results.append(connect())
         except BaseException as error:
-            done.set_exception(error)
+            errors.append(error)
 
-    threading.Thread(target=run, name="torch_join connect", daemon=True).start()
+    thread = threading.Thread(target=run, name="torch_join connect", daemon=True)
+    thread.start()
     rank, names, pause = dist.get_rank(group), dist.get_process_group_ranks(group), 0.1
     others = {*range(len(names))} - {rank} if tells_who_is_gone(group) else set()
     while True:
-        is_done = bool(wait([done], pause).done)
-        if is_done and done.exception() is None:
-            return done.result()
+        thread.join(pause)
+        if results:
+            return results[0]
         if (gone := next((peer for peer in sorted(others) if is_gone(group, peer)), None)) is not None:
             raise failed(names[gone], names[rank], GONE)
-        if is_done:
-            try:
-                return done.result()
-            except dist.DistNetworkError as error:
-                raise PeerFailedError(STORE_GONE) from error
+        if errors and isinstance(errors[0], dist.DistNetworkError):
+            raise PeerFailedError(STORE_GONE) from errors.pop()
+        if errors:
+            raise errors.pop()
         pause = min(2 * pause, 2.0)
 
 

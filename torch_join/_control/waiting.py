@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_join._base.compat_groups import is_gone
-from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError, name_ranks
+from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError, name_ranks, raise_any
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Status
 from torch_join._control.processes import Process
@@ -82,7 +82,8 @@ class WaitingChannel:
             if gone := self._gone():
                 return self._error_of(gone[0], GONE)
             return PeerFailedError(STORE_GONE)
-        return self._heard
+        # A new one each time: what is raised holds the frames that it has passed, and with them this channel.
+        return None if self._heard is None else PeerFailedError(*self._heard.args)
 
     def roll_call(self, closed: Container[int] = ()) -> dict[int, Any]:
         """See `Channel.roll_call`.
@@ -166,8 +167,7 @@ class WaitingChannel:
             now = time.monotonic()
             if now > next_look:
                 next_look = now + self._looks_every
-                if (failure := failure_of()) is not None:
-                    raise failure
+                raise_any(failure_of())
             if now > deadline:
                 raise self._timed_out()
             if now > next_probe:
@@ -186,8 +186,7 @@ class WaitingChannel:
         gone = [rank for rank in sorted(others) if is_gone(group, rank)]
         if gone:  # from gloo, at a timeout of a collective, or from the world
             answers = self.roll_call(gone)
-            if (failure := self.failure()) is not None:
-                raise failure
+            raise_any(self.failure())
             gone = [rank for rank in gone if rank not in answers]
         if gone:
             self.fail(GONE, gone[0])

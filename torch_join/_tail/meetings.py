@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch_join._base.errors import JoinValueError
+from torch_join._base.errors import JoinValueError, raise_any
 from torch_join._base.hyperparameters import Steps
 from torch_join._base.membership import Membership
 from torch_join._control.failures import telling_failures
@@ -203,8 +203,8 @@ class Meetings:
                 " cannot know in time. Mend what it draws from, do not change it in the loop, or use"
                 " Join(..., heartbeat=True)."
             )
-        if self.step_number % 2 and (failure := self.server.channel.failure()) is not None:
-            raise failure
+        if self.step_number % 2:
+            raise_any(self.server.channel.failure())
 
     def arrive(self, waits: bool = True) -> None:
         """Meet the other ranks, if that has been put off until this rank does something in its step."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch_join._base.errors import JoinValueError, UnsupportedError, name_ranks
+from torch_join._base.errors import JoinValueError, UnsupportedError, name_ranks, raise_any
 from torch_join._base.samples import count_samples
 from torch_join._control.channel import Beat
 from torch_join._schedule.plan import Share
@@ -143,8 +143,8 @@ class PlannedLoops:
             PeerFailedError: Another rank has failed, perhaps since it said its part.
         """
         beat = self.server.channel.hear()
-        if self.puts_off and (failure := self.server.channel.failure()) is not None:
-            raise failure
+        if self.puts_off:
+            raise_any(self.server.channel.failure())
         left = self.server.members.named(rank for rank, notice in beat.notices.items() if not notice)
         if self.plan is not None and 0 < len(left) < len(self.server.members.active):
             raise JoinValueError(

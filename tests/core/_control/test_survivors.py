@@ -1,10 +1,12 @@
 """Who is left when a rank fails hears of the first cause, soon, wherever it is."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -226,6 +228,38 @@ def test_a_last_step_that_differs_is_told(workers: Workers, lengths: tuple[int, 
 @pytest.mark.parametrize("lengths", [(8, 4, 2), (2, 8, 8), (0, 6, 4)])
 def test_last_steps_that_agree_are_fine(workers: Workers, lengths: tuple[int, ...]) -> None:
     workers.run(3, ragged, lengths, 2)
+
+
+# ---------------------------------------------------------------- what a failure leaves
+
+
+def fail(rank: int, group: dist.ProcessGroup) -> None:
+    channel = open_channel(group, timeout=timedelta(seconds=30))
+    try:
+        with telling_failures(channel):
+            if rank == 1:
+                raise KeyError("a hole")
+            channel.beat()
+    except (KeyError, PeerFailedError):
+        channel.leave()
+
+
+def fail_and_leave(rank: int) -> bool:
+    gc.collect()
+    gc.disable()
+    try:
+        fail(rank, dist.distributed_c10d._get_default_group())
+        group = weakref.ref(dist.distributed_c10d._get_default_group())
+        dist.destroy_process_group()
+        return group() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_a_failure_leaves_no_cycle_around_the_process_group(workers: Workers, links: bool) -> None:
+    """A process that is forked, for a DataLoader, may collect it; and torch waits for ever for its threads there."""
+    assert workers.run(3, fail_and_leave, links=links) == [True] * 3
 
 
 # ---------------------------------------------------------------- ranks by their number in the whole job
