@@ -277,7 +277,9 @@ def reach(where: Where) -> socket.socket:
 
 
 def accept(listener: socket.socket, children: set[int], secret: bytes, seconds: float) -> dict[int, socket.socket]:
-    return _handshake.accept(listener, children, secret, time.monotonic() + seconds, lambda: None)
+    return _handshake.accept(
+        listener, {child: child for child in children}, secret, time.monotonic() + seconds, lambda: None
+    )
 
 
 def connect_to(where: Where, rank: int, secret: bytes, seconds: float) -> socket.socket:

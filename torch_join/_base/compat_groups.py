@@ -6,6 +6,7 @@
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ _PROBE_TAG = 0x7001
 
 
 def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
-    """Whether the process of `rank` in `group` has ended, as far as gloo knows (other backends do not say).
+    """Whether the process of `rank` in `group` has ended, as far as gloo knows (`tells_who_is_gone`).
 
     Gloo refuses to send to a peer whose connection has been closed. A message to a living one is never
     received, and harms nobody under a tag of its own. It goes around the dispatcher: there the collective tap listens,
     which refuses what is sent from rank to rank in a tail.
     """
+    if not tells_who_is_gone(group):
+        return False
     try:
         backend: Any = group._get_backend(torch.device("cpu"))
         backend.send([torch.zeros(1)], rank, _PROBE_TAG)
@@ -50,13 +53,17 @@ def broadcast_directly(group: dist.ProcessGroup, tensor: Tensor, look: Callable[
     """Broadcast `tensor` in place from the group's first rank, past the dispatcher, where a tap may listen.
 
     Calls `look`, which may raise, again and again meanwhile: gloo tells a rank only of the end of those that it sends
-    to or receives from.
+    to or receives from. It goes on to wait then, as the end of the group does for it, and so waits no longer than half
+    a minute; to the broadcast all ranks come together.
     """
     backend: Any = group._get_backend(tensor.device)
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
+    is_gloo = isinstance(backend, getattr(dist, "ProcessGroupGloo", ()))
+    if is_gloo:
+        options.timeout = timedelta(seconds=30)
     work, pause = backend.broadcast([tensor], options), 1e-4
-    while not work.is_completed():
+    while is_gloo and not work.is_completed():  # other backends' works may not say it
         look()
         time.sleep(pause)
         pause = min(2 * pause, 0.05)

@@ -27,6 +27,7 @@ from torch_join._control.channel import Status
 _LOOKS_EVERY = 0.25  # seconds
 _ANSWERS_WITHIN = 3.0
 _CLOSED_WITHIN = 0.6
+_ENDS_WITHIN = 2.0  # unless the store has been stopped, amid a request
 _POLL = 0.05
 _ANSWER = tuple[int, bool, Status | None]
 
@@ -184,4 +185,4 @@ def _look(store: Any, key: str, me: Rank | None, answered: int) -> int | None:
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
     stop.set()
     if thread is not threading.current_thread():  # the garbage collector may call from there
-        thread.join()
+        thread.join(_ENDS_WITHIN)

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -11,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 
 from torch_join._base import compat as _compat
-from torch_join._base.compat_groups import is_gone, tells_who_is_gone
+from torch_join._base.compat_groups import is_gone
 from torch_join._base.errors import JoinTimeoutError, PeerFailedError, UnsupportedError
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.tree_channel import TreeChannel
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 _SWITCH = "TORCH_JOIN_LINKS"
 _CONNECTING = timedelta(seconds=30)
+_TELLS_WITHIN = 10.0  # seconds, in which a rank that misses another one may yet come to tell all
 
 
 # Two per group, to the job's store, or to one of ours, which the group's first rank serves with the first of them. Both
@@ -72,9 +74,13 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
         return _over_store(job, group, timeout)
     if (tree := _trees.get(group)) is None and group not in _flat:
         channel = _over_store(job, group, timeout, is_watchful=True)
-        with telling_failures(channel):
-            made = wire(channel, group)
-        channel.finish()
+        try:
+            with telling_failures(channel):
+                made = wire(channel, group)
+            channel.finish()
+        except BaseException:
+            channel.leave()
+            raise
         if isinstance(made, Tree):
             _connections.pop(group, None)
             _trees[group] = tree = made
@@ -123,19 +129,29 @@ def _unless_gone(connect: Callable[[], T], group: dist.ProcessGroup) -> T:
 
     thread = threading.Thread(target=run, name="torch_join connect", daemon=True)
     thread.start()
-    rank, names, pause = dist.get_rank(group), dist.get_process_group_ranks(group), 0.1
-    others = {*range(len(names))} - {rank} if tells_who_is_gone(group) else set()
+    rank, names = dist.get_rank(group), dist.get_process_group_ranks(group)
+    pause, deadline = 0.1, 0.0
+    gone: int | None = None
     while True:
         thread.join(pause)
         if results:
             return results[0]
-        if (gone := next((peer for peer in sorted(others) if is_gone(group, peer)), None)) is not None:
+        others = [peer for peer in range(len(names)) if peer != rank]
+        if gone is None and (gone := next((peer for peer in others if is_gone(group, peer)), None)) is not None:
+            deadline = time.monotonic() + _TELLS_WITHIN
+        # Who is connected is told by all whom they miss, and names the same one; but the first rank may be the server.
+        if gone == 0 or (gone is not None and time.monotonic() > deadline):
             raise failed(names[gone], names[rank], GONE)
-        if errors and isinstance(errors[0], dist.DistNetworkError):
+        if errors and isinstance(errors[0], dist.DistNetworkError) and not _is_local(errors[0]):
             raise PeerFailedError(STORE_GONE) from errors.pop()
         if errors:
             raise errors.pop()
         pause = min(2 * pause, 2.0)
+
+
+def _is_local(error: BaseException) -> bool:
+    """Whether an error of a store is of one that nobody has reached: of this host, perhaps, and not of the store's."""
+    return not any(sign in str(error) for sign in ("recv", "send", "reset by peer", "Broken pipe"))
 
 
 def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
@@ -147,7 +163,9 @@ def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
     try:
         job.wait(["address"], timeout)
     except RuntimeError as error:
-        raise JoinTimeoutError(f"Rank {rank} waited for the store of the group's first rank: {error}") from error
+        raise JoinTimeoutError(
+            f"Rank {dist.get_rank()} waited for the store of the group's first rank: {error}"
+        ) from error
     host, port = _address(job.get("address"))
     # On one machine the name need not resolve, so do not rely on it.
     host = "127.0.0.1" if host == here else host
@@ -156,7 +174,9 @@ def _own_store(job: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
         limit = min(timeout, _CONNECTING)
         return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
-        raise JoinTimeoutError(f"Rank {rank} cannot reach the store of the group's first rank: {error}") from error
+        raise JoinTimeoutError(
+            f"Rank {dist.get_rank()} cannot reach the store of the group's first rank: {error}"
+        ) from error
 
 
 def _address(data: bytes) -> tuple[str, str]:

@@ -16,6 +16,7 @@ thread that answers roll calls writes into the keys that there is something to l
 looks again and again: whether they are there, whether a rank has failed, whether a process is gone.
 """
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -43,6 +44,7 @@ _LIMIT = timedelta(seconds=8)  # longer than it takes until the thread wakes up 
 _STAGGER = 0.02  # between ranks, of which the first wakes up all
 _POLL_SECONDS = 0.05
 _SHORT_POLL_SECONDS = 0.0003
+_TELLS_WITHIN = 0.3  # seconds, where the store may be stopped
 _READING_SECONDS = 2.0  # for which the store's host waits until all have read of a failure
 
 
@@ -75,7 +77,8 @@ class StoreChannel(Messages, WaitingChannel, Channel):
             raise JoinValueError(f"A channel serves at most {MAX_RANKS} ranks, not {world_size}.")
         self._is_watchful = is_watchful
         if is_watchful:
-            self._looks_every, self._probes_after, self._probes_every = 0.0, 0.1, 0.1
+            self._probes_after = self._probes_every = max(0.1, world_size / 2000)
+            self._looks_every = 0.0
         Messages.__init__(self)
         Channel.__init__(self, rank, world_size)
         WaitingChannel.__init__(self, store, timeout, group)
@@ -107,6 +110,14 @@ class StoreChannel(Messages, WaitingChannel, Channel):
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         self._has_told = self._has_told or rank is None
+        if not self._may_not_answer():
+            self._tell_where_others_look(reason, rank)
+            return
+        telling = threading.Thread(target=self._tell_where_others_look, args=(reason, rank), daemon=True)
+        telling.start()
+        telling.join(_TELLS_WITHIN)
+
+    def _tell_where_others_look(self, reason: str, rank: int | None) -> None:
         try:
             self._tell(reason, self.rank if rank is None else rank)
             # The others can only be waiting for what this rank would have said next, or look before a step.
@@ -135,7 +146,11 @@ class StoreChannel(Messages, WaitingChannel, Channel):
             if (now := time.monotonic()) > next_look:
                 next_look = now + max(self._probes_every, (now - start) / 2)
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                self._check_alive(missing, now - start)
+                try:
+                    self._check_alive(missing, now - start)
+                except PeerFailedError:
+                    if not self._store.check([keys[rank] for rank in missing]):  # else they have come, and ended since
+                        raise
         for key in keys.values():
             self.delete(key)
 
@@ -164,6 +179,13 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         with suppress(_codec.Malformed):  # they look by themselves after some seconds
             call(self._store)
 
+    def _may_not_answer(self) -> bool:
+        """Whether the store may wait for as long as a process of this host is stopped, whose it may be."""
+        return self._is_watchful and any(process.is_stopped for process in self.processes.values())
+
+    def failure(self) -> PeerFailedError | None:
+        return None if self._may_not_answer() else super().failure()
+
     def _call_roll(self, closed: Container[int]) -> dict[int, Any]:
         if gone := self._gone():
             self.fail(GONE, gone[0])  # unless it has said why
@@ -175,7 +197,7 @@ class StoreChannel(Messages, WaitingChannel, Channel):
     def leave(self) -> None:
         if not self._presence.leave.alive:
             return
-        if self._failed or self._heard is not None:
+        if (self._failed or self._heard is not None) and not self._may_not_answer():
             with suppress(_codec.Malformed, RuntimeError):
                 self._part_in_failure()
         self._presence.leave()
@@ -185,7 +207,7 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         if not self._hosts:
             self._store.set(f"left/{self.rank}", "")
             return
-        readers = set(range(self.world_size)) - self._silent
+        readers = set(range(self.world_size)) - self._silent - {*self._gone()}
 
         def have_read(answers: dict[int, Any]) -> bool:
             return all(rank in answers or self._store.check([f"left/{rank}"]) for rank in readers)
@@ -242,6 +264,8 @@ class StoreChannel(Messages, WaitingChannel, Channel):
 
     def _there(self, keys: list[str]) -> list[bytes] | None:
         """Return the values of keys if they are there; waits for nobody."""
+        if self._may_not_answer():
+            return None
         if self._late in keys and not self._store.check([self._late]):
             return None
         if not self._store.check(keys):
@@ -266,5 +290,5 @@ class StoreChannel(Messages, WaitingChannel, Channel):
                 raise
             time.sleep(pause)
             if meanwhile is None:
-                pause = min(2 * pause, _POLL_SECONDS)
+                pause = min(2 * pause, max(_POLL_SECONDS, self.world_size / 5000))
         return found

@@ -64,7 +64,7 @@ class WaitingChannel:
         self._waits: Any = None  # not `None` while this rank waits
         self._heard: PeerFailedError | None = None
         self._has_told = False  # whether this rank has told of a failure of its own
-        self._silent: set[int] = set()  # who did not answer the last roll call
+        self._silent: set[int] = set()  # who did not answer the last roll call, or has failed
         self.processes = {}
         if group is not None:
             self.names = dist.get_process_group_ranks(group)
@@ -130,6 +130,7 @@ class WaitingChannel:
         except _codec.Malformed as problem:
             error = _codec.foreign("'failure'", problem)
             return PeerFailedError(f"Rank {me} cannot go on, since a rank may have failed. {error}")
+        self._silent.add(rank)
         if rank == self.rank and self._has_told:
             return None
         if rank == self.rank:
@@ -158,6 +159,7 @@ class WaitingChannel:
             start: When the wait has begun, by default now.
             known: Returns a failure that is known, where somebody else reads what the others say.
         """
+        self._suspects = {}
         failure_of = self.failure if known is None else known
         start = time.monotonic() if start is None else start
         deadline, next_look, next_probe = start + self._timeout.total_seconds(), start, start + self._probes_after

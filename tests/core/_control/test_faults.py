@@ -225,9 +225,13 @@ def seconds_to_hear(case: Case, rank: int) -> float:
     if case.how == "stop":
         return 4.0 if case.step or (told and rank in reached(case)) else WAITS + 6.0
     if case.step and case.victim == 0:
-        return 9.0  # the store is gone with it, and where names resolve slowly torch takes five seconds to say so
-    if case.step == "first" or (case.step and len({*case.hosts}) == len(case.hosts)):
-        return 3.0  # no rank knows its process yet, or none is on its host: gloo tells, which is asked now and then
+        # The store is gone with it, and where names resolve slowly torch takes five seconds to say so; or it is
+        # stopped, and so is who has just asked it for something, until it goes on.
+        return 2 * WAITS + 4.0 if case.how == "stop" else 9.0
+    if case.step == "first":
+        return 9.0  # no rank knows its process yet: gloo tells; and so slow is a store, at times, that is connected to
+    if case.step and len({*case.hosts}) == len(case.hosts):
+        return 3.0  # no other rank is on its host: gloo tells, which is asked now and then
     return {"cut": 1.0}.get(case.how, 0.5)
 
 
@@ -270,9 +274,8 @@ def can_be(case: Case) -> bool:
         return False  # gloo reports neither
     if case.where == "set-up" and case.how == "cut":
         return False  # there is no connection yet
-    is_alone = case.hosts.count(case.hosts[case.victim]) == 1
-    if case.where == "set-up" and case.how == "stop" and (case.step == "first" or is_alone):
-        return False  # nobody can know
+    if case.where == "set-up" and case.how == "stop" and (case.step == "first" or len({*case.hosts}) > 1):
+        return False  # not all can know
     layout = Layout(case.hosts, case.victim)
     has = {"listen": layout.children, "accept": layout.children, "connect": case.victim}
     return bool(has.get(case.step, True))

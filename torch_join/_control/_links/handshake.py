@@ -9,14 +9,17 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+
+from torch_join._base.errors import JoinError
 
 HOSTS_OWN = "unix:"  # begins an address that is a name in Linux's abstract namespace, which has no files
 
 _LOOKS_EVERY = 0.1  # seconds
 _STRANGER_SECONDS = 5.0  # for one that has not shown what it knows
 _MOST_STRANGERS = 64
+_REACHES_WITHIN = 2.0  # an address, before it is the next one's turn
 _NONCE = 16
 _HELLO = struct.Struct(f"<I{_NONCE}s32s")  # rank, what the other end has to sign, the signature
 
@@ -37,9 +40,17 @@ class _Stranger:
 
 
 def accept(
-    listener: socket.socket, children: set[int], secret: bytes, deadline: float, look: Callable[[], None]
+    listener: socket.socket, children: Mapping[int, int], secret: bytes, deadline: float, look: Callable[[], None]
 ) -> dict[int, socket.socket]:
-    """Wait for all children, unless `look` raises; nothing that others send, or do not, changes that."""
+    """Wait for all children, unless `look` raises; nothing that others send, or do not, changes that.
+
+    Args:
+        listener: Where they connect to.
+        children: By rank, what errors call it.
+        secret: What they have to know.
+        deadline: By `time.monotonic`.
+        look: Called again and again.
+    """
     found: dict[int, socket.socket] = {}
     strangers: list[_Stranger] = []
     listener.setblocking(False)
@@ -54,7 +65,7 @@ def accept(
         try:
             while len(found) < len(children):
                 if time.monotonic() > deadline:
-                    missing = sorted(children - found.keys())
+                    missing = sorted(children[rank] for rank in children.keys() - found.keys())
                     raise TimeoutError(f"ranks {missing} have not connected in time")
                 look()
                 for key, _ in selector.select(_LOOKS_EVERY):
@@ -76,7 +87,7 @@ def accept(
                     if data and len(stranger.said) < _HELLO.size:
                         continue
                     rank = _check(stranger, secret) if data else None
-                    if rank not in children - found.keys():
+                    if rank not in children.keys() - found.keys():
                         drop(stranger)
                         continue
                     assert rank is not None
@@ -110,8 +121,8 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
     addresses, port = where
     problems = []
     while time.monotonic() < deadline:
-        look()
         for address in addresses:
+            look()
             try:
                 connection = _reach(address, port)
             except OSError as error:
@@ -124,23 +135,23 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
                 connection.sendall(_HELLO.pack(rank, nonce, _sign(secret, "child", rank, theirs)))
                 if hmac.compare_digest(_receive(connection, 32, deadline, look), _sign(secret, "parent", rank, nonce)):
                     return connection
-                problems.append(f"{address}: somebody else is there")
-            except OSError as error:
-                problems.append(f"{address}: {error}")
-            except BaseException:
                 connection.close()
-                raise
-            connection.close()
+                problems.append(f"{address}: somebody else is there")
+            except (JoinError, OSError) as error:
+                connection.close()
+                if isinstance(error, JoinError):  # of `look`; a timeout is an OSError too
+                    raise
+                problems.append(f"{address}: {error}")
         time.sleep(_LOOKS_EVERY)
     raise TimeoutError(f"its parent in the tree cannot be reached, at {'; '.join([*dict.fromkeys(problems)][:8])}")
 
 
 def _reach(address: str, port: int) -> socket.socket:
     if not address.startswith(HOSTS_OWN):
-        return socket.create_connection((address, port), timeout=_STRANGER_SECONDS)
+        return socket.create_connection((address, port), timeout=_REACHES_WITHIN)
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(_STRANGER_SECONDS)
+        connection.settimeout(_REACHES_WITHIN)
         connection.connect("\0" + address.removeprefix(HOSTS_OWN))
     except BaseException:
         connection.close()

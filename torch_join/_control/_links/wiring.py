@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from torch_join._base import compat_groups as _compat
 from torch_join._base.devices import device_of
+from torch_join._base.errors import JoinError
 from torch_join._control._links.handshake import HOSTS_OWN, Where, accept, connect
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.tree import Tree
@@ -77,7 +78,12 @@ def wire(channel: StoreChannel, group: dist.ProcessGroup) -> Tree | bool | None:
                 where = places[layout.parent]
                 connections[layout.parent] = connect(where, channel.rank, secret, deadline, look)
             if listener is not None:
-                connections.update(accept(listener, {*layout.children}, secret, deadline, look))
+                children = {child: channel.names[child] for child in layout.children}
+                connections.update(accept(listener, children, secret, deadline, look))
+    except JoinError:  # of which some are an OSError too
+        for connection in connections.values():
+            connection.close()
+        raise
     except OSError as error:
         problem = f"rank {channel.names[channel.rank]}: {error}"
     finally:
