@@ -56,7 +56,7 @@ def test_of_several_optimizers_of_a_kind_each_is_compared_and_named(which: int) 
     ours, theirs = ([optimizer_of() for _ in range(3)] for _ in range(2))
     theirs[which].param_groups[0]["lr"] = 0.5
     with pytest.raises(JoinError, match=rf"lr of AdamW {which + 1} is 0.001 on rank 0, 0.5 on rank 1"):
-        compare([hyperparameters(ours), hyperparameters(theirs)])
+        compare([hyperparameters(ours), hyperparameters(theirs)], [0, 1])
     steps = Steps(ours)
     said = {}
     for rank, optimizers in enumerate((ours, theirs)):
@@ -83,7 +83,7 @@ def noted(value: Any) -> tuple[Hyperparameters, Words]:
 def test_what_differs_by_rounding_is_the_same(one: Any, other: Any) -> None:
     (mine, my_words), (theirs, their_words) = noted(one), noted(other)
     assert "own of AdamW" in dict(mine)
-    compare([mine, theirs])
+    compare([mine, theirs], [0, 1])
     Steps([optimizer_of()]).compare({0: my_words, 1: their_words})
 
 
@@ -91,7 +91,7 @@ def test_what_differs_by_rounding_is_the_same(one: Any, other: Any) -> None:
 def test_what_differs_is_said(one: Any, other: Any) -> None:
     (mine, my_words), (theirs, their_words) = noted(one), noted(other)
     with pytest.raises(JoinError, match=r"own of AdamW is .* on rank 0, .* on rank 1"):
-        compare([mine, theirs])
+        compare([mine, theirs], [0, 1])
     with pytest.raises(JoinError, match=r"own of AdamW is .* on rank 0, .* on rank 1"):
         Steps([optimizer_of()]).compare({0: my_words, 1: their_words})
 
