@@ -276,14 +276,24 @@ def reach(where: Where) -> socket.socket:
     return _handshake._reach(addresses[0], port)
 
 
-def accept(listener: socket.socket, children: set[int], secret: bytes, seconds: float) -> dict[int, socket.socket]:
-    return _handshake.accept(
-        listener, {child: child for child in children}, secret, time.monotonic() + seconds, lambda: None
-    )
+def _nothing() -> None:
+    """Look for no failure."""
 
 
-def connect_to(where: Where, rank: int, secret: bytes, seconds: float) -> socket.socket:
-    return _handshake.connect(where, rank, secret, time.monotonic() + seconds, lambda: None)
+def accept(
+    listener: socket.socket,
+    children: set[int],
+    secret: bytes,
+    seconds: float,
+    look: Callable[[], None] = _nothing,
+) -> dict[int, socket.socket]:
+    return _handshake.accept(listener, {child: child for child in children}, secret, time.monotonic() + seconds, look)
+
+
+def connect_to(
+    where: Where, rank: int, secret: bytes, seconds: float, look: Callable[[], None] = _nothing
+) -> socket.socket:
+    return _handshake.connect(where, rank, secret, time.monotonic() + seconds, look)
 
 
 def connects_within(seconds: float) -> AbstractContextManager[Any]:

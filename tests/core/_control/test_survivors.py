@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import channel_of, open_channel
+from tests.support.inside import at_set_up, channel_of, open_channel
 from tests.support.workers import Workers, connect, sum_and_read
 from torch_join import Join, JoinError, PeerFailedError
 from torch_join._base.compat_groups import is_gone
@@ -119,6 +119,30 @@ def host_raises(rank: int, where: str) -> str:
 @pytest.mark.parametrize("where", ["store", "collective", "elsewhere"])
 def test_the_words_of_the_stores_host_are_heard(workers: Workers, where: str) -> None:
     outcomes = workers.outcomes(3, host_raises, where)
+    for rank in (1, 2):
+        assert outcomes[rank].value == (f"Rank 0 failed, so rank {rank} cannot go on. Rank 0: KeyError: 'a hole'"), (
+            outcomes
+        )
+
+
+def host_raises_at_set_up(rank: int) -> str:
+    def raise_late() -> None:
+        time.sleep(0.5)
+        raise KeyError("a hole")
+
+    try:
+        with at_set_up("last", raise_late) if rank == 0 else nullcontext():
+            open_channel()
+    except PeerFailedError as error:
+        dist.destroy_process_group()
+        return str(error)
+    except KeyError:
+        os._exit(1)  # and the store with it
+    return ""
+
+
+def test_the_words_of_the_stores_host_are_heard_at_set_up(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, host_raises_at_set_up, links=True)
     for rank in (1, 2):
         assert outcomes[rank].value == (f"Rank 0 failed, so rank {rank} cannot go on. Rank 0: KeyError: 'a hole'"), (
             outcomes

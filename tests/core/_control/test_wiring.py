@@ -29,6 +29,7 @@ from tests.support.inside import (
     seen_listeners,
 )
 from tests.support.workers import Workers
+from torch_join import JoinError, JoinTimeoutError, PeerFailedError
 
 SECRET = bytes(range(32))
 
@@ -124,6 +125,26 @@ def test_a_parent_that_does_not_know_the_secret_is_left() -> None:
             connect_to((["127.0.0.1"], listener.getsockname()[1]), 1, SECRET, 0.15)
         socket.create_connection(listener.getsockname()).close()
         thread.join()
+
+
+@pytest.mark.parametrize("error", [PeerFailedError, JoinTimeoutError])
+@pytest.mark.parametrize("end", ["parent", "child"])
+def test_a_failure_meanwhile_is_no_connection_that_cannot_be_made(end: str, error: type[JoinError]) -> None:
+    """Some are an OSError too, as is what sockets raise."""
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            raise error("another rank")
+
+    listener, where = listen(False)
+    with listener, pytest.raises(error, match=r"^another rank$"):
+        if end == "parent":
+            accept(listener, {1}, SECRET, 20.0, look)
+        else:
+            connect_to(where, 1, SECRET, 20.0, look)  # nobody answers
 
 
 def open_among_strangers(rank: int, hosts: str) -> tuple[list[int], list[bool]]:
