@@ -155,7 +155,7 @@ def wait_for_others(channel: Channel, where: str) -> None:
         channel.beat()
 
 
-kept: list[Any] = []  # gloo may wait for ever for a message of which a killed rank has sent a part, and so its end
+kept: list[Any] = []  # gloo may wait for ever for a message of which a rank has sent a part, and so does its end
 
 
 def suffer(rank: int, case: Case, path: str) -> tuple[str, float, float]:
@@ -194,7 +194,7 @@ def suffer(rank: int, case: Case, path: str) -> tuple[str, float, float]:
             text, end = f"{type(error).__name__}: {error}", time.monotonic()
         for each in channels:
             each.leave()
-        if case.where in ("collective", "model") and case.how == "kill":
+        if case.where in ("collective", "model") and not is_hit:
             kept.append((back, dist.group.WORLD))
         dist.destroy_process_group()
     return text, start, end
