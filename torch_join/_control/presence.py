@@ -27,7 +27,7 @@ from torch_join._control.channel import Status
 _LOOKS_EVERY = 0.25  # seconds
 _ANSWERS_WITHIN = 3.0
 _CLOSED_WITHIN = 0.6
-_ENDS_WITHIN = 2.0  # unless the store has been stopped, amid a request
+_ENDS_WITHIN = 1.0  # unless the store has been stopped, amid a request
 _POLL = 0.05
 _ANSWER = tuple[int, bool, Status | None]
 

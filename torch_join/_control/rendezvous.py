@@ -2,7 +2,6 @@
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch_join._base.errors import JoinTimeoutError, PeerFailedError, Unsupport
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.tree_channel import TreeChannel
 from torch_join._control._links.wiring import wire
+from torch_join._control.beside import beside
 from torch_join._control.channel import Channel
 from torch_join._control.codec import foreign
 from torch_join._control.failures import telling_failures
@@ -29,6 +29,7 @@ T = TypeVar("T")
 _SWITCH = "TORCH_JOIN_LINKS"
 _CONNECTING = timedelta(seconds=30)
 _TELLS_WITHIN = 10.0  # seconds, in which a rank that misses another one may yet come to tell all
+_ASKS_AFTER, _ASKS_EVERY = 0.1, 2.0  # whether a rank is gone
 
 
 # Two per group, to the job's store, or to one of ours, which the group's first rank serves with the first of them. Both
@@ -107,46 +108,40 @@ def _over_store(job: Any, group: dist.ProcessGroup, timeout: timedelta, is_watch
     name, first, second = _unless_gone(connect, group)
     _connections[group] = first, second
     first, second = dist.PrefixStore(name, first), dist.PrefixStore(name, second)
-    return StoreChannel(
-        first, rank, world_size, timeout, group, second, (dist.get_rank() if is_tcp else rank) == 0, is_watchful
-    )
+    hosts = (dist.get_rank() if is_tcp else rank) == 0
+    return StoreChannel(first, rank, world_size, timeout, group, second, hosts, is_watchful)
 
 
 def _unless_gone(connect: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Return what `connect` does, in a thread: torch tries to reach a server that is gone for as long as any other.
+    """Return what `connect` does: torch tries to reach a server that is gone for as long as any other.
 
     Raises:
         PeerFailedError: The process of a rank of the group has ended.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []  # not a future: it would keep the frames that wait for it, and the group
-
-    def run() -> None:
-        try:
-            results.append(connect())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="torch_join connect", daemon=True)
-    thread.start()
     rank, names = dist.get_rank(group), dist.get_process_group_ranks(group)
-    pause, deadline = 0.1, 0.0
-    gone: int | None = None
-    while True:
-        thread.join(pause)
-        if results:
-            return results[0]
-        others = [peer for peer in range(len(names)) if peer != rank]
-        if gone is None and (gone := next((peer for peer in others if is_gone(group, peer)), None)) is not None:
-            deadline = time.monotonic() + _TELLS_WITHIN
+    others = [peer for peer in range(len(names)) if peer != rank]
+    start = time.monotonic()
+    missed: tuple[int, float] | None = None  # whom, and since when
+    asks_at = start + _ASKS_AFTER
+
+    def look(now: float) -> None:
+        nonlocal missed, asks_at
+        if missed is None and now > asks_at:
+            asks_at = now + min(now - start, _ASKS_EVERY)  # each question leaves some bytes with who is asked
+            gone = next((peer for peer in others if is_gone(group, peer)), None)
+            missed = None if gone is None else (gone, now)
         # Who is connected is told by all whom they miss, and names the same one; but the first rank may be the server.
-        if gone == 0 or (gone is not None and time.monotonic() > deadline):
-            raise failed(names[gone], names[rank], GONE)
-        if errors and isinstance(errors[0], dist.DistNetworkError) and not _is_local(errors[0]):
-            raise PeerFailedError(STORE_GONE) from errors.pop()
-        if errors:
-            raise errors.pop()
-        pause = min(2 * pause, 2.0)
+        if missed is not None and (missed[0] == 0 or now > missed[1] + _TELLS_WITHIN):
+            raise failed(names[missed[0]], names[rank], GONE)
+
+    try:
+        return beside(connect, lambda: look(time.monotonic()))
+    except dist.DistNetworkError as error:
+        asks_at = start
+        look(time.monotonic() + _TELLS_WITHIN)
+        if _is_local(error):
+            raise
+        raise PeerFailedError(STORE_GONE) from error
 
 
 def _is_local(error: BaseException) -> bool:

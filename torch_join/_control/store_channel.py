@@ -34,6 +34,7 @@ from torch_join._control.channel import Channel
 from torch_join._control.messages import Messages, naming_failures
 from torch_join._control.presence import Presence, call, delete_all
 from torch_join._control.waiting import GONE, MOST_TEXT, WaitingChannel
+from torch_join._control.watched_store import WatchedStore
 
 T = TypeVar("T")
 
@@ -44,7 +45,6 @@ _LIMIT = timedelta(seconds=8)  # longer than it takes until the thread wakes up 
 _STAGGER = 0.02  # between ranks, of which the first wakes up all
 _POLL_SECONDS = 0.05
 _SHORT_POLL_SECONDS = 0.0003
-_TELLS_WITHIN = 0.3  # seconds, where the store may be stopped
 _READING_SECONDS = 2.0  # for which the store's host waits until all have read of a failure
 
 
@@ -75,13 +75,15 @@ class StoreChannel(Messages, WaitingChannel, Channel):
     ) -> None:
         if world_size > MAX_RANKS:
             raise JoinValueError(f"A channel serves at most {MAX_RANKS} ranks, not {world_size}.")
-        self._is_watchful = is_watchful
+        watched: Any = store
         if is_watchful:
-            self._probes_after = self._probes_every = max(0.1, world_size / 2000)
-            self._looks_every = 0.0
+            watched = WatchedStore(store, weakref.WeakMethod(self._look_at_stopped))
+            self._looks_every, self._probes_after = 0.0, max(0.1, world_size / 2000)
+            self._probes_every = self._probes_after
+        self._is_watchful = is_watchful
         Messages.__init__(self)
         Channel.__init__(self, rank, world_size)
-        WaitingChannel.__init__(self, store, timeout, group)
+        WaitingChannel.__init__(self, watched, timeout, group)
         self._store.set_timeout(min(timeout, _LIMIT))
         self._read: deque[str] = deque()  # keys that all have read; deleting one takes as long as a beat
         self._hosts, self._failed = hosts, False
@@ -110,14 +112,6 @@ class StoreChannel(Messages, WaitingChannel, Channel):
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         self._has_told = self._has_told or rank is None
-        if not self._may_not_answer():
-            self._tell_where_others_look(reason, rank)
-            return
-        telling = threading.Thread(target=self._tell_where_others_look, args=(reason, rank), daemon=True)
-        telling.start()
-        telling.join(_TELLS_WITHIN)
-
-    def _tell_where_others_look(self, reason: str, rank: int | None) -> None:
         try:
             self._tell(reason, self.rank if rank is None else rank)
             # The others can only be waiting for what this rank would have said next, or look before a step.
@@ -179,12 +173,13 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         with suppress(_codec.Malformed):  # they look by themselves after some seconds
             call(self._store)
 
-    def _may_not_answer(self) -> bool:
-        """Whether the store may wait for as long as a process of this host is stopped, whose it may be."""
-        return self._is_watchful and any(process.is_stopped for process in self.processes.values())
-
-    def failure(self) -> PeerFailedError | None:
-        return None if self._may_not_answer() else super().failure()
+    def _look_at_stopped(self) -> None:
+        """Raise where a process of this host has been stopped for a second; its store hears of it when it goes on."""
+        for rank, why in self._in_the_way({}).items():
+            if not self._failed:
+                self._failed = True
+                threading.Thread(target=self.fail, args=(why, rank), daemon=True).start()
+            raise self._error_of(rank, why)
 
     def _call_roll(self, closed: Container[int]) -> dict[int, Any]:
         if gone := self._gone():
@@ -197,7 +192,7 @@ class StoreChannel(Messages, WaitingChannel, Channel):
     def leave(self) -> None:
         if not self._presence.leave.alive:
             return
-        if (self._failed or self._heard is not None) and not self._may_not_answer():
+        if self._failed or self._heard is not None:
             with suppress(_codec.Malformed, RuntimeError):
                 self._part_in_failure()
         self._presence.leave()
@@ -247,7 +242,7 @@ class StoreChannel(Messages, WaitingChannel, Channel):
             wakes: Whether the thread may write to the keys that there is something to look at.
         """
         start = time.monotonic()
-        polls = meanwhile is not None or self._is_watchful
+        polls = self._is_watchful or meanwhile is not None
         self._waits = keys if wakes and not polls else [], start + _PATIENCE + _STAGGER * (self.rank % 50)
         try:
             found: list[bytes] | None = None
@@ -264,8 +259,6 @@ class StoreChannel(Messages, WaitingChannel, Channel):
 
     def _there(self, keys: list[str]) -> list[bytes] | None:
         """Return the values of keys if they are there; waits for nobody."""
-        if self._may_not_answer():
-            return None
         if self._late in keys and not self._store.check([self._late]):
             return None
         if not self._store.check(keys):

@@ -78,6 +78,8 @@ class WaitingChannel:
     def failure(self) -> PeerFailedError | None:
         try:
             self.listen(self._store)
+        except PeerFailedError as error:
+            return error
         except RuntimeError:
             if gone := self._gone():
                 return self._error_of(gone[0], GONE)
@@ -198,15 +200,18 @@ class WaitingChannel:
 
     def _look_at_processes(self, suspects: dict[int, str]) -> None:
         """Raise if a process of this host is gone; or if one is stopped for a second, or suspect otherwise."""
+        if found := dict.fromkeys(self._gone(), GONE) or self._in_the_way(suspects):
+            rank, why = min(found.items())
+            self.fail(why, rank)
+            raise self.failure() or self._error_of(rank, why)
+
+    def _in_the_way(self, suspects: dict[int, str]) -> dict[int, str]:
+        """Return which of the suspects, and of the stopped processes of this host, have been so for a second; why."""
         now = time.monotonic()
         stopped = [rank for rank, process in self.processes.items() if process.is_stopped]
         suspects = {**suspects, **dict.fromkeys(stopped, "its process is stopped: by a signal.")}
         self._suspects = {rank: self._suspects.get(rank, now) for rank in suspects}
-        long = {rank: why for rank, why in suspects.items() if now - self._suspects[rank] > _SUSPECT_SECONDS}
-        if found := dict.fromkeys(self._gone(), GONE) or long:
-            rank, why = min(found.items())
-            self.fail(why, rank)
-            raise self.failure() or self._error_of(rank, why)
+        return {rank: why for rank, why in suspects.items() if now - self._suspects[rank] > _SUSPECT_SECONDS}
 
     def _check_alive(self, ranks: list[int], waited: float) -> None:
         """Raise if one of these ranks has ended, or was waited for longer than the channel's timeout."""

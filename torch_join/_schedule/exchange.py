@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torch_join._base import compat
 from torch_join._base.errors import JoinError, PeerFailedError
+from torch_join._control.beside import beside
 from torch_join._control.channel import Channel
 from torch_join._schedule.packing import Skeleton, pack, unpack
 
@@ -184,20 +185,14 @@ def _store(group: dist.ProcessGroup, name: str) -> dist.Store:
 
 def _connect(group: dist.ProcessGroup, name: str, channel: Channel) -> _Group:
     """Make a group that torch does not count: the names of those that it does may differ by rank, or come twice."""
-    store, rank = _store(group, name), dist.get_rank(group)
-    made: Future[_Group] = Future()
-
-    def make() -> None:
-        try:
-            made.set_result(dist.ProcessGroupGloo(store, rank, dist.get_world_size(group), _FOREVER))
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=make, name=_THREAD, daemon=True).start()  # it waits for all ranks, whatever happens to them
-    try:
-        return awaited(made, channel)
+    store, rank, world_size = _store(group, name), dist.get_rank(group), dist.get_world_size(group)
+    try:  # it waits for all ranks, whatever happens to them
+        return beside(lambda: dist.ProcessGroupGloo(store, rank, world_size, _FOREVER), channel.vigil())
+    except JoinError:
+        raise
     except RuntimeError as error:
-        raise error if isinstance(error, JoinError) else JoinError(_CANNOT.format(error)) from error
+        channel.vigil()()  # if another rank has told why, this raises
+        raise JoinError(_CANNOT.format(error)) from error
 
 
 def find_problem() -> str:

@@ -132,7 +132,7 @@ def strike(case: Case, path: str, channel: Channel | None) -> None:
         channel.read("never")
 
 
-def model_of(where: str) -> Callable[[], object]:
+def backward_of_a_model() -> Callable[[], object]:
     model = DistributedDataParallel(torch.nn.Linear(5, 1))
     return lambda: model(torch.ones(2, 5)).sum().backward()
 
@@ -169,7 +169,7 @@ def suffer(rank: int, case: Case, path: str) -> tuple[str, float, float]:
                 stack.enter_context(at_set_up(case.step, lambda: strike(case, path, None)))
             channels.append(channel := open_channel(timeout=timedelta(seconds=30)))
             assert is_linked(channel)
-            back = model_of(case.where) if case.where == "model" else None
+            back = backward_of_a_model() if case.where == "model" else None
             loads = load(case.loads) if case.loads else iter([])
             next(loads, None)
             dist.barrier()
@@ -225,9 +225,7 @@ def seconds_to_hear(case: Case, rank: int) -> float:
     if case.how == "stop":
         return 4.0 if case.step or (told and rank in reached(case)) else WAITS + 6.0
     if case.step and case.victim == 0:
-        # The store is gone with it, and where names resolve slowly torch takes five seconds to say so; or it is
-        # stopped, and so is who has just asked it for something, until it goes on.
-        return 2 * WAITS + 4.0 if case.how == "stop" else 9.0
+        return 9.0  # the store is gone with it, and where names resolve slowly torch takes five seconds to say so
     if case.step == "first":
         return 9.0  # no rank knows its process yet: gloo tells; and so slow is a store, at times, that is connected to
     if case.step and len({*case.hosts}) == len(case.hosts):

@@ -135,13 +135,13 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
                 connection.sendall(_HELLO.pack(rank, nonce, _sign(secret, "child", rank, theirs)))
                 if hmac.compare_digest(_receive(connection, 32, deadline, look), _sign(secret, "parent", rank, nonce)):
                     return connection
-                connection.close()
                 problems.append(f"{address}: somebody else is there")
-            except (JoinError, OSError) as error:
+            except JoinError:  # of `look`, of which some are an OSError too
                 connection.close()
-                if isinstance(error, JoinError):  # of `look`; a timeout is an OSError too
-                    raise
+                raise
+            except OSError as error:
                 problems.append(f"{address}: {error}")
+            connection.close()
         time.sleep(_LOOKS_EVERY)
     raise TimeoutError(f"its parent in the tree cannot be reached, at {'; '.join([*dict.fromkeys(problems)][:8])}")
 

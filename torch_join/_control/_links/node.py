@@ -52,7 +52,15 @@ class Stream:
 
 
 class Node:
-    """The part of a tree that messages are handled by; the thread keeps it."""
+    """The part of a tree that messages are handled by; the thread keeps it.
+
+    Args:
+        layout: The tree.
+        rank: This rank.
+        processes: Of the ranks on this rank's host.
+        names: By rank, the number that errors say.
+        is_gone: Says of a rank of another host whether its process has ended, or `None` where nothing tells.
+    """
 
     links: Links
 
@@ -64,9 +72,9 @@ class Node:
         names: Sequence[int],
         is_gone: Callable[[int], bool | None],
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         self.rank = rank
-        self._processes = processes
+        self.processes = processes
         self._names = names
         self._is_gone = is_gone
         self._neighbours = [*layout.children, *([] if layout.parent is None else [layout.parent])]
@@ -141,7 +149,7 @@ class Node:
         """Answer a question, or pass it on: what a number comes to with another one, or what is kept."""
         rank, who, asked, value = QUESTION.unpack_from(payload)
         if rank != self.rank:
-            self.links.send([self._layout.next_to(rank)], kind, number, payload)
+            self.links.send([self.layout.next_to(rank)], kind, number, payload)
             return
         key = payload[QUESTION.size :].decode()
         if (stream := self._stream(number)) is None:
@@ -169,7 +177,7 @@ class Node:
     def _pass_answer(self, number: int, payload: bytes) -> None:
         who, asked = _ANSWER.unpack_from(payload)
         if who != self.rank:
-            self.links.send([self._layout.next_to(who)], ANSWER, number, payload)
+            self.links.send([self.layout.next_to(who)], ANSWER, number, payload)
         elif (stream := self._stream(number)) is not None:
             stream.answers[asked] = payload[_ANSWER.size :]
 
@@ -181,23 +189,23 @@ class Node:
             return
         if (before := stream.arrivals.pop(beat, None)) is not None:
             came, total, notices = before[0] + came, before[1] + total, before[2] + notices
-        below = self._layout.subtree & ranks if ranks else self._layout.subtree
+        below = self.layout.subtree & ranks if ranks else self.layout.subtree
         if came < below.bit_count():
             stream.arrivals[beat] = came, total, notices
             return
-        hear = ranks & -ranks if self._layout.parent is None and SUMS <= beat < GATHERS else ranks
+        hear = ranks & -ranks if self.layout.parent is None and SUMS <= beat < GATHERS else ranks
         bits = hear.to_bytes((hear.bit_length() + 7) // 8, "little")
         payload = _BEAT.pack(beat, came, total, len(bits)) + bits + notices
-        if self._layout.parent is None:
+        if self.layout.parent is None:
             self._hear(number, payload)
         else:
-            self.links.send([self._layout.parent], UP, number, payload)
+            self.links.send([self.layout.parent], UP, number, payload)
 
     def _hear(self, number: int, payload: bytes) -> None:
         beat, _, total, length = _BEAT.unpack_from(payload)
         begin = _BEAT.size + length
         ranks = int.from_bytes(payload[_BEAT.size : begin], "little")
-        below = self._layout.below
+        below = self.layout.below
         self.links.send([child for child in below if not ranks or ranks & below[child]], DOWN, number, payload)
         if (not ranks or ranks >> self.rank & 1) and (stream := self._stream(number)) is not None:
             stream.beats[beat] = total, payload[begin:]
@@ -209,7 +217,7 @@ class Node:
         for peer, seconds in ended.items():
             if peer in self._lost:
                 continue
-            process = self._processes.get(peer)
+            process = self.processes.get(peer)
             gone = self._is_gone(peer) if process is None else not process.is_there
             if gone is None:
                 text = "its process or its host is gone, or the network between them is. Its own log says more."

@@ -4,15 +4,13 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from socket import socket
 
 from torch_join._base.errors import JoinError
 from torch_join._control._links import node as _node
-from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
 from torch_join._control._links.node import Node, Stream
-from torch_join._control.processes import Process
 
 _READ_SECONDS = 0.05  # for which a wait reads at a time
 # A core that is asleep takes 0.1 to 0.4 ms to hear of a message, and keeps the sender as long, which adds up where many
@@ -35,26 +33,14 @@ class Tree:
 
     Args:
         connections: To the neighbours.
-        layout: The tree.
-        rank: This rank.
-        processes: Of the ranks on this rank's host.
-        names: By rank, the number that errors say.
-        is_gone: Says of a rank of another host whether its process has ended, or `None` where nothing tells.
+        node: What handles their messages.
     """
 
-    def __init__(
-        self,
-        connections: Mapping[int, socket],
-        layout: Layout,
-        rank: int,
-        processes: Mapping[int, Process],
-        names: Sequence[int],
-        is_gone: Callable[[int], bool | None],
-    ) -> None:
-        self.processes = processes
-        self.layout = layout
-        self._has_cores = len(processes) < (os.cpu_count() or 1)
-        self._node = node = Node(layout, rank, processes, names, is_gone)
+    def __init__(self, connections: Mapping[int, socket], node: Node) -> None:
+        self.processes = node.processes
+        self.layout = node.layout
+        self._has_cores = len(node.processes) < (os.cpu_count() or 1)
+        self._node = node
         node.links = self.links = Links(connections, node.handle, node.look_after)
         self.close = weakref.finalize(self, self.links.close)
 

@@ -24,6 +24,7 @@ from torch_join._base.devices import device_of
 from torch_join._base.errors import JoinError
 from torch_join._control._links.handshake import HOSTS_OWN, Where, accept, connect
 from torch_join._control._links.layout import Layout
+from torch_join._control._links.node import Node
 from torch_join._control._links.tree import Tree
 from torch_join._control.processes import Process, this_host, this_process
 from torch_join._control.store_channel import StoreChannel
@@ -54,7 +55,7 @@ def wire(channel: StoreChannel, group: dist.ProcessGroup) -> Tree | bool | None:
         return False
     if not all(can_share for *_, can_share in everyone):
         return None
-    channel.processes = on_this_host = {
+    channel.processes = {
         rank: Process(pid, began)
         for rank, (host, pid, began, _) in enumerate(everyone)
         if host == here[0] and rank != channel.rank
@@ -107,7 +108,7 @@ def wire(channel: StoreChannel, group: dist.ProcessGroup) -> Tree | bool | None:
         group = reference()
         return _compat.is_gone(group, peer) if group is not None and _compat.tells_who_is_gone(group) else None
 
-    return Tree(connections, layout, channel.rank, on_this_host, channel.names, is_gone)
+    return Tree(connections, Node(layout, channel.rank, channel.processes, channel.names, is_gone))
 
 
 def _share_secret(group: dist.ProcessGroup, look: Callable[[], None]) -> bytes:
