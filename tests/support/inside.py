@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.emulator import place
 from torch_join import integration
+from torch_join._base import compat_groups as _compat_groups
 from torch_join._base import compat_metrics as _compat_metrics
 from torch_join._base.devices import use_device
 from torch_join._collectives import call as _call
@@ -225,6 +226,22 @@ def keys_at_rest(channel: WaitingChannel) -> int:
 def words_kept(channel: WaitingChannel) -> int:
     """How many values this rank keeps for others to ask for, where that is not in the store."""
     return len(channel._store.sayer.stream.kept) if isinstance(channel, TreeChannel) else 0
+
+
+def found_keys(channel: Any, keys: list[str]) -> list[bytes] | None:
+    """The values of keys, if they are there, as a wait looks for them."""
+    found: list[bytes] | None = channel._there(keys)
+    return found
+
+
+def replaced_clone(clone: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Within this, a connection to the job's store is made by `clone`."""
+    return mock.patch.object(dist.PrefixStore, "clone", clone)
+
+
+def shared_tensor(group: Any, tensor: Tensor, look: Callable[[], None]) -> Tensor:
+    """A tensor, as the group's first rank has it."""
+    return _compat_groups.broadcast_directly(group, tensor, look)
 
 
 def forget_failure(channel: WaitingChannel) -> None:

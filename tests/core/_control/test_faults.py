@@ -36,7 +36,7 @@ CASES = int(os.environ.get("TORCH_JOIN_CASES", 200))
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW))
 
 WORLD_SIZE, SMALL = 16, 4
-ONE, BLOCKS = "a" * 16, "aaaabbbbccccdddd"  # by rank, the host that it is taken to be on
+ONE, BLOCKS, APART = "a" * 16, "aaaabbbbccccdddd", "abcdefghijklmnop"  # by rank, the host that it is taken to be on
 PLACES = ("beat", "late beat", "gather", "log", "sub-group", "collective", "model", "set-up")
 HOW = ("kill", "raise", "stop", "cut")
 STEPS = ("first", "secret", "listen", "connect", "accept", "last")  # of the set-up
@@ -335,6 +335,19 @@ def crowd() -> Iterator[Workers]:
     pool = Workers(WORLD_SIZE, links=True)
     yield pool
     pool.close()
+
+
+EARLY = [
+    Case(ONE, 1, "kill", "set-up", 0, step="connect"),
+    Case(ONE, 0, "stop", "set-up", 8, step="secret"),
+    Case(APART, 1, "kill", "set-up", 9, step="secret"),
+    Case(BLOCKS, 0, "kill", "set-up", 12, step="first", delay=0.01),  # others reach for its store
+]
+
+
+@pytest.mark.parametrize("case", EARLY, ids=str)
+def test_early_faults(crowd: Workers, tmp_path: Path, case: Case) -> None:
+    check(crowd, tmp_path, case)
 
 
 @pytest.mark.parametrize("seed", range(FEW))

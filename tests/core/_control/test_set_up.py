@@ -1,0 +1,153 @@
+"""What ranks wait for, and how, while their connections are made."""
+
+import gc
+import threading
+import time
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.inside import found_keys, replaced_clone, shared_tensor
+from tests.support.workers import Workers
+from torch_join import JoinTimeoutError, PeerFailedError
+from torch_join._control.beside import beside
+from torch_join._control.store_channel import StoreChannel
+from torch_join.integration import open_channel
+
+
+class Counted:
+    """A store that counts how many keys it is asked for."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += len(keys)
+        return bool(self.store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_one_key_that_is_late_is_asked_for_alone() -> None:
+    store: Any = Counted()
+    keys = [f"key/{index}" for index in range(64)]
+    channel = StoreChannel(store, 0, 64, timedelta(seconds=1), group=None, second=dist.HashStore(), hosts=False)
+    try:
+        for late in (keys[0], keys[37], keys[63]):
+            for key in keys:
+                store.set(key, "there")
+            store.delete_key(late)
+            assert found_keys(channel, keys) is None
+            before = store.asked
+            assert found_keys(channel, keys) is None
+            assert store.asked == before + 1
+            store.set(late, "there too")
+            found = found_keys(channel, keys)
+            assert found is not None
+            assert found[keys.index(late)] == b"there too"
+        assert found_keys(channel, keys[:5]) == [b"there"] * 5
+    finally:
+        channel.leave()
+
+
+def test_what_is_done_beside_is_returned_and_raised() -> None:
+    assert beside(lambda: 3, lambda: None) == 3
+    with pytest.raises(KeyError, match="a hole"):
+        beside(lambda: {}["a hole"], lambda: None)
+
+
+def test_a_look_ends_a_wait_that_nothing_else_does() -> None:
+    over = threading.Event()
+    looks: list[float] = []
+
+    def look() -> None:
+        looks.append(time.monotonic())
+        if len(looks) == 3:
+            raise PeerFailedError("another rank")
+
+    start = time.monotonic()
+    try:
+        with pytest.raises(PeerFailedError, match="another rank"):
+            beside(lambda: over.wait(20), look)
+        assert time.monotonic() - start < 2
+    finally:
+        over.set()
+
+
+class Held:
+    pass
+
+
+def raise_beside(held: Held) -> None:
+    def fail() -> None:
+        raise KeyError("a hole")
+
+    with suppress(KeyError):
+        beside(fail, lambda: None)
+
+
+def test_an_error_beside_keeps_no_frame() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        held = Held()
+        reference = weakref.ref(held)
+        raise_beside(held)
+        del held
+        deadline = time.monotonic() + 5  # the thread may yet be ending
+        while reference() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def connect_with(rank: int, text: str) -> str:
+    """Return what a rank hears whose own connection to the job's store cannot be made."""
+    error = dist.DistNetworkError(text)
+    try:
+        with replaced_clone(mock.Mock(side_effect=error)):
+            open_channel(timeout=timedelta(seconds=5))
+    except (PeerFailedError, JoinTimeoutError, dist.DistNetworkError) as found:
+        return f"{type(found).__name__}: {found}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Failed to recv, got 0 bytes", "PeerFailedError: The rank that hosts the job's key-value store"),
+        ("Too many open files", "DistNetworkError: Too many open files"),
+    ],
+)
+def test_who_cannot_connect_blames_no_other_rank(workers: Workers, text: str, said: str) -> None:
+    for found in workers.run(2, connect_with, text, store="tcp", links=True):
+        assert found.startswith(said)
+
+
+class Unsaid(dist._Work):
+    """The work of a backend in Python, which need not say whether it is completed."""
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return True
+
+
+class OfPython:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Unsaid:
+        tensors[0].fill_(7)
+        return Unsaid()
+
+
+def test_works_that_do_not_say_when_they_are_completed_are_waited_for() -> None:
+    group: Any = mock.Mock()
+    group._get_backend.return_value = OfPython()
+    looks = mock.Mock(side_effect=[None] * 20 + [TimeoutError()])
+    assert shared_tensor(group, torch.zeros(3), looks).tolist() == [7.0] * 3
