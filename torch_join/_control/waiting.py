@@ -202,6 +202,8 @@ class WaitingChannel:
         """Raise if a process of this host is gone; or if one is stopped for a second, or suspect otherwise."""
         if found := dict.fromkeys(self._gone(), GONE) or self._in_the_way(suspects):
             rank, why = min(found.items())
+            if others := found.keys() - {rank}:  # of which some may have heard of the first, and left
+                why += f" The same goes for {self._name(others)}, and any of them may have been the first."
             self.fail(why, rank)
             raise self.failure() or self._error_of(rank, why)
 

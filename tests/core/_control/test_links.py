@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import socket
 import struct
 import threading
@@ -536,6 +537,48 @@ def hold_the_interpreter(rank: int, who: int, seconds: float) -> tuple[int, floa
 
 def test_a_rank_in_a_long_call_fails_nobody(crowd: Workers) -> None:
     assert [total for total, _ in crowd.run(12, hold_the_interpreter, 1, 3.5)] == [24] * 12
+
+
+def end_at_once(rank: int, gone: tuple[int, ...]) -> str:
+    channel = open_channel()
+    channel.beat()
+    if rank in gone:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        ctypes.PyDLL(None).usleep(4_000_000)  # so that rank 9 hears from nobody
+    with pytest.raises(PeerFailedError) as error:
+        channel.beat()
+    channel.leave()
+    dist.destroy_process_group()
+    return str(error.value)
+
+
+def test_who_finds_several_ranks_gone_does_not_blame_one(crowd: Workers) -> None:
+    text = crowd.outcomes(10, end_at_once, (2, 5))[9].value
+    assert text.startswith("Rank 2 failed, so rank 9 cannot go on. Rank 2: its process is gone")
+    assert "The same goes for rank 5, and any of them may have been the first." in text
+
+
+def notice_late(rank: int, late: int) -> str:
+    with on_host(str(rank)):
+        channel = open_channel()
+    channel.beat()
+    if rank == 0:
+        neighbours(channel)[1].shutdown(socket.SHUT_RDWR)
+    if rank == late:
+        ctypes.PyDLL(None).usleep(700_000)
+    with pytest.raises(PeerFailedError) as error:
+        channel.beat()
+        channel.beat()  # what was said before the first one may have come
+    channel.leave()
+    dist.destroy_process_group()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_notices_late_that_a_link_broke_takes_nobody_for_killed(crowd: Workers, late: int) -> None:
+    for rank, text in enumerate(crowd.run(3, notice_late, late)):
+        assert text.startswith(f"Rank {rank} cannot go on: the link between ranks 0 and 1 broke"), text
 
 
 def wait_for_each_other(rank: int, cores: int) -> list[int]:

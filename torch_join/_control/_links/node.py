@@ -7,6 +7,7 @@ part at one node, which passes on what comes first.
 """
 
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth
 _ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
 BROKEN = "the link between ranks"
 _BROKEN_SECONDS = 0.3  # after which a process that is still there has not ended
+_NOTICES_WITHIN = 1.0  # the other end, perhaps amid a call: one that has left by then would be taken for killed
 
 
 WHERE = ""  # what a roll call asks for
@@ -60,6 +62,9 @@ class Node:
         processes: Of the ranks on this rank's host.
         names: By rank, the number that errors say.
         is_gone: Says of a rank of another host whether its process has ended, or `None` where nothing tells.
+
+    Attributes:
+        stays_until: When this process may leave at the earliest, by `time.monotonic`.
     """
 
     links: Links
@@ -80,6 +85,7 @@ class Node:
         self._neighbours = [*layout.children, *([] if layout.parent is None else [layout.parent])]
         self.streams: dict[int, Stream] = {}
         self._lost: dict[int, str] = {}  # why, by neighbour
+        self.stays_until = 0.0
         self.opened = 0  # streams up to this one; what comes for one that was, and is no more, is passed on alone
 
     def handle(self, peer: int, kind: int, number: int, payload: bytes) -> None:
@@ -226,6 +232,7 @@ class Node:
             elif seconds < _BROKEN_SECONDS:
                 continue
             else:
+                self.stays_until = time.monotonic() + _NOTICES_WITHIN
                 names = sorted((self._names[self.rank], self._names[peer]))
                 # Children that a process has forked, as a DataLoader does, keep its connections for some seconds.
                 maybe = f"by the network, or rank {self._names[peer]}'s process is gone. Its own log says more."

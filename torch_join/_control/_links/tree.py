@@ -88,6 +88,14 @@ class Tree:
             else:
                 links.resume()
 
+    def part(self) -> None:
+        """Wait until all is sent, and until the other end of a connection that broke has noticed, for seconds at most.
+
+        It would take a rank that has left by then for one that was killed.
+        """
+        self.links.flush()
+        time.sleep(max(0.0, self._node.stays_until - time.monotonic()))
+
     def open(self) -> "Sayer":
         """Begin the next stream, as all ranks do; its messages may have come before."""
         with self.links.lock:

@@ -137,7 +137,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def leave(self) -> None:
         self._store.sayer.stream.place = no_place
-        self._tree.links.flush()  # what was said of a failure, before the process may end
+        self._tree.part()  # with what was said of a failure, before the process may end
 
     def close(self) -> None:
         self.leave()
