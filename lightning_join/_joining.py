@@ -22,7 +22,7 @@ from lightning_join._protocol import JoiningStrategy
 from lightning_join._reading.samplers import mark_injected, without_padding
 from lightning_join._supported import check_module, check_optimizers, check_timeout
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
-from torch_join import PeerFailedError, Weighting
+from torch_join import Weighting
 from torch_join.integration import (
     Channel,
     ModuleMetrics,
@@ -200,8 +200,7 @@ class Joining(ParallelStrategy):
         # Under a `JoinCallback` the trainer's strategy is a plain one, and stays so.
         for plain, ours in self._remedies.items() if self.undo is None else ():
             exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
-        if not isinstance(exception, PeerFailedError):
-            self.channel.fail(f"{type(exception).__name__}: {exception}")
+        self.channel.tell(exception)
 
     def teardown(self) -> None:
         try:

@@ -35,7 +35,17 @@ class EarlyTerminationError(JoinError):
 
 
 class PeerFailedError(JoinError):
-    """Another rank failed; the message says which and why."""
+    """Another rank failed; the message says which and why.
+
+    Attributes:
+        rank: Its number in the job, or `None` where that is not known.
+        reason: Why, as that rank says, or others of it.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, reason: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.reason = reason
 
 
 class JoinTimeoutError(JoinError, TimeoutError):

@@ -220,6 +220,9 @@ class Channel:
     def fail(self, reason: str, rank: int | None = None) -> None:
         """Tell the other ranks that this one (or `rank`, which cannot) is unable to go on; waits for nobody."""
 
+    def tell(self, error: BaseException) -> None:
+        """Tell them what has ended this rank: an error of its own, or a failure of which another channel knows."""
+
     def failure(self) -> PeerFailedError | None:
         """Return the failure that another rank has told of, if any; waits for nobody."""
         return None

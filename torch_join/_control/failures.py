@@ -5,6 +5,7 @@ from types import TracebackType
 from torch_join._base import compat as _compat
 from torch_join._base.errors import PeerFailedError, name_ranks, raise_any
 from torch_join._control.channel import Channel
+from torch_join._control.waiting import SILENT
 
 
 class telling_failures:  # noqa: N801  it is used like a function
@@ -25,7 +26,7 @@ class telling_failures:  # noqa: N801  it is used like a function
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, PeerFailedError):
+        if error is None:
             return
         channel, reason = self._channel, error
         if _compat.is_communication_error(error):
@@ -35,14 +36,16 @@ class telling_failures:  # noqa: N801  it is used like a function
             except PeerFailedError as failure:
                 raise failure from error
             if silent := channel.silent(answers):
-                channel.fail("it does not answer: it was killed, or is stopped. Its own log says why.", silent[0])
+                channel.fail(SILENT, silent[0])
                 raise PeerFailedError(
                     f"A collective failed on rank {channel.names[channel.rank]}, and"
                     f" {name_ranks(channel.names[rank] for rank in silent)} did not answer since:"
-                    " killed, or stopped. Its own log says why."
+                    " killed, or stopped. Its own log says why.",
+                    channel.names[silent[0]],
+                    SILENT,
                 ) from error
             reason = channel.explain({channel.names[rank]: status for rank, (_, status) in answers.items()}) or error
-        channel.fail(f"{type(reason).__name__}: {reason}")
+        channel.tell(reason)
         if reason is not error:
             try:
                 raise reason from error

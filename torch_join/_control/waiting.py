@@ -1,5 +1,6 @@
 """How a rank waits for others, what it looks at meanwhile, and what it says of those for whom it has waited in vain."""
 
+import copy
 import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ GONE = (
     "its process is gone: killed, or ended without a word. Its own log, or the system's (a lack of memory, perhaps),"
     " says why."
 )
-
+SILENT = "it does not answer: it was killed, or is stopped. Its own log says why."
 STORE_GONE = (
     "The rank that hosts the job's key-value store (as a rule rank 0) is gone: it was killed or has exited early. Its"
     " own log says why."
@@ -29,7 +30,7 @@ STORE_GONE = (
 
 def failed(name: int, me: int, reason: str) -> PeerFailedError:
     """Return the error of rank `me` where the one of this name has failed."""
-    return PeerFailedError(f"Rank {name} failed, so rank {me} cannot go on. Rank {name}: {reason}")
+    return PeerFailedError(f"Rank {name} failed, so rank {me} cannot go on. Rank {name}: {reason}", name, reason)
 
 
 class WaitingChannel:
@@ -75,6 +76,13 @@ class WaitingChannel:
         """See `Channel.fail`."""
         raise NotImplementedError
 
+    def tell(self, error: BaseException) -> None:
+        """See `Channel.tell`."""
+        if not isinstance(error, PeerFailedError):
+            self.fail(f"{type(error).__name__}: {error}")
+        elif self._heard is None and error.rank in self.names:  # of another channel, perhaps
+            self.fail(error.reason, self.names.index(error.rank))
+
     def failure(self) -> PeerFailedError | None:
         try:
             self.listen(self._store)
@@ -85,7 +93,7 @@ class WaitingChannel:
                 return self._error_of(gone[0], GONE)
             return PeerFailedError(STORE_GONE)
         # A new one each time: what is raised holds the frames that it has passed, and with them this channel.
-        return None if self._heard is None else PeerFailedError(*self._heard.args)
+        return copy.copy(self._heard)
 
     def roll_call(self, closed: Container[int] = ()) -> dict[int, Any]:
         """See `Channel.roll_call`.
@@ -94,7 +102,8 @@ class WaitingChannel:
             closed: Ranks whose connections have ended, which are not waited for as long as others.
         """
         answers = self._call_roll(closed)
-        self._silent = set(self.silent(answers))
+        if self._heard is None:  # which ends it early
+            self._silent = set(self.silent(answers))
         return answers
 
     def _call_roll(self, closed: Container[int]) -> dict[int, Any]:
@@ -141,7 +150,7 @@ class WaitingChannel:
 
     def _published(self, error: JoinError) -> JoinError:
         """Return an error that all ranks hear of."""
-        self.fail(f"{type(error).__name__}: {error}")
+        self.tell(error)
         return error
 
     def _decode(self, key: str, data: bytes, of: Any) -> Any:
@@ -194,9 +203,8 @@ class WaitingChannel:
             gone = [rank for rank in gone if rank not in answers]
         if gone:
             self.fail(GONE, gone[0])
-            raise PeerFailedError(
-                f"The process of {self._name(gone)} is gone{GONE.removeprefix('its process is gone')}"
-            )
+            text = f"The process of {self._name(gone)} is gone{GONE.removeprefix('its process is gone')}"
+            raise PeerFailedError(text, self.names[gone[0]], GONE)
 
     def _look_at_processes(self, suspects: dict[int, str]) -> None:
         """Raise if a process of this host is gone; or if one is stopped for a second, or suspect otherwise."""
@@ -232,7 +240,8 @@ class WaitingChannel:
             return failure
         waited = f"Rank {self.names[self.rank]} waited {self._timeout.total_seconds():.0f} s for the other ranks"
         if self._silent:
-            return PeerFailedError(f"{waited}, and {self._name(self._silent)} did not answer: killed, or stopped.")
+            text = f"{waited}, and {self._name(self._silent)} did not answer: killed, or stopped."
+            return PeerFailedError(text, self.names[min(self._silent)], SILENT)
         if (explained := self.explain({self.names[rank]: status for rank, (_, status) in answers.items()})) is not None:
             return explained
         busy = [rank for rank, (waits, _) in answers.items() if not waits]

@@ -149,6 +149,55 @@ def test_the_words_of_the_stores_host_are_heard_at_set_up(workers: Workers) -> N
         )
 
 
+def host_sees_a_collective_break(rank: int) -> str:
+    connect()
+    channel = open_channel()
+    try:
+        with telling_failures(channel):
+            if rank == 1:
+                raise KeyError("a hole")
+            if rank == 0:
+                while channel.failure() is None:
+                    time.sleep(0.01)
+                raise RuntimeError("Connection closed by peer")  # as gloo says of a rank that has left
+            time.sleep(1)
+            channel.beat()
+    except (PeerFailedError, KeyError) as error:
+        channel.leave()
+        dist.destroy_process_group()
+        if rank == 0:
+            os._exit(1)  # and the store with it
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_the_stores_host_stays_until_all_have_heard(workers: Workers, links: bool) -> None:
+    outcomes = workers.outcomes(3, host_sees_a_collective_break, links=links)
+    assert outcomes[2].value == "Rank 1 failed, so rank 2 cannot go on. Rank 1: KeyError: 'a hole'", outcomes
+
+
+def hear_of_another_channel(rank: int) -> str:
+    channel = open_channel()
+    try:
+        with telling_failures(channel):
+            if rank == 0:
+                raise PeerFailedError("Rank 1 failed, so rank 0 cannot go on. Rank 1: it is ill", 1, "it is ill")
+            channel.beat()
+    except PeerFailedError as error:
+        text = str(error)
+    channel.leave()
+    dist.destroy_process_group()
+    return text
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_what_another_channel_knows_is_told(workers: Workers, links: bool) -> None:
+    _, ill, other = workers.run(3, hear_of_another_channel, links=links)
+    assert ill == "The others go on, or end, without rank 1: it is ill"
+    assert other == "Rank 1 failed, so rank 2 cannot go on. Rank 1: it is ill"
+
+
 def host_notices(rank: int) -> tuple[str, float]:
     connect()
     channel = open_channel(timeout=timedelta(seconds=40))

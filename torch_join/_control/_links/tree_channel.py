@@ -179,7 +179,8 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         if failure is None or f": {BROKEN}" not in str(failure):
             return failure
         what = str(failure).partition(f": {BROKEN}")[2]
-        return PeerFailedError(f"Rank {self.names[self.rank]} cannot go on: {BROKEN}{what}")
+        text = f"Rank {self.names[self.rank]} cannot go on: {BROKEN}{what}"
+        return PeerFailedError(text, failure.rank, failure.reason)
 
     def _wait(self, keys: list[str], meanwhile: Callable[[], None] | None = None, wakes: bool = True) -> list[bytes]:
         there = self._store.has
