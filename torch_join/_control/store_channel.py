@@ -175,11 +175,13 @@ class StoreChannel(Messages, WaitingChannel, Channel):
 
     def _look_at_stopped(self) -> None:
         """Raise where a process of this host has been stopped for a second; its store hears of it when it goes on."""
-        for rank, why in self._in_the_way({}).items():
-            if not self._failed:
-                self._failed = True
-                threading.Thread(target=self.fail, args=(why, rank), daemon=True).start()
-            raise self._error_of(rank, why)
+        if not (found := self._in_the_way({})):
+            return
+        rank, why = self._first_of(found)
+        if not self._failed:
+            self._failed = True
+            threading.Thread(target=self.fail, args=(why, rank), daemon=True).start()
+        raise self._error_of(rank, why)
 
     def _call_roll(self, closed: Container[int]) -> dict[int, Any]:
         if gone := self._gone():

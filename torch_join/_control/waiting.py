@@ -209,11 +209,16 @@ class WaitingChannel:
     def _look_at_processes(self, suspects: dict[int, str]) -> None:
         """Raise if a process of this host is gone; or if one is stopped for a second, or suspect otherwise."""
         if found := dict.fromkeys(self._gone(), GONE) or self._in_the_way(suspects):
-            rank, why = min(found.items())
-            if others := found.keys() - {rank}:  # of which some may have heard of the first, and left
-                why += f" The same goes for {self._name(others)}, and any of them may have been the first."
+            rank, why = self._first_of(found)
             self.fail(why, rank)
             raise self.failure() or self._error_of(rank, why)
+
+    def _first_of(self, found: dict[int, str]) -> tuple[int, str]:
+        """Return a rank of those that have failed, and why: of which some may have heard of the first, and left."""
+        rank, why = min(found.items())
+        if others := found.keys() - {rank}:
+            why += f" The same goes for {self._name(others)}, and any of them may have been the first."
+        return rank, why
 
     def _in_the_way(self, suspects: dict[int, str]) -> dict[int, str]:
         """Return which of the suspects, and of the stopped processes of this host, have been so for a second; why."""
