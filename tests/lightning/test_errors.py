@@ -19,7 +19,7 @@ from lightning_join import DDPJoinStrategy
 from tests.support.cases import Batch, Case, Module, build_trainer
 from tests.support.joinables import WorldJoinable
 from tests.support.workers import Outcome, Workers
-from torch_join import EarlyTerminationError, JoinTypeError, JoinValueError, UnsupportedError
+from torch_join import EarlyTerminationError, JoinTypeError, JoinValueError, PeerFailedError, UnsupportedError
 from torch_join.integration import resolve_weighting
 
 # ---------------------------------------------------------------- arguments
@@ -192,6 +192,33 @@ def test_stop_iteration_in_a_step_does_not_end_the_epoch_of_one_rank(workers: Wo
     survivor, culprit = workers.outcomes(2, fit_module, Exhausts, Case((4, 6)), {})
     assert "RuntimeError: A step or a hook raised StopIteration" in culprit.error
     assert "PeerFailedError: Rank 1 failed" in survivor.error
+
+
+class HearsOfAnother(Module):
+    """On rank 1, something else than the fit's own channel tells that rank 2 has failed: a `Join` over some ranks."""
+
+    def hear(self) -> None:
+        if self.global_rank == 1:
+            raise PeerFailedError("Rank 2 failed, so rank 1 cannot go on. Rank 2: it is ill", 2, "it is ill")
+
+
+class HearsInAStep(HearsOfAnother):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.hear()
+        return super().training_step(batch, batch_idx)
+
+
+class HearsBeforeAnEpoch(HearsOfAnother):
+    def on_train_epoch_start(self) -> None:
+        self.hear()
+
+
+@pytest.mark.parametrize("kind", [HearsInAStep, HearsBeforeAnEpoch])
+def test_a_failure_that_something_else_knows_is_told_by_its_cause(workers: Workers, kind: Any) -> None:
+    other, hears, _ = workers.outcomes(3, fit_module, kind, Case((6, 6, 0), epochs=1), {})
+    assert "PeerFailedError: Rank 2 failed, so rank 1 cannot go on. Rank 2: it is ill" in hears.error, hears.trace
+    assert "PeerFailedError: Rank 2 failed, so rank 0 cannot go on. Rank 2: it is ill" in other.error, other.trace
 
 
 def test_a_metric_that_a_rank_does_not_have_raises(workers: Workers) -> None:
