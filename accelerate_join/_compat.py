@@ -47,9 +47,11 @@ def models(accelerator: accelerate.Accelerator) -> list[Any]:
 def wrappers(accelerator: accelerate.Accelerator) -> list[tuple[Any, list[DistributedDataParallel]]]:
     """Return each model that was prepared, and what wraps it.
 
-    `accelerator` itself keeps the inner modules only, but for models that were prepared for the second time.
+    `accelerator` itself keeps the inner modules only, but for models that were prepared for the second time. A wrapper
+    whose construction has failed has no reducer: it may live on in a traceback, as in a notebook.
     """
-    ddps = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    ddps = [ddp for ddp in found if hasattr(ddp, "reducer")]
     unwrapped = [getattr(model, "_orig_mod", model) for model in models(accelerator)]
     return [
         (model, [model] if any(model is ddp for ddp in ddps) else [ddp for ddp in ddps if ddp.module is model])

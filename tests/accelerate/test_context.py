@@ -164,6 +164,29 @@ def test_misuse(workers: Workers, kind: str, text: str) -> None:
         assert text in outcome.error, outcome.error
 
 
+def after_failures(rank: int) -> list[list[float]]:
+    """As in a notebook, whose last traceback keeps what it has gone through."""
+    with accelerator_of(rank) as accelerator:
+        net = nn.Sequential(nn.LazyLinear(1, bias=False, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="uninitialized parameters") as late:  # it has its module by then
+            DistributedDataParallel(net)
+        with pytest.raises(RuntimeError, match="any parameter that requires a gradient") as early:
+            DistributedDataParallel(nn.ReLU())
+        net(torch.ones(1, 2, dtype=torch.float64))
+        model = accelerator.prepare(net)
+        with accelerator.join_uneven_inputs() as join:
+            for x in join.batches([torch.ones(1, 2, dtype=torch.float64)] * (1 + rank)):
+                model.zero_grad()
+                model(x).sum().backward()
+        del late, early
+        return [parameter.grad.tolist() for parameter in net.parameters()]
+
+
+def test_a_wrapper_whose_construction_has_failed_counts_for_nothing(workers: Workers) -> None:
+    first, second = workers.run(2, after_failures)
+    assert first == second == [[[0.5, 0.5]]]  # rank 1 alone has a last batch, of a world of two
+
+
 def prepare_anew(rank: int) -> int:
     """As after an attempt that ran out of memory."""
     with accelerator_of(rank) as accelerator:
