@@ -2,7 +2,7 @@
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _HEADER = struct.Struct("<IBI")  # bytes that follow, kind, stream
 MAX_BYTES = 1 << 30  # of one message, and of what waits to be sent over one connection
@@ -26,7 +26,6 @@ class Link:
         socket, peer: The same.
         incoming: The part of a message that has come.
         outgoing: What has yet to be sent.
-        takes: Whether anything can be sent; if not, what the peer has said last is still read.
     """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
@@ -41,13 +40,19 @@ class Link:
         self.peer = peer
         self.incoming = bytearray()
         self.outgoing = bytearray()
-        self.takes = True
 
-    def messages(self, data: bytes) -> Iterator[tuple[int, int, bytes] | None]:
+    def messages(self, data: bytes) -> Iterable[tuple[int, int, bytes] | None]:
         """Go through the messages that `data`, and what has come before it, complete: kind, stream, payload.
 
         `None` comes in place of one that is too long, and after it nothing.
         """
+        if not self.incoming and len(data) >= _HEADER.size:  # most often one message, and no more
+            length, kind, stream = _HEADER.unpack_from(data)
+            if len(data) == _HEADER.size + length:
+                return ((kind, stream, data[_HEADER.size :]),)
+        return self._parts(data)
+
+    def _parts(self, data: bytes) -> Iterator[tuple[int, int, bytes] | None]:
         # None is left for later: a signal's handler may wait, and so read, in the midst of what follows from one.
         self.incoming += data
         while len(self.incoming) >= _HEADER.size:

@@ -59,6 +59,7 @@ class Links:
         self._handle = handle
         self._lost = lost
         self._links = {peer: Link(connection, peer) for peer, connection in connections.items()}
+        self._takers = {**self._links}  # less those to which nothing can be sent; what they have said is still read
         self._by_file = {link.socket.fileno(): link for link in self._links.values()}
         self._ended: dict[int, float] = {}  # since when
         self._readers = 0  # threads that wait, and read themselves
@@ -86,8 +87,7 @@ class Links:
         message = pack(kind, stream, payload)
         with self.lock:
             for peer in peers:
-                link = self._links.get(peer)
-                if link is not None and link.takes and peer not in self._ended:  # whoever waits hears that it is gone
+                if (link := self._takers.get(peer)) is not None:  # else whoever waits hears that it is gone
                     self._send(link, message)
 
     def _send(self, link: Link, message: bytes) -> None:
@@ -157,7 +157,7 @@ class Links:
             return  # what there is, is read by whoever waits, or by what a signal's handler has interrupted
         found = None
         if seconds:  # without the lock: others may send meanwhile
-            while time.monotonic() < awake_until and not (found := self._inner.poll(0)):
+            while awake_until and time.monotonic() < awake_until and not (found := self._inner.poll(0)):
                 os.sched_yield()
             found = found or self._inner.poll(seconds)
         with self.lock:
@@ -252,7 +252,7 @@ class Links:
             self._inner.modify(link.socket.fileno(), select.EPOLLIN)
 
     def _stop_sending(self, link: Link) -> None:
-        link.takes = False
+        self._takers.pop(link.peer, None)
         link.outgoing.clear()
         self._inner.modify(link.socket.fileno(), select.EPOLLIN)
 
@@ -281,8 +281,8 @@ class Links:
         if self._closing or link.peer in self._ended:
             return
         self._ended[link.peer] = time.monotonic()
+        self._stop_sending(link)
         self._inner.unregister(link.socket.fileno())
-        link.outgoing.clear()
         with suppress(OSError):
             link.socket.shutdown(socket.SHUT_RDWR)  # so that the peer notices too, if it is there
         os.eventfd_write(self._alarm, 1)  # have the thread find out why

@@ -19,6 +19,7 @@ from torch_join._control.waiting import GONE
 
 SET, SWAP, DELETE, ADD, ASK, ANSWER, UP, DOWN = range(8)  # kinds of messages
 _BEAT = struct.Struct("<QIqH")  # number, how many have come, their sum, bytes of the set of ranks that follows
+_BEAT_BYTES = _BEAT.size
 # Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
 SUMS, GATHERS = 1 << 62, 1 << 63
 VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
@@ -34,6 +35,17 @@ WHERE = ""  # what a roll call asks for
 
 def no_place() -> None:
     """Answer no roll call."""
+
+
+def _pack(beat: int, came: int, total: int, ranks: int, notices: bytes) -> bytes:
+    bits = ranks.to_bytes((ranks.bit_length() + 7) // 8, "little") if ranks else b""
+    return _BEAT.pack(beat, came, total, len(bits)) + bits + notices
+
+
+def _unpack(payload: bytes) -> tuple[int, int, int, int, bytes]:
+    beat, came, total, length = _BEAT.unpack_from(payload)
+    end = _BEAT_BYTES + length
+    return beat, came, total, int.from_bytes(payload[_BEAT_BYTES:end], "little") if length else 0, payload[end:]
 
 
 @dataclass
@@ -91,10 +103,7 @@ class Node:
     def handle(self, peer: int, kind: int, number: int, payload: bytes) -> None:
         """Handle a message of a neighbour."""
         if kind == UP:
-            beat, came, total, length = _BEAT.unpack_from(payload)
-            begin = _BEAT.size + length
-            ranks = int.from_bytes(payload[_BEAT.size : begin], "little")
-            self.arrive(number, beat, came, total, ranks, payload[begin:])
+            self.arrive(number, *_unpack(payload))
         elif kind == DOWN:
             self._hear(number, payload)
         elif kind in (ADD, ASK):
@@ -200,21 +209,19 @@ class Node:
             stream.arrivals[beat] = came, total, notices
             return
         hear = ranks & -ranks if self.layout.parent is None and SUMS <= beat < GATHERS else ranks
-        bits = hear.to_bytes((hear.bit_length() + 7) // 8, "little")
-        payload = _BEAT.pack(beat, came, total, len(bits)) + bits + notices
+        payload = _pack(beat, came, total, hear, notices)
         if self.layout.parent is None:
             self._hear(number, payload)
         else:
             self.links.send([self.layout.parent], UP, number, payload)
 
     def _hear(self, number: int, payload: bytes) -> None:
-        beat, _, total, length = _BEAT.unpack_from(payload)
-        begin = _BEAT.size + length
-        ranks = int.from_bytes(payload[_BEAT.size : begin], "little")
-        below = self.layout.below
-        self.links.send([child for child in below if not ranks or ranks & below[child]], DOWN, number, payload)
+        beat, _, total, ranks, notices = _unpack(payload)
+        if below := self.layout.below:
+            them = [child for child in below if ranks & below[child]] if ranks else below
+            self.links.send(them, DOWN, number, payload)
         if (not ranks or ranks >> self.rank & 1) and (stream := self._stream(number)) is not None:
-            stream.beats[beat] = total, payload[begin:]
+            stream.beats[beat] = total, notices
 
     # ------------------------------------------------------------ connections that end
 

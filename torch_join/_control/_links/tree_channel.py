@@ -49,10 +49,11 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         Channel.__init__(self, rank, world_size)
         WaitingChannel.__init__(self, store, timeout, group)
         self.processes = tree.processes
+        self._values = store.sayer.stream.values
         # Weakly, so that a channel that is dropped is gone at once.
         store.sayer.stream.place = weakref.WeakMethod(self._place)
-        wait = weakref.WeakMethod(self._until)
-        self._beats: Any = TreeBeats(store, rank, world_size, lambda ready: wait()(ready))  # type: ignore[misc]
+        me = weakref.proxy(self)
+        self._beats: Any = TreeBeats(store, rank, world_size, lambda ready: me._until(ready))
 
     def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
         self.before_meeting()
@@ -190,7 +191,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def _until(self, ready: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
         vigil: Callable[[], None] | None = None
-        values = self._store.sayer.stream.values
+        values = self._values
 
         def look() -> None:
             nonlocal vigil

@@ -127,13 +127,13 @@ class TreeBeats:
 
     def hear(self) -> Beat:
         """Wait until all have come; see `Channel.hear`."""
-        index, beats = self.number - 1, self._sayer.stream.beats
-        if index not in beats:
+        index, beats, links = self.number - 1, self._sayer.stream.beats, self._store.tree.links
+        if links.is_put_off and index not in beats:
             self.catch_up()
         if index not in beats:
             self._wait(lambda: index in beats)
         else:
-            self._store.tree.links.resume()
+            links.resume()
         total, notices = beats.pop(index)
         return Beat(total, read_notices(notices, self._world_size) if notices else {})
 
