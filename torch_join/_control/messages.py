@@ -51,7 +51,6 @@ class Messages:
         self._gathers = self._log = self._forgotten = 0
         self._until_met: list[str] = []  # keys that all will have read when they have met
 
-    @naming_failures
     def say(
         self,
         count: int = 0,
@@ -62,7 +61,6 @@ class Messages:
         self.before_meeting()
         self._beats.say(count, notice, range(self.world_size) if ranks is None else ranks, waits)
 
-    @naming_failures
     def hear(self) -> Beat:
         beat: Beat = self._beats.hear()
         return beat

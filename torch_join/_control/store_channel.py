@@ -62,6 +62,8 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         is_watchful: Whether it looks all the time whether a rank has failed, which takes a request for each look.
     """
 
+    say, hear = naming_failures(Messages.say), naming_failures(Messages.hear)
+
     def __init__(
         self,
         store: dist.Store,

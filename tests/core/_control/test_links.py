@@ -151,8 +151,26 @@ def test_the_thread_reads_while_who_waits_looks(ends: Ends) -> None:
         time.sleep(0.2)
         got.append(len(ends.got[0]))
 
-    tree_over(ends.first).wait(lambda: len(got) == 2, look, lambda: len(got) == 1)
+    tree_over(ends.first).wait(lambda: len(got) == 2, look, ())
     assert got == [1, 2]
+
+
+def test_who_waits_amid_what_others_say_looks_too(ends: Ends) -> None:
+    looks: list[int] = []
+    done = threading.Event()
+
+    def chatter() -> None:
+        while not done.wait(0.002):
+            ends.second.send([0], 1, 0, b"x")
+
+    thread = threading.Thread(target=chatter)
+    thread.start()
+    try:
+        tree_over(ends.first).wait(lambda: len(looks) == 5, lambda: looks.append(len(ends.got[0])), ())
+    finally:
+        done.set()
+        thread.join()
+    assert 5 * 10 < looks[-1] < 5 * 50
 
 
 def test_the_thread_leaves_to_who_reads_soon_what_comes(ends: Ends) -> None:
@@ -285,8 +303,8 @@ def test_layouts(hosts: list[str]) -> None:
     for rank, layout in enumerate(layouts):
         assert all(layouts[child].parent == rank for child in layout.children)
         here = [child for child in layout.children if hosts[child] == hosts[rank]]
-        assert len(here) <= 8
-        assert len(layout.children) - len(here) <= 8
+        assert len(here) <= 7
+        assert len(layout.children) - len(here) <= 7
         assert sum(layout.below.values()) | 1 << rank == layout.subtree
         assert sum(ranks.bit_count() for ranks in layout.below.values()) == layout.subtree.bit_count() - 1
         for child, ranks in layout.below.items():
@@ -314,7 +332,7 @@ def test_layouts(hosts: list[str]) -> None:
         ("aaa", {1}, {1}, [0]),  # rank 2 is asked through it
         ("aaa", {0, 1}, {1}, [0, 2]),  # it has left, and passes on
         ("aaa", {0, 1}, {0, 1}, [2]),
-        ("a" * 12, {*range(12)} - {0, 10}, {*range(12)} - {0, 10}, [0, 10]),  # 9 to 11 are below rank 1
+        ("a" * 12, {*range(12)} - {0, 10}, {*range(12)} - {0, 10}, [0, 10]),  # 8 to 11 are below rank 1
         ("aabb", {1}, {1}, [0]),
         ("aabb", {0, 1}, {0, 1}, [2]),
     ],
@@ -391,7 +409,7 @@ def test_a_beat_takes_one_message_each_way_over_each_link(crowd: Workers) -> Non
     for sent, came in counts[2:]:
         assert 100 <= sent <= 102
         assert 100 <= came <= 102
-    assert 800 <= counts[0][0] <= 810
+    assert 700 <= counts[0][0] <= 710
 
 
 def meet_late(rank: int, hosts: str, catches_up: bool) -> list[Any]:

@@ -230,14 +230,13 @@ class Links:
 
     def _take(self, found: list[tuple[int, int]]) -> None:
         for file, events in found:
-            link = self._by_file.get(file)
             if self._closing:  # by the garbage collector, maybe, in the midst of this
                 return
-            if link is None or link.peer in self._ended:
+            if (link := self._by_file.get(file)) is None:
                 continue
             if events & select.EPOLLOUT:
                 self._write(link)
-            if events & ~select.EPOLLOUT:
+            if events != select.EPOLLOUT:
                 self._receive(link)
 
     def _write(self, link: Link) -> None:
@@ -281,6 +280,7 @@ class Links:
         if self._closing or link.peer in self._ended:
             return
         self._ended[link.peer] = time.monotonic()
+        del self._by_file[link.socket.fileno()]
         self._stop_sending(link)
         self._inner.unregister(link.socket.fileno())
         with suppress(OSError):

@@ -103,7 +103,8 @@ class Node:
     def handle(self, peer: int, kind: int, number: int, payload: bytes) -> None:
         """Handle a message of a neighbour."""
         if kind == UP:
-            self.arrive(number, *_unpack(payload))
+            beat, came, total, ranks, notices = _unpack(payload)
+            self.arrive(number, beat, came, total, ranks, notices)
         elif kind == DOWN:
             self._hear(number, payload)
         elif kind in (ADD, ASK):

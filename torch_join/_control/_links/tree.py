@@ -4,7 +4,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from socket import socket
 
 from torch_join._base.errors import JoinError
@@ -18,10 +18,7 @@ _READ_SECONDS = 0.05  # for which a wait reads at a time
 # other wait is of a meeting, to which ranks come together as a rule: a beat of two ranks takes 23 us so, and 74 asleep,
 # and less processor time.
 _AWAKE_SECONDS, _BRIEFLY = 0.002, 0.0001
-
-
-def _always() -> bool:
-    return True
+_LOOKS_EVERY = 16  # reads, where something comes within each
 
 
 def _sum_of(key: str) -> int:
@@ -48,7 +45,7 @@ class Tree:
         self,
         ready: Callable[[], bool],
         look: Callable[[], None],
-        is_due: Callable[[], bool] = _always,
+        keys: Container[str] | None = None,
         is_awake: bool = False,
     ) -> None:
         """Read until something is so; call `look` again and again, which may take its time.
@@ -56,19 +53,19 @@ class Tree:
         Args:
             ready: Whether it is so.
             look: Raises if it is not to be waited for any more.
-            is_due: Whether `look` is called at once, and not only every 50 ms.
+            keys: `look` is called where a failure is among these, or when nothing has come for 50 ms or much has;
+                if there are none, at once and after each read.
             is_awake: Whether the core is kept awake for milliseconds and not only briefly, if every rank of this host
                 has one.
         """
-        links, now, is_reading = self.links, time.monotonic(), False
-        awake_until = now + (_AWAKE_SECONDS if is_awake else _BRIEFLY) if self._has_cores else 0.0
-        looks_at = now + _READ_SECONDS
+        links, is_reading, seen, reads = self.links, False, -1, 1
+        awake_until = time.monotonic() + (_AWAKE_SECONDS if is_awake else _BRIEFLY) if self._has_cores else 0.0
         try:
             while True:
-                seen = links.messages[1]
+                is_quiet, seen = links.messages[1] == seen, links.messages[1]
                 if ready():
                     return
-                if is_due() or time.monotonic() > looks_at:
+                if keys is None or is_quiet or "failure" in keys or reads % _LOOKS_EVERY == 0:
                     if is_reading:
                         is_reading = links.end_reading()
                     try:
@@ -77,11 +74,11 @@ class Tree:
                         if ready():  # it came before the failure that `look` has read of
                             return
                         raise
-                    looks_at = time.monotonic() + _READ_SECONDS
                 if not is_reading:
                     is_reading = links.begin_reading()
                 if links.messages[1] == seen:  # none that another thread has read since
                     links.read(_READ_SECONDS, awake_until)
+                reads += 1
         finally:
             if is_reading:
                 links.end_reading()

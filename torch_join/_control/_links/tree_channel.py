@@ -17,8 +17,9 @@ from torch_join._control import codec as _codec
 from torch_join._control._links.node import BROKEN, WHERE, no_place
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.tree_store import TreeBeats, TreeStore
-from torch_join._control.channel import Channel, Status
-from torch_join._control.messages import Messages
+from torch_join._control.beats import read_notices
+from torch_join._control.channel import Beat, Channel, Status
+from torch_join._control.messages import Messages, naming_failures
 from torch_join._control.waiting import MOST_TEXT, WaitingChannel
 
 T = TypeVar("T")
@@ -77,6 +78,14 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self._all_have_met()
         assert values is not None
         return [self._decode(f"gather/{index}/{rank}", data, of) for rank, data in enumerate(values)]
+
+    def hear(self) -> Beat:
+        total, notices = self._beats.hear()
+        return Beat(total, self._read_notices(notices) if notices else {})
+
+    @naming_failures
+    def _read_notices(self, data: bytes) -> dict[int, dict[str, Any]]:
+        return read_notices(data, self.world_size)
 
     def put_off(self) -> None:
         self._tree.links.put_off()
@@ -191,7 +200,6 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def _until(self, ready: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
         vigil: Callable[[], None] | None = None
-        values = self._values
 
         def look() -> None:
             nonlocal vigil
@@ -202,7 +210,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
         self._waits = True
         try:
-            self._tree.wait(ready, look, lambda: meanwhile is not None or "failure" in values, self._is_awake)
+            self._tree.wait(ready, look, self._values if meanwhile is None else None, self._is_awake)
         finally:
             self._waits = None
 

@@ -11,8 +11,7 @@ from typing import Any
 from torch_join._base.errors import JoinValueError
 from torch_join._control import codec as _codec
 from torch_join._control._links.tree import Sayer, Tree
-from torch_join._control.beats import MAX_COUNT, read_notices
-from torch_join._control.channel import Beat
+from torch_join._control.beats import MAX_COUNT
 
 
 class TreeStore:
@@ -125,8 +124,8 @@ class TreeBeats:
             if tree.layout.children:
                 tree.links.resume()
 
-    def hear(self) -> Beat:
-        """Wait until all have come; see `Channel.hear`."""
+    def hear(self) -> tuple[int, bytes]:
+        """Wait until all have come; return the sum, and the notices as they were sent."""
         index, beats, links = self.number - 1, self._sayer.stream.beats, self._store.tree.links
         if links.is_put_off and index not in beats:
             self.catch_up()
@@ -134,8 +133,7 @@ class TreeBeats:
             self._wait(lambda: index in beats)
         else:
             links.resume()
-        total, notices = beats.pop(index)
-        return Beat(total, read_notices(notices, self._world_size) if notices else {})
+        return beats.pop(index)
 
     @property
     def position(self) -> Any:
