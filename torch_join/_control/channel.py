@@ -10,7 +10,7 @@ from torch_join._control.codec import closed
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Beat:
     """What all ranks together said in one beat.
 

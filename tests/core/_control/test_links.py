@@ -155,6 +155,16 @@ def test_the_thread_reads_while_who_waits_looks(ends: Ends) -> None:
     assert got == [1, 2]
 
 
+@pytest.mark.parametrize(("keys", "reads"), [((), 4), ({"failure"}, 3), (None, 3)])
+def test_who_waits_looks_at_once_where_a_failure_is_told_and_else_when_all_is_quiet(
+    ends: Ends, keys: Any, reads: int
+) -> None:
+    looks: list[int] = []
+    with mock.patch.object(ends.first, "read", wraps=ends.first.read) as read:
+        tree_over(ends.first).wait(lambda: len(looks) == 3, lambda: looks.append(1), keys)
+    assert read.call_count == reads  # the last one after the last look
+
+
 def test_who_waits_amid_what_others_say_looks_too(ends: Ends) -> None:
     looks: list[int] = []
     done = threading.Event()
