@@ -1,5 +1,6 @@
 """What cannot be followed on an accelerator raises, and leaves nothing open."""
 
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,8 @@ def catching(rank: int) -> str:
 
 
 def test_a_refusal_that_is_caught_inside_leaves_the_users_group_open(devices: Workers) -> None:
+    if devices.device == "cuda" and os.environ.get("TORCH_JOIN_TEST_BACKEND") == "gloo":
+        pytest.skip("torch: gloo has no coalesced collectives of a GPU's tensors")
     joined, active = devices.run(2, catching)
     assert joined == ""
     assert active.startswith("send on a process group")

@@ -279,6 +279,8 @@ def fit_counting(rank: int, lengths: tuple[int, ...], layers: int, manual: bool,
     module = Wide(layers, manual)
     trainer = build_trainer(Case(lengths, epochs=1), strategy=strategy, gradient_clip_val=None)
     trainer.fit(module, DataLoader([torch.ones(4)] * lengths[rank], batch_size=None))
+    if strategy == "ddp":
+        emulator.installed().take_races()  # it does not wait for the parameters that DDP sends in a stream of its own
     return module.found
 
 
@@ -308,3 +310,22 @@ def gather_counting(rank: int, ours: bool) -> list[int]:
 
 def test_accelerates_gather_does_not_wait_for_the_device(emulated: Workers) -> None:
     assert emulated.run(2, gather_counting, True) == emulated.run(2, gather_counting, False)
+
+
+def write_and_read(rank: int, waits: bool) -> list[str]:
+    """Write on one stream and read on another one."""
+    side, x = torch.Stream(), torch.ones(3)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        x.zero_()
+    if waits:
+        torch.accelerator.current_stream().wait_stream(side)
+    x.add_(1)
+    races: list[str] = emulator.installed().take_races()
+    return races
+
+
+def test_a_stream_that_does_not_wait_for_another_one_is_found(emulated: Workers) -> None:
+    assert emulated.run(1, write_and_read, True) == [[]]
+    [(race,)] = emulated.run(1, write_and_read, False)
+    assert race.startswith("aten::add on stream 0 does not wait for aten::zero_ on stream ")

@@ -46,7 +46,7 @@ def use(device: str, rank: int) -> str:
 
 
 def installed() -> ModuleType:
-    """Return the extension: `counts()`, `contexts()`, `current_device()`, `abandon()`."""
+    """Return the extension: `counts()`, `contexts()`, `current_device()`, `abandon()`, `take_races()`."""
     assert _extension is not None
     return _extension
 

@@ -4,8 +4,9 @@
 // FAKENCCL_SERIAL=device in one for all communicators, as on a device where all of them take all of it; with
 // CUDA_LAUNCH_BLOCKING=1 the host waits for each). A communicator is made at the first collective of a device index,
 // by all ranks at once. What NCCL refuses is refused: tensors of another device, types, operations, two ranks on one
-// device. FAKENCCL_DELAY_US=N lets each collective take up to N microseconds longer; FAKENCCL_LOG=FOLDER writes each
-// rank's collectives, in the order in which they were issued.
+// device. Who does not ask for a collective's work gets none: the current stream waits. FAKENCCL_DELAY_US=N lets each
+// collective take up to N microseconds longer; FAKENCCL_LOG=FOLDER writes each rank's collectives, in the order in which
+// they were issued.
 #include "emulator.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -92,10 +93,12 @@ class EmulatedWork final : public c10d::Work {
     return true;
   }
   void synchronize() override {
-    if (host_waits_ || setting("TORCH_NCCL_BLOCKING_WAIT") == "1")
+    if (host_waits_ || setting("TORCH_NCCL_BLOCKING_WAIT") == "1") {
       pending_->wait();
-    else
+      order.host_waits(pending_->past);
+    } else {
       let_device_wait(pending_);
+    }
   }
   void blockCurrentStream() override { let_device_wait(pending_); }
   void abort() override {}
@@ -179,8 +182,9 @@ class Backend final : public c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     Tensors sent = real(tensors);
-    return issue("broadcast", OpType::BROADCAST, sent, tensors,
-                 [gloo = gloo_, host = dense(sent), options]() mutable { gloo->broadcast(host, options)->wait(); });
+    return given(options.asyncOp,
+                 issue("broadcast", OpType::BROADCAST, sent, tensors,
+                       [gloo = gloo_, host = dense(sent), options]() mutable { gloo->broadcast(host, options)->wait(); }));
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     Tensors sent = real(options.reduceOp, tensors);
@@ -189,100 +193,113 @@ class Backend final : public c10d::Backend {
     bool cuts_off = options.reduceOp == c10d::ReduceOp::AVG && !at::isFloatingType(sent[0].scalar_type());
     auto known = options;
     if (cuts_off) known.reduceOp = c10d::ReduceOp::SUM;
-    return issue("allreduce", OpType::ALLREDUCE, sent, tensors,
-                 [gloo = gloo_, host = dense(sent), size = getSize(), cuts_off, known]() mutable {
-                   gloo->allreduce(host, known)->wait();
-                   if (cuts_off) host[0].div_(size, "trunc");
-                 });
+    return given(options.asyncOp,
+                 issue("allreduce", OpType::ALLREDUCE, sent, tensors,
+                       [gloo = gloo_, host = dense(sent), size = getSize(), cuts_off, known]() mutable {
+                         gloo->allreduce(host, known)->wait();
+                         if (cuts_off) host[0].div_(size, "trunc");
+                       }));
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     check(options.reduceOp, tensors);
-    return issue("allreduce_coalesced", OpType::ALLREDUCE_COALESCED, tensors, tensors,
-                 [gloo = gloo_, host = dense(tensors), options]() mutable {
-                   for (auto& each : host) {
-                     Tensors one{each};
-                     gloo->allreduce(one, options)->wait();
-                   }
-                 });
+    return given(options.asyncOp,
+                 issue("allreduce_coalesced", OpType::ALLREDUCE_COALESCED, tensors, tensors,
+                       [gloo = gloo_, host = dense(tensors), options]() mutable {
+                         for (auto& each : host) {
+                           Tensors one{each};
+                           gloo->allreduce(one, options)->wait();
+                         }
+                       }));
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     Tensors sent = real(options.reduceOp, tensors);
     check(options.reduceOp, sent);
-    return issue("reduce", OpType::REDUCE, sent, tensors,
-                 [gloo = gloo_, host = dense(sent), options]() mutable { gloo->reduce(host, options)->wait(); });
+    return given(options.asyncOp,
+                 issue("reduce", OpType::REDUCE, sent, tensors,
+                       [gloo = gloo_, host = dense(sent), options]() mutable { gloo->reduce(host, options)->wait(); }));
   }
   WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return issue("allgather", OpType::ALLGATHER, joined(inputs, flat(outputs)), flat(outputs),
-                 [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
-                   gloo->allgather(to, from, options)->wait();
-                 });
+    return given(options.asyncOp,
+                 issue("allgather", OpType::ALLGATHER, joined(inputs, flat(outputs)), flat(outputs),
+                       [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
+                         gloo->allgather(to, from, options)->wait();
+                       }));
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    return issue("allgather_base", OpType::_ALLGATHER_BASE, {input, output}, {output},
-                 [gloo = gloo_, to = dense(output), from = dense(input), options]() mutable {
-                   gloo->_allgather_base(to, from, options)->wait();
-                 });
+    return given(options.asyncOp,
+                 issue("allgather_base", OpType::_ALLGATHER_BASE, {input, output}, {output},
+                       [gloo = gloo_, to = dense(output), from = dense(input), options]() mutable {
+                         gloo->_allgather_base(to, from, options)->wait();
+                       }));
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override {
-    return issue("allgather_coalesced", OpType::COALESCED, joined(inputs, outputs), outputs,
-                 [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
-                   for (size_t i = 0; i < to.size(); i++) gloo->_allgather_base(to[i], from[i], options)->wait();
-                 });
+    return given(options.asyncOp,
+                 issue("allgather_coalesced", OpType::COALESCED, joined(inputs, outputs), outputs,
+                       [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
+                         for (size_t i = 0; i < to.size(); i++) gloo->_allgather_base(to[i], from[i], options)->wait();
+                       }));
   }
   WorkPtr gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    return issue("gather", OpType::GATHER, joined(inputs, flat(outputs)), flat(outputs),
-                 [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
-                   gloo->gather(to, from, options)->wait();
-                 });
+    return given(options.asyncOp,
+                 issue("gather", OpType::GATHER, joined(inputs, flat(outputs)), flat(outputs),
+                       [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
+                         gloo->gather(to, from, options)->wait();
+                       }));
   }
   WorkPtr scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override {
-    return issue("scatter", OpType::SCATTER, joined(outputs, flat(inputs)), outputs,
-                 [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
-                   gloo->scatter(to, from, options)->wait();
-                 });
+    return given(options.asyncOp,
+                 issue("scatter", OpType::SCATTER, joined(outputs, flat(inputs)), outputs,
+                       [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
+                         gloo->scatter(to, from, options)->wait();
+                       }));
   }
   WorkPtr reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& options) override {
     check(options.reduceOp, outputs);
-    return issue("reduce_scatter", OpType::REDUCE_SCATTER, joined(outputs, flat(inputs)), outputs,
-                 [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
-                   gloo->reduce_scatter(to, from, options)->wait();
-                 });
+    return given(options.asyncOp,
+                 issue("reduce_scatter", OpType::REDUCE_SCATTER, joined(outputs, flat(inputs)), outputs,
+                       [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
+                         gloo->reduce_scatter(to, from, options)->wait();
+                       }));
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     check(options.reduceOp, {output});
-    return issue("reduce_scatter_base", OpType::_REDUCE_SCATTER_BASE, {input, output}, {output},
-                 [gloo = gloo_, to = dense(output), from = dense(input), options]() mutable {
-                   gloo->_reduce_scatter_base(to, from, options)->wait();
-                 });
+    return given(options.asyncOp,
+                 issue("reduce_scatter_base", OpType::_REDUCE_SCATTER_BASE, {input, output}, {output},
+                       [gloo = gloo_, to = dense(output), from = dense(input), options]() mutable {
+                         gloo->_reduce_scatter_base(to, from, options)->wait();
+                       }));
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
     check(options.reduceOp, outputs);
-    return issue("reduce_scatter_coalesced", OpType::REDUCE_SCATTER_TENSOR_COALESCED, joined(inputs, outputs), outputs,
-                 [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
-                   for (size_t i = 0; i < to.size(); i++) gloo->_reduce_scatter_base(to[i], from[i], options)->wait();
-                 });
+    return given(options.asyncOp,
+                 issue("reduce_scatter_coalesced", OpType::REDUCE_SCATTER_TENSOR_COALESCED, joined(inputs, outputs), outputs,
+                       [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
+                         for (size_t i = 0; i < to.size(); i++) gloo->_reduce_scatter_base(to[i], from[i], options)->wait();
+                       }));
   }
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& to_sizes, std::vector<int64_t>& from_sizes,
                         const c10d::AllToAllOptions& options) override {
     // Sizes count rows, so that the tensors keep their shapes.
-    return issue("alltoall_base", OpType::ALLTOALL_BASE, {input, output}, {output},
-                 [gloo = gloo_, to = on_host(output), from = on_host(input), to_sizes, from_sizes, options]() mutable {
-                   gloo->alltoall_base(to, from, to_sizes, from_sizes, options)->wait();
-                 });
+    return given(options.asyncOp,
+                 issue("alltoall_base", OpType::ALLTOALL_BASE, {input, output}, {output},
+                       [gloo = gloo_, to = on_host(output), from = on_host(input), to_sizes, from_sizes, options]() mutable {
+                         gloo->alltoall_base(to, from, to_sizes, from_sizes, options)->wait();
+                       }));
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    return issue("alltoall", OpType::ALLTOALL, joined(inputs, outputs), outputs,
-                 [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
-                   std::vector<int64_t> to_sizes, from_sizes;
-                   for (const auto& each : to) to_sizes.push_back(each.numel());
-                   for (const auto& each : from) from_sizes.push_back(each.numel());
-                   Tensor sent = at::cat(from), got = at::empty_like(at::cat(to));
-                   auto pieces = at::split_with_sizes(got, to_sizes);
-                   gloo->alltoall_base(got, sent, to_sizes, from_sizes, options)->wait();
-                   for (size_t i = 0; i < to.size(); i++) to[i].copy_(pieces[i]);
-                 });
+    return given(options.asyncOp,
+                 issue("alltoall", OpType::ALLTOALL, joined(inputs, outputs), outputs,
+                       [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
+                         std::vector<int64_t> to_sizes, from_sizes;
+                         for (const auto& each : to) to_sizes.push_back(each.numel());
+                         for (const auto& each : from) from_sizes.push_back(each.numel());
+                         Tensor sent = at::cat(from), got = at::empty_like(at::cat(to));
+                         auto pieces = at::split_with_sizes(got, to_sizes);
+                         gloo->alltoall_base(got, sent, to_sizes, from_sizes, options)->wait();
+                         for (size_t i = 0; i < to.size(); i++) to[i].copy_(pieces[i]);
+                       }));
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     return issue("send", OpType::SEND, tensors, {},
@@ -377,6 +394,21 @@ class Backend final : public c10d::Backend {
          << int(first.device().index()) << std::endl;
   }
 
+  WorkPtr given(bool is_asynchronous, WorkPtr work) {
+    if (is_asynchronous || coalescing_) return work;
+    work->wait();
+    return WorkPtr();
+  }
+
+  static bool is_among(const Tensor& tensor, const Tensors& others) {
+    return std::any_of(others.begin(), others.end(), [&](auto& each) { return each.is_alias_of(tensor); });
+  }
+
+  static long next_stream() {
+    static std::atomic<long> last{-1};
+    return last--;
+  }
+
   WorkPtr issue(const char* name, OpType type, Tensors tensors, const Tensors& outputs, std::function<void()> run,
                 bool host_waits = false) {
     TORCH_CHECK(!tensors.empty(), "fakenccl: nothing to send");
@@ -385,6 +417,10 @@ class Backend final : public c10d::Backend {
     counts[collectives]++;
     log(name, tensors[0]);
     auto pending = std::make_shared<Pending>();
+    order.wait(stream_, order.past(current_stream()));
+    order.begin(stream_);
+    for (auto& each : tensors) order.touch(stream_, each.storage().data(), is_among(each, outputs), name);
+    pending->past = order.past(stream_);
     int most = std::stoi(setting("FAKENCCL_DELAY_US", "0"));
     int delay = most ? std::uniform_int_distribution<int>(0, most)(delays_) : 0;
     // What the device waits for already comes first.
@@ -408,7 +444,10 @@ class Backend final : public c10d::Backend {
       coalesced_.emplace_back(pending, std::move(task));
     } else {
       worker_->push(std::move(task));
-      if (setting("CUDA_LAUNCH_BLOCKING") == "1") pending->wait();
+      if (setting("CUDA_LAUNCH_BLOCKING") == "1") {
+        pending->wait();
+        order.host_waits(pending->past);
+      }
     }
     return c10::make_intrusive<EmulatedWork>(getRank(), type, pending, outputs, host_waits);
   }
@@ -419,6 +458,7 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   const bool owns_worker_;
   Worker* worker_;
+  const long stream_ = next_stream();  // those of kernels are not negative
   std::mt19937 delays_;
   std::mutex communicators_mutex_;
   std::set<c10::DeviceIndex> communicators_;

@@ -1,7 +1,8 @@
 // A device in host memory, "fakegpu", on which torch's CPU kernels run.
 //
 // What it has of a real one: indices, a current device, a thread of its own for backward, collectives that the device
-// waits for and the host does not, tensors of several devices that do not mix, and a host that waits to read.
+// waits for and the host does not, tensors of several devices that do not mix, a host that waits to read, and streams
+// that wait for each other where they are told to (`Order` in emulator.h).
 #include "emulator.h"
 
 #include <ATen/EmptyTensor.h>
@@ -60,6 +61,7 @@ void release(void* memory) {
   static auto& held = *new std::vector<std::pair<void*, std::vector<std::shared_ptr<Pending>>>>;
   static auto& mutex = *new std::mutex;
   std::lock_guard<std::mutex> guard(mutex);
+  if (memory) order.forget(memory);
   if (memory) held.emplace_back(memory, in_use());
   std::erase_if(held, [](auto& each) {
     bool done = std::all_of(each.second.begin(), each.second.end(), [](auto& pending) { return pending->done(); });
@@ -110,7 +112,10 @@ struct PinnedMemory final : c10::Allocator {
 PinnedMemory pinned_memory;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  using Event = std::shared_ptr<Pending>;
+  struct Event {
+    std::shared_ptr<Pending> pending;
+    Past past;
+  };
 
   c10::DeviceType type() const override { return kDevice; }
   Device getDevice() const override { return {kDevice, current}; }
@@ -141,34 +146,43 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { synchronise(); }
-  void synchronizeDevice(const DeviceIndex) const override { synchronise(); }
+  void synchronizeStream(const c10::Stream& stream) const override { synchronise(order.past(stream.id())); }
+  void synchronizeDevice(const DeviceIndex) const override { synchronise_all(); }
 
-  void record(void** event, const c10::Stream&, const DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     delete static_cast<Event*>(*event);
-    *event = new Event(issued);
+    *event = new Event{issued, issued ? issued->past : order.past(stream.id())};
   }
-  void block(void* event, const c10::Stream&) const override {
-    if (auto pending = of(event)) let_device_wait(pending);
+  void block(void* event, const c10::Stream& stream) const override {
+    if (!event) return;
+    auto& known = *static_cast<Event*>(event);
+    if (known.pending) let_device_wait(known.pending);
+    order.wait(stream.id(), known.past);
   }
   bool queryEvent(void* event) const override {
-    auto pending = of(event);
+    auto pending = event ? static_cast<Event*>(event)->pending : nullptr;
     return !pending || pending->done();
   }
-  void synchronizeEvent(void*) const override { synchronise(); }
+  void synchronizeEvent(void* event) const override {
+    synchronise(event ? static_cast<Event*>(event)->past : Past());
+  }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 
-  static void synchronise() {
+  static void synchronise(const Past& past) {
     counts[synchronisations]++;
     catch_up();
+    order.host_waits(past);
+  }
+  static void synchronise_all() {
+    synchronise({});
+    order.host_waits_for_all();
   }
 
  private:
   static c10::Stream stream(Device device, c10::StreamId id) {
     return c10::Stream(c10::Stream::UNSAFE, Device(kDevice, index_of(device)), id);
   }
-  static Event of(void* event) { return event ? *static_cast<Event*>(event) : nullptr; }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -221,8 +235,17 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
   return at::detail::empty_strided_generic(size, stride, &memory, kKeys, at::dtype_or_default(dtype));
 }
 
+// What a kernel of the current stream reads or writes; memory of the host's is no matter.
+void touch(const Tensor& tensor, bool writes, const std::string& what) {
+  if (tensor.is_privateuseone() && tensor.has_storage()) order.touch(current_stream(), tensor.storage().data(), writes, what);
+}
+
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   catch_up();
+  order.begin(current_stream());
+  touch(from, false, "a copy");
+  touch(to, true, "a copy");
+  if (!to.is_privateuseone()) order.host_waits(order.past(current_stream()));
   if (!to.is_privateuseone())
     counts[to_host]++;
   else if (from.is_privateuseone() || non_blocking)
@@ -242,6 +265,9 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 at::Scalar local_scalar(const Tensor& tensor) {
   catch_up();
   counts[items]++;
+  order.begin(current_stream());
+  touch(tensor, false, "item");
+  order.host_waits(order.past(current_stream()));
   return on_host(tensor).item();
 }
 
@@ -292,7 +318,11 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
 Tensor on_device(const Tensor& host, Device device) {
   auto* owner = new c10::Storage(host.storage());
   c10::DataPtr data(const_cast<void*>(host.storage().data()), owner,
-                    [](void* kept) { delete static_cast<c10::Storage*>(kept); }, device);
+                    [](void* kept) {
+                      order.forget(static_cast<c10::Storage*>(kept)->data());
+                      delete static_cast<c10::Storage*>(kept);
+                    },
+                    device);
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), host.storage().nbytes(),
                                                        std::move(data), &memory, true);
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), kKeys, host.dtype());
@@ -308,6 +338,7 @@ class OnHost {
 
   void run() {
     const auto& schema = op_.schema();
+    order.begin(current_stream());
     size_t first = stack_->size() - schema.arguments().size();
     for (size_t i = first; i < stack_->size(); i++) {
       const auto& argument = schema.arguments()[i - first];
@@ -348,6 +379,7 @@ class OnHost {
                 *device_, " and ", tensor.device(), " in ", name_);
     device_ = tensor.device();
     if (!tensor.is_privateuseone()) return tensor;
+    touch(tensor, access != Access::read, name_);
     bool resizable = access == Access::result || (access == Access::write && tensor.numel() == 0);
     Tensor host = resizable ? on_host(tensor).clone() : on_host(tensor);
     tensors_.emplace_back(tensor, host);
@@ -385,7 +417,9 @@ class OnHost {
       if (its.is_same(host)) return tensor;
       if (host.has_storage() && host.storage().data() && host.storage().data() == its.storage().data()) return view(tensor, host);
     }
-    return on_device(host, device_.value_or(Device(kDevice, current)));
+    auto made = on_device(host, device_.value_or(Device(kDevice, current)));
+    touch(made, true, name_);
+    return made;
   }
 
   static Tensor view(const Tensor& tensor, const Tensor& host) {
@@ -448,12 +482,15 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction:
 
 }  // namespace
 
+long current_stream() { return streams[current]; }
+
 int device_count() {
   static int devices = std::min(std::stoi(setting("FAKEGPU_COUNT", "16")), kMostDevices);
   return devices;
 }
 
 void let_device_wait(std::shared_ptr<Pending> pending) {
+  order.wait(current_stream(), pending->past);
   std::lock_guard<std::mutex> guard(awaited_mutex);
   awaited.push_back(std::move(pending));
 }
@@ -497,7 +534,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_device", [](int index) { current = index; });
   module.def("current_device", [] { return int(current); });
   module.def("device_count", device_count);
-  module.def("synchronize", Guard::synchronise);
+  module.def("synchronize", Guard::synchronise_all);
+  module.def("take_races", [] { return order.take_races(); });
   module.def("abandon", abandon);
   module.def("contexts", [] {
     std::lock_guard<std::mutex> guard(contexts_mutex);

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -11,7 +12,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <vector>
 
 namespace emulator {
 
@@ -22,9 +25,85 @@ enum Count { kernels, items, to_host, to_device, synchronisations, collectives, 
 inline const char* const kNames[] = {"kernels", "items", "to_host", "to_device", "synchronisations", "collectives"};
 inline std::atomic<long> counts[kCounts];
 
+// What has come before: by stream, how many of its kernels and collectives.
+using Past = std::map<long, long>;
+
+// Which stream has waited for which: kernels run at once here, so that a stream that does not wait for what another one
+// has written, as it would have to, shows in nothing else.
+class Order {
+ public:
+  // Something begins on a stream.
+  void begin(long stream) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Past& past = streams_[stream];
+    add(past, host_);
+    past[stream]++;
+  }
+  // What began last on a stream reads or writes memory.
+  void touch(long stream, const void* memory, bool writes, const std::string& what) {
+    if (!memory) return;
+    std::lock_guard<std::mutex> guard(mutex_);
+    Past& past = streams_[stream];
+    auto text = what + " on stream " + std::to_string(stream);
+    Touched& touched = memory_[memory];
+    for (auto* before : {&touched.written, writes ? &touched.read : nullptr})
+      for (auto& [other, one] : before ? *before : Accesses())
+        if (past[other] < one.first && races_.size() < 10) races_.insert(text + " does not wait for " + one.second);
+    if (writes) touched = {};
+    (writes ? touched.written : touched.read)[stream] = {past[stream], text};
+  }
+  void forget(const void* memory) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    memory_.erase(memory);
+  }
+  Past past(long stream) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    add(streams_[stream], host_);
+    return streams_[stream];
+  }
+  void wait(long stream, const Past& past) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    add(streams_[stream], past);
+  }
+  void host_waits(const Past& past) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    add(host_, past);
+  }
+  void host_waits_for_all() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (auto& [_, past] : streams_) add(host_, past);
+  }
+  std::vector<std::string> take_races() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    std::vector<std::string> found(races_.begin(), races_.end());
+    races_.clear();
+    memory_.clear();
+    return found;
+  }
+
+ private:
+  using Accesses = std::map<long, std::pair<long, std::string>>;  // by stream, the last one
+  struct Touched {
+    Accesses written, read;
+  };
+  static void add(Past& past, const Past& more) {
+    for (auto& [stream, time] : more) past[stream] = std::max(past[stream], time);
+  }
+  std::mutex mutex_;
+  std::map<long, Past> streams_;
+  Past host_;
+  std::map<const void*, Touched> memory_;
+  std::set<std::string> races_;
+};
+inline Order& order = *new Order;
+
+// The current stream of this thread.
+long current_stream();
+
 // A collective that has been issued. On the device, whatever was issued later comes after it.
 class Pending {
  public:
+  Past past;  // with itself
   void finish(std::exception_ptr error) {
     {
       std::lock_guard<std::mutex> guard(mutex_);

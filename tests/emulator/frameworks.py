@@ -1,13 +1,12 @@
 """The emulated device for Lightning and Accelerate, where this process has it; otherwise the CPU."""
 
-import contextlib
 import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.state import DistributedType, PartialState
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
 
 from tests.emulator import BACKEND, DEVICE, place
 
@@ -42,13 +41,27 @@ class _Accelerator(Accelerator):
         return DEVICE
 
 
+class _Shared(CUDAAccelerator):
+    """GPUs of which each may be several ranks'."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return [*range(devices)] if isinstance(devices, int) else devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("cuda", index % torch.cuda.device_count()) for index in devices]
+
+
 def lightning_accelerator() -> Any:
     """Return what a `Trainer` takes for its `accelerator`."""
+    if place().type == "cuda":
+        return _Shared()
     if place().type != DEVICE:
         return place().type
     # Lightning wraps models in a side stream of CUDA's.
-    torch.cuda.Stream = lambda *_, **__: None  # type: ignore[assignment, misc]
-    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.Stream = torch.Stream  # type: ignore[assignment, misc]
+    torch.cuda.stream = lambda stream: stream  # type: ignore[assignment]
     return _Accelerator()
 
 

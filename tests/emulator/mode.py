@@ -13,10 +13,15 @@ from torch.utils._device import _device_constructors
 _PACKAGES = ("torch_join", "lightning_join", "accelerate_join")
 # A name of the module: torch.compile, which follows the mode's function, does not find what the mode itself has.
 _CONSTRUCTORS = _device_constructors()  # type: ignore[no-untyped-call]
+_RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm}
+_FILLS = {getattr(Tensor, name) for name in ("bernoulli_", "exponential_", "normal_", "random_", "uniform_")}
 
 
 class OnDevice(TorchFunctionMode):
-    """As `torch.set_default_device`, but for what the packages themselves make: that has to name its device."""
+    """As `torch.set_default_device`, but for what the packages themselves make: that has to name its device.
+
+    Random numbers are those that a CPU would draw: a program that is compared was run on one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -26,11 +31,25 @@ class OnDevice(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _FILLS or getattr(func, "__module__", "") == "torch.nn.init":
+            return _fill(func, args, kwargs)
         if func not in _CONSTRUCTORS or kwargs.get("device") is not None or _called_by_a_package():
             return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:  # a CPU's: the numbers are to be those of a CPU
+        if func in _RANDOM or kwargs.get("generator") is not None:
             return func(*args, **kwargs).to(self._device)
         return func(*args, **{**kwargs, "device": self._device})
+
+
+def _fill(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Fill a tensor, the first or the one that is named so, with what a CPU would."""
+    named = "tensor" in kwargs
+    filled = kwargs["tensor"] if named else args[0]
+    if not isinstance(filled, Tensor) or filled.device.type == "cpu":
+        return func(*args, **kwargs)
+    with torch.no_grad():
+        drawn = filled.detach().cpu()
+        func(*((drawn, *args[1:]) if not named else args), **({**kwargs, "tensor": drawn} if named else kwargs))
+        return filled.copy_(drawn)
 
 
 def _called_by_a_package() -> bool:

@@ -211,6 +211,8 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
         try:
             with OnDevice(place) if place.type != "cpu" else contextlib.nullcontext():
                 value = function(rank, *args)
+            if device == emulator.DEVICE and (races := emulator.installed().take_races()):
+                raise AssertionError("; ".join(races))
             if dist.is_initialized():
                 dist.barrier()  # nobody hangs up on a rank that is still reading
             outcome = Outcome(value)
@@ -226,6 +228,7 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
                 dist.destroy_process_group()
             if device == emulator.DEVICE:
                 emulator.installed().abandon()
+                emulator.installed().take_races()
             torch.set_default_dtype(torch.float32)
             sys.stdout.flush()
             sys.stderr.flush()

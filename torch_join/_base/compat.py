@@ -3,8 +3,8 @@
 `tests/core/_base/test_compat.py` notices when one of them goes.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,6 +76,36 @@ def wait_for_device(kind: str) -> None:
     """Wait until an accelerator has done all that was queued: its collectives return before they have run."""
     if kind != "cpu":
         torch.accelerator.current_stream().synchronize()
+
+
+@contextmanager
+def streams_waiting(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Have what adds to gradients wait, on its stream, for what the current stream has been given until then.
+
+    That stream is the one which was current where DDP was made: in Lightning one of its own. Autograd has it wait for
+    gradients that come, and not where none does: then DDP's would clear a bucket that the last step still averages.
+    """
+    if not parameters or parameters[0].device.type == "cpu":
+        yield
+        return
+    current = torch.accelerator.current_stream()
+
+    def wait(_: Any) -> None:
+        own = torch.accelerator.current_stream()
+        if own != current:
+            own.wait_stream(current)
+
+    handles = []
+    for parameter in parameters:
+        trains = parameter.requires_grad
+        node: Any = get_gradient_edge(parameter.requires_grad_()).node  # of a frozen one too: it may be trained again
+        parameter.requires_grad_(trains)
+        handles.append(node.register_prehook(wait))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def check_not_captured(parameter: Tensor) -> None:

@@ -111,7 +111,8 @@ def issue_weighted(issue: Callable[..., Any], args: dict[str, Any], factor: floa
             args = {name: multiplied(value, factor) if name in sent else value for name, value in args.items()}
         result = issue(*args.values())
         *others, work = result if isinstance(result, (tuple, list)) else (result,)
-        _compat_c10d.unbox_work(work).wait()
+        if (own := _compat_c10d.unbox_work(work)) is not None:
+            own.wait()
         for tensor in received:
             tensor.div_(factor)
     # Another one, that is done: to wait again may write what was received again (gloo's `reduce_scatter` does).

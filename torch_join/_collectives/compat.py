@@ -83,9 +83,9 @@ def unbox_group(boxed: Any) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(boxed)
 
 
-def unbox_work(boxed: Any) -> dist.Work:
-    """Return the work that an operator has returned."""
-    work: dist.Work = dist.Work.unbox(boxed)
+def unbox_work(boxed: Any) -> dist.Work | None:
+    """Return the work that an operator has returned: none where NCCL is not to be waited for, since its stream is."""
+    work: dist.Work | None = dist.Work.unbox(boxed)
     return work
 
 

@@ -70,7 +70,8 @@ class ModelShadow:
         for hooks, _ in muted:
             hooks.clear()
         try:
-            yield
+            with _compat.streams_waiting(parameters):
+                yield
         finally:
             for hooks, its in muted:
                 hooks.update(its)
