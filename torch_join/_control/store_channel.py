@@ -16,6 +16,7 @@ thread that answers roll calls writes into the keys that there is something to l
 looks again and again: whether they are there, whether a rank has failed, whether a process is gone.
 """
 
+import copy
 import threading
 import time
 import weakref
@@ -79,7 +80,7 @@ class StoreChannel(Messages, WaitingChannel, Channel):
             raise JoinValueError(f"A channel serves at most {MAX_RANKS} ranks, not {world_size}.")
         watched: Any = store
         if is_watchful:
-            watched = WatchedStore(store, weakref.WeakMethod(self._look_at_stopped))
+            watched = WatchedStore(store, weakref.WeakMethod(self._look_beside))
             self._looks_every, self._probes_after = 0.0, max(0.1, world_size / 2000)
             self._probes_every = self._probes_after
         self._is_watchful = is_watchful
@@ -175,15 +176,18 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         with suppress(_codec.Malformed):  # they look by themselves after some seconds
             call(self._store)
 
-    def _look_at_stopped(self) -> None:
-        """Raise where a process of this host has been stopped for a second; its store hears of it when it goes on."""
-        if not (found := self._in_the_way({})):
+    def _look_beside(self) -> None:
+        """Raise beside a request if a process of this host is stopped for a second, or rank 0 gone for as long.
+
+        Rank 0 is the last to leave, and as a rule hosts the store, which hears of what is stopped when it goes on.
+        """
+        if not (found := self._in_the_way({0: GONE} if 0 in self._gone() else {})):
             return
         rank, why = self._first_of(found)
         if not self._failed:
             self._failed = True
             threading.Thread(target=self.fail, args=(why, rank), daemon=True).start()
-        raise self._error_of(rank, why)
+        raise copy.copy(self._heard) or self._error_of(rank, why)
 
     def _call_roll(self, closed: Container[int]) -> dict[int, Any]:
         if gone := self._gone():
@@ -222,7 +226,8 @@ class StoreChannel(Messages, WaitingChannel, Channel):
 
     def _lost(self) -> JoinError | None:
         """Say why the store has hung up on this rank."""
-        if (other := self._presence.connection) is None:
+        # While the connections are made it does so for no request, and torch may take five seconds to ask the other.
+        if self._is_watchful or (other := self._presence.connection) is None:
             return self.failure()
         self._use(other)
         # It does so if it is to add to what is no number.

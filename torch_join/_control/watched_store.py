@@ -1,4 +1,4 @@
-"""A store whose requests are given up where its server may be stopped: torch ends none."""
+"""A store whose requests are given up where its server may be stopped, as torch ends none, or is known to be gone."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +19,16 @@ class WatchedStore:
     def __init__(self, store: dist.Store, look: Callable[[], Callable[[], None] | None]) -> None:
         self._store: Any = store
         self._look = look
+        self._loss: str | None = None  # what torch has said of a server that is gone
 
     def _ask(self, name: str, *args: Any) -> Any:
-        return beside(lambda: getattr(self._store, name)(*args), self._look() or (lambda: None))
+        if self._loss is not None:  # torch may take five seconds to say so again
+            raise dist.DistNetworkError(self._loss)
+        try:
+            return beside(lambda: getattr(self._store, name)(*args), self._look() or (lambda: None))
+        except dist.DistNetworkError as error:  # no `add` is made here, for which a server hangs up that goes on
+            self._loss = str(error)
+            raise
 
     def set_timeout(self, timeout: Any) -> None:
         """Limit how long a request waits for a key."""

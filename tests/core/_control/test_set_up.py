@@ -1,11 +1,13 @@
 """What ranks wait for, and how, while their connections are made."""
 
 import gc
+import os
 import threading
 import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,8 @@ from tests.support.inside import found_keys, replaced_clone, shared_tensor
 from tests.support.workers import Workers
 from torch_join import JoinTimeoutError, PeerFailedError
 from torch_join._control.beside import beside
+from torch_join._control.failures import telling_failures
+from torch_join._control.processes import Process
 from torch_join._control.store_channel import StoreChannel
 from torch_join.integration import open_channel
 
@@ -80,6 +84,58 @@ def test_a_look_ends_a_wait_that_nothing_else_does() -> None:
         assert time.monotonic() - start < 2
     finally:
         over.set()
+
+
+class Dying:
+    """A store whose server is gone from a moment on: each request then ends after so many seconds, with an error."""
+
+    def __init__(self, seconds: float) -> None:
+        self.store = dist.HashStore()
+        self.seconds, self.over, self.is_gone, self.asked = seconds, threading.Event(), False, 0
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        if self.is_gone:
+            self.asked += 1
+            self.over.wait(self.seconds)
+            raise dist.DistNetworkError("Failed to recv, got 0 bytes")
+        return getattr(self.store, name)(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._ask, name)
+
+
+def end_of_set_up(store: Dying, second: Dying, processes: dict[int, Process]) -> tuple[PeerFailedError, float]:
+    """Return what rank 1 of two raises when its store's server goes while it waits, and how long it takes to leave."""
+    first: Any = store
+    other: Any = second
+    channel = StoreChannel(first, 1, 2, timedelta(seconds=60), None, other, hosts=False, is_watchful=True)
+    channel.processes = processes
+    store.is_gone = second.is_gone = True
+    start = time.monotonic()
+    try:
+        with pytest.raises(PeerFailedError) as found, telling_failures(channel):
+            channel.gather(None)
+        channel.leave()
+        return found.value, time.monotonic() - start
+    finally:
+        store.over.set()
+        second.over.set()
+
+
+def test_a_store_that_is_gone_is_asked_once() -> None:
+    store, second = Dying(0.5), Dying(20)
+    error, seconds = end_of_set_up(store, second, {})
+    assert str(error).startswith("The rank that hosts the job's key-value store")
+    assert store.asked == 1
+    assert seconds < 0.5 + 1.0 + 0.7  # the thread that answers roll calls is waited for
+
+
+def test_a_store_that_is_gone_with_the_first_rank_is_not_waited_for() -> None:
+    ended = Process(os.getpid(), began=0)  # whose number has come to mean this one
+    error, seconds = end_of_set_up(Dying(20), Dying(20), {0: ended})
+    assert str(error).startswith("Rank 0 failed, so rank 1 cannot go on. Rank 0: its process is gone")
+    assert error.rank == 0
+    assert seconds < 1.0 + 1.0 + 1.0
 
 
 class Held:
