@@ -22,6 +22,7 @@ from lightning.pytorch.loops.optimization import _ManualOptimization as ManualOp
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _check_dataloader_iterable as check_dataloader_iterable
@@ -80,6 +81,15 @@ __all__ = [
     "sized_len",
     "watch_ends",
 ]
+
+
+def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return with what Lightning wraps a model, in a CUDA stream of its own.
+
+    No other stream waits for the parameters that DDP sends in that one, and of a model that is wrapped again some
+    gradients would be added up in the last one, which the new one does not wait for.
+    """
+    return {"device_ids": strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs}
 
 
 def has_dataloaders(trainer: "pl.Trainer") -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -68,9 +67,7 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
         check_strategy(self)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        ddp = super()._setup_model(model)
-        if self.root_device.type != "cpu":
-            torch.accelerator.synchronize()  # Lightning wraps in a stream of its own, on which rank 0's parameters come
+        ddp = DistributedDataParallel(model, **_compat.ddp_arguments(self))
         if self.join is not None:
             shadow = ModelShadow(ddp)
             self.join.use(shadow)

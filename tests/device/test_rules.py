@@ -26,6 +26,7 @@ from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinableOptimizer
 from torch_join._base.specs import TensorSpec
 from torch_join._handover import objects, transfer
+from torch_join.integration import ModelShadow
 
 UNSET = Job(sets_device=False)
 BOUND = Job(binds_device=True)
@@ -329,3 +330,18 @@ def test_a_stream_that_does_not_wait_for_another_one_is_found(emulated: Workers)
     assert emulated.run(1, write_and_read, True) == [[]]
     [(race,)] = emulated.run(1, write_and_read, False)
     assert race.startswith("aten::add on stream 0 does not wait for aten::zero_ on stream ")
+
+
+def shadow_in_a_stream(rank: int) -> None:
+    """Steps of nothing, one after another, of a model that was wrapped in another stream; races raise."""
+    with torch.Stream():
+        ddp = DistributedDataParallel(nn.Linear(3, 2))
+    torch.accelerator.synchronize()
+    shadow = ModelShadow(ddp)
+    for _ in range(3):
+        zero = shadow.forward()
+        shadow.backward(zero.backward)
+
+
+def test_a_step_of_nothing_waits_for_the_last_one_in_the_stream_of_its_gradients(emulated: Workers) -> None:
+    emulated.run(2, shadow_in_a_stream)

@@ -192,8 +192,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return device_count(); }
   DeviceIndex getCurrentDevice() const override { return current; }
-  void setCurrentDevice(DeviceIndex index) const override { current = index; }
-  DeviceIndex exchangeDevice(DeviceIndex index) const override { return std::exchange(current, index); }
+  void setCurrentDevice(DeviceIndex index) const override { maybeExchangeDevice(index); }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override { return maybeExchangeDevice(index); }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
     return index >= 0 ? std::exchange(current, index) : current;
   }
@@ -245,7 +245,8 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   order.begin(current_stream());
   touch(from, false, "a copy");
   touch(to, true, "a copy");
-  if (!to.is_privateuseone()) order.host_waits(order.past(current_stream()));
+  bool host_waits = !to.is_privateuseone() || !(from.is_privateuseone() || non_blocking);
+  if (host_waits) order.host_waits(order.past(current_stream()));
   if (!to.is_privateuseone())
     counts[to_host]++;
   else if (from.is_privateuseone() || non_blocking)
@@ -531,7 +532,7 @@ Tensor on_host(const Tensor& tensor) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace emulator;
   at::RegisterPrivateUse1HooksInterface(new Hooks());
-  module.def("set_device", [](int index) { current = index; });
+  module.def("set_device", [](int index) { current = std::max(index, 0); });
   module.def("current_device", [] { return int(current); });
   module.def("device_count", device_count);
   module.def("synchronize", Guard::synchronise_all);

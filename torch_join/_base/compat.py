@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,25 +83,24 @@ def wait_for_device(kind: str) -> None:
 def streams_waiting(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Have what adds to gradients wait, on its stream, for what the current stream has been given until then.
 
-    That stream is the one which was current where DDP was made: in Lightning one of its own. Autograd has it wait for
-    gradients that come, and not where none does: then DDP's would clear a bucket that the last step still averages.
+    That stream is the one which was current where DDP was made. Autograd has it wait for gradients that come, and not
+    where none does: then DDP would clear a bucket there that the last step still averages.
     """
     if not parameters or parameters[0].device.type == "cpu":
         yield
         return
-    current = torch.accelerator.current_stream()
+    current = {device: torch.accelerator.current_stream(device) for device in {p.device for p in parameters}}
 
-    def wait(_: Any) -> None:
-        own = torch.accelerator.current_stream()
-        if own != current:
-            own.wait_stream(current)
+    def wait(device: torch.device, _: Any) -> None:
+        if (own := torch.accelerator.current_stream(device)) != current[device]:
+            own.wait_stream(current[device])
 
     handles = []
     for parameter in parameters:
         trains = parameter.requires_grad
         node: Any = get_gradient_edge(parameter.requires_grad_()).node  # of a frozen one too: it may be trained again
         parameter.requires_grad_(trains)
-        handles.append(node.register_prehook(wait))
+        handles.append(node.register_prehook(partial(wait, parameter.device)))
     try:
         yield
     finally:
