@@ -51,7 +51,7 @@ def wrappers(accelerator: accelerate.Accelerator) -> list[tuple[Any, list[Distri
     whose construction has failed has no reducer: it may live on in a traceback, as in a notebook.
     """
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    ddps = [ddp for ddp in found if hasattr(ddp, "reducer")]
+    ddps = [ddp for ddp in found if "reducer" in vars(ddp)]
     unwrapped = [getattr(model, "_orig_mod", model) for model in models(accelerator)]
     return [
         (model, [model] if any(model is ddp for ddp in ddps) else [ddp for ddp in ddps if ddp.module is model])

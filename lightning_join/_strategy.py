@@ -67,23 +67,25 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
         check_strategy(self)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        if self.join is None and self.driver is None:
+            if self.enable_join:
+                self.take_joinables()
+            return super()._setup_model(model)
         ddp = DistributedDataParallel(model, **_compat.ddp_arguments(self))
+        shadow = ModelShadow(ddp)
         if self.join is not None:
-            shadow = ModelShadow(ddp)
             self.join.use(shadow)
             if self._manual is not None:
                 self._manual.use(shadow)
-        elif self.driver is not None:
-            shadow = ModelShadow(ddp)
-            self.join = LockstepJoin(
-                self.driver,
-                shadow,
-                throw_on_early_termination=self.throw_on_early_termination,
-                joinables=self.take_joinables(),
-            )
-            self._manual = self.driver.add(partial(ManualPart, strategy=self, lockstep=self.join, shadow=shadow))
-        elif self.enable_join:
-            self.take_joinables()
+            return ddp
+        assert self.driver is not None
+        self.join = LockstepJoin(
+            self.driver,
+            shadow,
+            throw_on_early_termination=self.throw_on_early_termination,
+            joinables=self.take_joinables(),
+        )
+        self._manual = self.driver.add(partial(ManualPart, strategy=self, lockstep=self.join, shadow=shadow))
         return ddp
 
     def wrap_again(self) -> None:

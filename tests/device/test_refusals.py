@@ -69,6 +69,37 @@ def test_a_refusal_that_is_caught_inside_leaves_the_users_group_open(devices: Wo
     assert active.endswith("[1.0, 1.0]")
 
 
+class Coalesced(torch.autograd.Function):
+    """Passes on, and sums gradients of all ranks in a coalescing manager."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        with dist._coalescing_manager(device=gradient.device):
+            dist.all_reduce(gradient)
+        return gradient
+
+
+def coalescing_in_backward(rank: int) -> str:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    with Join([ddp], weighting="samples", backward_collectives=True) as join:
+        for batch in join.batches([torch.ones(1 + rank, 2)] * 2):
+            loss = Coalesced.apply(ddp(batch).sum())
+            with pytest.raises(UnsupportedError, match="coalescing manager") as raised:
+                loss.backward()
+            raise raised.value
+    return ""
+
+
+def test_a_coalesced_sum_of_weighted_gradients_is_refused(emulated: Workers) -> None:
+    for outcome in emulated.outcomes(2, coalescing_in_backward):
+        assert "all_reduce_coalesced in backward under weighting='samples', in a coalescing manager" in outcome.error
+
+
 def stepping(rank: int) -> None:
     with late_records(0.5) if rank == 1 else nullcontext():
         step_too_often(rank, 1, 2)

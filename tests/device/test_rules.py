@@ -25,6 +25,7 @@ from tests.support.loops import Program
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinableOptimizer
 from torch_join._base.specs import TensorSpec
+from torch_join._collectives.compat import finished_work, unbox_work
 from torch_join._handover import objects, transfer
 from torch_join.integration import ModelShadow
 
@@ -345,3 +346,19 @@ def shadow_in_a_stream(rank: int) -> None:
 
 def test_a_step_of_nothing_waits_for_the_last_one_in_the_stream_of_its_gradients(emulated: Workers) -> None:
     emulated.run(2, shadow_in_a_stream)
+
+
+def wait_for_a_work_that_is_done(rank: int) -> None:
+    """Write on one stream, and wait on another one for a work that is done by then."""
+    side, x = torch.Stream(), torch.ones(3)
+    torch.accelerator.synchronize()
+    with side:
+        x.zero_()
+        work = unbox_work(finished_work([x]))
+    assert work is not None
+    work.wait()
+    x.add_(1)
+
+
+def test_a_stream_waits_for_a_work_that_is_done(emulated: Workers) -> None:
+    emulated.run(1, wait_for_a_work_that_is_done)

@@ -395,8 +395,8 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPtr given(bool is_asynchronous, WorkPtr work) {
-    if (is_asynchronous || coalescing_) return work;
-    work->wait();
+    if (is_asynchronous) return work;
+    if (!coalescing_) work->wait();
     return WorkPtr();
   }
 

@@ -57,6 +57,9 @@ def test_lightnings_trainer_and_strategy() -> None:
         assert f"self.{name}" in names
     assert "_layer_sync" in inspect.getsource(DDPStrategy.setup)
     assert "_setup_model" in inspect.getsource(DDPStrategy.configure_ddp)
+    wraps = inspect.getsource(DDPStrategy._setup_model)  # as `ddp_arguments` says
+    assert "device_ids = self.determine_ddp_device_ids()" in wraps
+    assert "DistributedDataParallel(module=model, device_ids=device_ids, **self._ddp_kwargs)" in wraps
     assert "_lightning_optimizers" in inspect.getsource(_compat.ManualOptimization.on_run_start)
 
 

@@ -42,7 +42,7 @@ def test_packages_are_typed(package: object) -> None:
 # apart.
 THEIRS = {
     *("_join_config", "_on_after_fetch", "_on_before_fetch", "_results", "_timeout", "_update_count"),
-    *("_all_gather_comm", "_config", "_handle", "_replace", "_should_accumulate"),
+    *("_all_gather_comm", "_config", "_handle", "_replace", "_setup_model", "_should_accumulate"),
 }
 
 

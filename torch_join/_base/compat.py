@@ -3,9 +3,8 @@
 `tests/core/_base/test_compat.py` notices when one of them goes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -77,35 +76,6 @@ def wait_for_device(kind: str) -> None:
     """Wait until an accelerator has done all that was queued: its collectives return before they have run."""
     if kind != "cpu":
         torch.accelerator.current_stream().synchronize()
-
-
-@contextmanager
-def streams_waiting(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Have what adds to gradients wait, on its stream, for what the current stream has been given until then.
-
-    That stream is the one which was current where DDP was made. Autograd has it wait for gradients that come, and not
-    where none does: then DDP would clear a bucket there that the last step still averages.
-    """
-    if not parameters or parameters[0].device.type == "cpu":
-        yield
-        return
-    current = {device: torch.accelerator.current_stream(device) for device in {p.device for p in parameters}}
-
-    def wait(device: torch.device, _: Any) -> None:
-        if (own := torch.accelerator.current_stream(device)) != current[device]:
-            own.wait_stream(current[device])
-
-    handles = []
-    for parameter in parameters:
-        trains = parameter.requires_grad
-        node: Any = get_gradient_edge(parameter.requires_grad_()).node  # of a frozen one too: it may be trained again
-        parameter.requires_grad_(trains)
-        handles.append(node.register_prehook(partial(wait, parameter.device)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_not_captured(parameter: Tensor) -> None:

@@ -90,8 +90,9 @@ def unbox_work(boxed: Any) -> dist.Work | None:
 
 
 def finished_work(result: list[Tensor]) -> Any:
-    """Return, as an operator does, a work that is done."""
-    future: Any = torch.futures.Future()
+    """Return, as an operator does, a work that is done, for which a stream waits as for any other."""
+    devices: Any = list({tensor.device for tensor in result if tensor.device.type != "cpu"})
+    future: Any = torch.futures.Future(devices=devices)
     future.set_result(result)
     return _c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
 
@@ -272,6 +273,13 @@ def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
             setattr(kind, name, method)
 
     return end
+
+
+def is_coalescing(group: dist.ProcessGroup, caller: FrameType | None) -> bool:
+    """Whether a `_coalescing_manager` of the group's launches it later: one that is open, or with a device ends now."""
+    is_open = any(each.group_name == group.group_name for each in distributed_c10d._world.pg_coalesce_state)
+    name = "" if caller is None else caller.f_code.co_name
+    return is_open or (name == "_coalescing_manager" and caller.f_locals["device"] is not None)  # type: ignore[union-attr]
 
 
 def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:

@@ -158,7 +158,16 @@ class CollectiveTap:
             return 1
         if _compat_c10d.recomputes(caller):
             return 1
-        return self._backwards.factor if check_weighted(operation, args, _compat_c10d.is_adjoint(caller)) else 1
+        if not check_weighted(operation, args, _compat_c10d.is_adjoint(caller)):
+            return 1
+        if _compat_c10d.is_coalescing(group := _compat_c10d.unbox_group(args["process_group"]), caller):
+            _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
+            raise UnsupportedError(
+                f"{operation} in backward under weighting='samples', in a coalescing manager: it is launched at the"
+                " manager's end, and what it receives has to be divided by this rank's weight after that. Use it"
+                " without the manager, or weighting='world' with a loss that weighs samples itself."
+            )
+        return self._backwards.factor
 
     def _refuse_graph(self) -> None:
         if not self._ignoring and self._is_ours():

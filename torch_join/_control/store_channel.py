@@ -191,7 +191,8 @@ class StoreChannel(Messages, WaitingChannel, Channel):
 
     def _call_roll(self, closed: Container[int]) -> dict[int, Any]:
         if gone := self._gone():
-            self.fail(GONE, gone[0])  # unless it has said why
+            rank, why = self._first_of(dict.fromkeys(gone, GONE))
+            self.fail(why, rank)  # unless it has said why
         try:
             return self._presence.call(enough=lambda _: self.failure() is not None, closed=closed)
         except _codec.Malformed as problem:

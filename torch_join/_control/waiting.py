@@ -90,7 +90,7 @@ class WaitingChannel:
             return error
         except RuntimeError:
             if gone := self._gone():
-                return self._error_of(gone[0], GONE)
+                return self._error_of(*self._first_of(dict.fromkeys(gone, GONE)))
             return PeerFailedError(STORE_GONE)
         # A new one each time: what is raised holds the frames that it has passed, and with them this channel.
         return copy.copy(self._heard)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinTypeError, UnsupportedError
 from torch_join._shadow.first_iteration import FirstIteration
+from torch_join._shadow.streams import accumulators, streams_waiting
 from torch_join._shadow.unused import using_nothing
 from torch_join._shadow.zero_gradient import zero_gradient
 
@@ -56,6 +57,8 @@ class ModelShadow:
         self.sparse = frozenset(
             id(p) for m in ddp.module.modules() if _compat.is_sparse_embedding(m) for p in m.parameters(recurse=False)
         )
+        # What adds to gradients on a device, unless a step of nothing is under way.
+        self._waiting = accumulators([p for p in self.parameters if p.device.type != "cpu"])
         self.first = FirstIteration(ddp, self.parameters)
         if watches:
             self.first.watch()
@@ -69,10 +72,13 @@ class ModelShadow:
         muted = [(hooks, dict(hooks)) for hooks in every if hooks]
         for hooks, _ in muted:
             hooks.clear()
+        if waiting := self._waiting if shadow else []:
+            self._waiting = []
         try:
-            with _compat.streams_waiting(parameters):
+            with streams_waiting(waiting):
                 yield
         finally:
+            self._waiting = waiting or self._waiting
             for hooks, its in muted:
                 hooks.update(its)
             self.first.settle()
