@@ -84,7 +84,7 @@ def unbox_group(boxed: Any) -> dist.ProcessGroup:
 
 
 def unbox_work(boxed: Any) -> dist.Work | None:
-    """Return the work that an operator has returned: none where NCCL is not to be waited for, since its stream is."""
+    """Return the work that an operator has returned: none of NCCL's if none was asked for, the stream waits then."""
     work: dist.Work | None = dist.Work.unbox(boxed)
     return work
 
