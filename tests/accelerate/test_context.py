@@ -164,6 +164,13 @@ def test_misuse(workers: Workers, kind: str, text: str) -> None:
         assert text in outcome.error, outcome.error
 
 
+class Forwarding(DistributedDataParallel):
+    """Has what its module has, as many wrappers do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
 def after_failures(rank: int) -> list[list[float]]:
     """As in a notebook, whose last traceback keeps what it has gone through."""
     with accelerator_of(rank) as accelerator:
@@ -171,7 +178,7 @@ def after_failures(rank: int) -> list[list[float]]:
         with pytest.raises(RuntimeError, match="uninitialized parameters") as late:  # it has its module by then
             DistributedDataParallel(net)
         with pytest.raises(RuntimeError, match="any parameter that requires a gradient") as early:
-            DistributedDataParallel(nn.ReLU())
+            Forwarding(nn.ReLU())
         net(torch.ones(1, 2, dtype=torch.float64))
         model = accelerator.prepare(net)
         with accelerator.join_uneven_inputs() as join:

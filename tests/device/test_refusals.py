@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.core._schedule.test_rebalanced_loops import Sum
 from tests.core.backward.test_exact import train_reentrant
 from tests.core.joinables.test_joinables import step_too_often
 from tests.support.inside import late_records
@@ -69,19 +70,13 @@ def test_a_refusal_that_is_caught_inside_leaves_the_users_group_open(devices: Wo
     assert active.endswith("[1.0, 1.0]")
 
 
-class Coalesced(torch.autograd.Function):
+class Coalesced(Sum):
     """Passes on, and sums gradients of all ranks in a coalescing manager."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
         with dist._coalescing_manager(device=gradient.device):
-            dist.all_reduce(gradient)
-        return gradient
+            return Sum.backward(ctx, gradient)
 
 
 def coalescing_in_backward(rank: int) -> str:

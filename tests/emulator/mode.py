@@ -40,15 +40,14 @@ class OnDevice(TorchFunctionMode):
         return func(*args, **{**kwargs, "device": self._device})
 
 
-def _fill(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Fill a tensor, the first or the one that is named so, with what a CPU would."""
-    named = "tensor" in kwargs
-    filled = kwargs["tensor"] if named else args[0]
+def _fill(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Fill a tensor, which comes first or is named so, with what a CPU would."""
+    filled, *others = args or (kwargs["tensor"],)
     if not isinstance(filled, Tensor) or filled.device.type == "cpu":
         return func(*args, **kwargs)
     with torch.no_grad():
         drawn = filled.detach().cpu()
-        func(*((drawn, *args[1:]) if not named else args), **({**kwargs, "tensor": drawn} if named else kwargs))
+        func(drawn, *others, **{name: value for name, value in kwargs.items() if name != "tensor"})
         return filled.copy_(drawn)
 
 

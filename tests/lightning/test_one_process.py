@@ -3,12 +3,14 @@
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -250,3 +252,17 @@ def test_an_error_before_the_module_is_attached_is_lightnings_own(tmp_path: Path
     )
     with pytest.raises(MisconfigurationException, match="datamodule"):
         trainer.fit(Module(Case((1,))), train_dataloaders=[0], datamodule=pl.LightningDataModule())
+
+
+def count_lightnings_wraps(rank: int, world_size: int, enable_join: bool) -> int:
+    case = Case((2, 2)[:world_size])
+    with mock.patch.object(DDPStrategy, "_setup_model", autospec=True, side_effect=DDPStrategy._setup_model) as wrap:
+        build_trainer(case, strategy=DDPJoinStrategy(enable_join=enable_join)).fit(Module(case))
+    return int(wrap.call_count)
+
+
+@pytest.mark.parametrize(("world_size", "enable_join", "wraps"), [(1, True, 1), (2, False, 1), (2, True, 0)])
+def test_where_nothing_joins_lightning_wraps_the_model(
+    workers: Workers, world_size: int, enable_join: bool, wraps: int
+) -> None:
+    assert workers.run(world_size, count_lightnings_wraps, world_size, enable_join) == [wraps] * world_size

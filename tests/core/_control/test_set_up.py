@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import threading
 import time
 import weakref
@@ -105,10 +106,10 @@ class Dying:
 
 
 def end_of_set_up(store: Dying, second: Dying, processes: dict[int, Process]) -> tuple[PeerFailedError, float]:
-    """Return what rank 1 of two raises when its store's server goes while it waits, and how long it takes to leave."""
+    """Return what rank 1 of three raises when its store's server goes as it waits, and how long it takes to leave."""
     first: Any = store
     other: Any = second
-    channel = StoreChannel(first, 1, 2, timedelta(seconds=60), None, other, hosts=False, is_watchful=True)
+    channel = StoreChannel(first, 1, 3, timedelta(seconds=60), None, other, hosts=False, is_watchful=True)
     channel.processes = processes
     store.is_gone = second.is_gone = True
     start = time.monotonic()
@@ -122,6 +123,26 @@ def end_of_set_up(store: Dying, second: Dying, processes: dict[int, Process]) ->
         second.over.set()
 
 
+ENDED = Process(os.getpid(), began=0)  # whose number has come to mean this one
+BOTH = "Rank 0: its process is gone.* The same goes for rank 2, and any of them may have been the first."
+
+
+def test_whoever_is_gone_with_a_store_is_named() -> None:
+    error, _ = end_of_set_up(Dying(0.01), Dying(0.01), {0: ENDED, 2: ENDED})
+    assert re.search(BOTH, str(error))
+
+
+def test_whoever_is_gone_at_a_roll_call_is_named() -> None:
+    store: Any = dist.HashStore()
+    channel = StoreChannel(store, 1, 3, timedelta(seconds=1), None, store, hosts=False)
+    channel.processes = {0: ENDED, 2: ENDED}
+    try:
+        channel.roll_call()
+        assert re.search(BOTH, str(channel.failure()))
+    finally:
+        channel.leave()
+
+
 def test_a_store_that_is_gone_is_asked_once() -> None:
     store, second = Dying(0.5), Dying(20)
     error, seconds = end_of_set_up(store, second, {})
@@ -131,8 +152,7 @@ def test_a_store_that_is_gone_is_asked_once() -> None:
 
 
 def test_a_store_that_is_gone_with_the_first_rank_is_not_waited_for() -> None:
-    ended = Process(os.getpid(), began=0)  # whose number has come to mean this one
-    error, seconds = end_of_set_up(Dying(20), Dying(20), {0: ended})
+    error, seconds = end_of_set_up(Dying(20), Dying(20), {0: ENDED})
     assert str(error).startswith("Rank 0 failed, so rank 1 cannot go on. Rank 0: its process is gone")
     assert error.rank == 0
     assert seconds < 1.0 + 1.0 + 1.0
