@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.backward import programs, recipes
 from tests.core.backward.test_exact import KINDS, assert_exact
-from tests.device.jobs import BLOCKING, SERIAL, Job, assert_one_order
+from tests.device.jobs import BLOCKING, SERIAL, Job, assert_one_order, skip_without_functional_gather
 from tests.support import loops
 from tests.support.cases import difference
 from tests.support.loops import Program
@@ -57,6 +57,8 @@ BACKWARDS = [kind for kind in KINDS if "compiled" not in kind]
 @pytest.mark.parametrize("kind", BACKWARDS)
 def test_collectives_in_backward_in_one_order(devices: Workers, kind: str, tmp_path: Path) -> None:
     options, wrapper = KINDS[kind]
+    if "functional" in options:
+        skip_without_functional_gather(devices)
     program = programs.Program((0, 4, 2), "world", frozenset(options), wrapper=wrapper)
     results = SERIAL.run(devices, 3, tmp_path, programs.train, program)
     assert_exact(program, [tensors for tensors, _ in results])
@@ -64,6 +66,8 @@ def test_collectives_in_backward_in_one_order(devices: Workers, kind: str, tmp_p
 
 
 def in_order(devices: Workers, job: Job, recipe: recipes.Recipe, folder: Path) -> None:
+    if recipe.api == "fsdp2":
+        skip_without_functional_gather(devices)
     expected = recipes.reference(recipe)
     results = job.run(devices, recipe.world_size, folder, recipes.train, recipe)
     for tensors, _ in results:
@@ -85,6 +89,8 @@ def test_more_random_programs(devices: Workers, seed: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("options", [("no norm",), (), ("contrast", "mean"), ("checkpoint", "adam")], ids=str)
 def test_sharded_models(devices: Workers, api: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    if api == "fsdp2":
+        skip_without_functional_gather(devices)
     program = programs.Program((2, 5, 0), "active", frozenset((api, *options)))
     results: Any = SERIAL.run(devices, 3, tmp_path, programs.train, program)
     tensors: list[list[Tensor]] = [each for each, _ in results]

@@ -115,7 +115,9 @@ def make_scheduler(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
 def accelerator_of(rank: int, kind: type[accelerate.Accelerator] = Accelerator, **kwargs: Any) -> Iterator[Any]:
     """An accelerator for the group that this worker is in; leaves no trace of it in the process."""
     size = str(dist.get_world_size()) if dist.is_initialized() else "1"
-    names = {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
+    # Accelerate gives it to DDP for the number of the GPU, which ranks may share.
+    local = place().index if place().type == "cuda" else rank
+    names = {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": size}
     if not dist.is_initialized():
         names = {"LOCAL_RANK": "-1"}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

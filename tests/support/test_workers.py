@@ -72,6 +72,7 @@ def test_a_deadline_prints_stacks_and_replaces_the_workers(own: Workers) -> None
 def test_a_process_that_ends_is_an_error(own: Workers) -> None:
     outcomes = own.outcomes(2, exit_on_one, timeout=5.0)
     assert outcomes[1].error == "the process ended"
+    assert "exit code 3" in outcomes[1].trace
     assert own.run(2, add_up, 0) == [1.0, 1.0]
 
 

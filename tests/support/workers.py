@@ -136,7 +136,9 @@ class Workers:
                 try:
                     outcomes[rank] = connection.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    outcomes[rank] = Outcome(error="the process ended", ends=True)
+                    self._processes[rank].join(1.0)
+                    code = self._processes[rank].exitcode
+                    outcomes[rank] = Outcome(error="the process ended", trace=f"exit code {code}\n", ends=True)
                 if outcomes[rank].ends:
                     process = self._processes.pop(rank)
                     process.kill()
