@@ -3,11 +3,13 @@
 import json
 import os
 import pickle
+import random
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -33,8 +35,10 @@ from torch_join._control import rendezvous as _rendezvous
 from torch_join._control._links import handshake as _handshake
 from torch_join._control._links import layout as _layout
 from torch_join._control._links import links as _links
+from torch_join._control._links import node as _node
 from torch_join._control._links import tree as _tree
 from torch_join._control._links import wiring as _wiring
+from torch_join._control._links.stream import Stream
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.tree_channel import TreeChannel
 from torch_join._control.beats import Beats
@@ -364,6 +368,50 @@ def seen_listeners() -> Iterator[list[tuple[socket.socket, Where]]]:
 
     with mock.patch.object(_wiring, "_listen", note):
         yield found
+
+
+class Nodes:
+    """A tree of nodes in one process; messages are in order over each connection, and come when a test says so.
+
+    Args:
+        hosts: Of the ranks.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.under_way: dict[tuple[int, int], deque[Any]] = defaultdict(deque)  # from whom, to whom
+        self.sent: Counter[tuple[int, int, int, bytes]] = Counter()  # from whom, to whom, of which kind, and what
+        names = range(len(hosts))
+        self.all = [_node.Node(_layout.Layout(hosts, rank), rank, {}, names, lambda _: None) for rank in names]
+        for rank, node in enumerate(self.all):
+            links: Any = mock.Mock(lock=threading.RLock(), send=partial(self._send, rank))
+            node.links = links
+            self.stream(rank).place = lambda rank=rank: lambda: str(rank).encode()  # type: ignore[misc]
+
+    def stream(self, rank: int) -> Any:
+        return self.all[rank].streams.setdefault(0, Stream())
+
+    def _send(self, source: int, peers: Iterable[int], kind: int, stream: int, payload: bytes) -> None:
+        for peer in peers:
+            self.sent[source, peer, kind, payload] += 1
+            self.under_way[source, peer].append((kind, stream, payload))
+
+    def deliver(self, pick: random.Random) -> bool:
+        """Have one message come, if any is under way."""
+        if not (ways := [way for way, messages in self.under_way.items() if messages]):
+            return False
+        source, peer = pick.choice(ways)
+        self.all[peer].handle(source, *self.under_way[source, peer].popleft())
+        return True
+
+    def meet(self, rank: int, gather: int) -> Callable[[], bool]:
+        """Have a rank come to a gather; return what says whether all have."""
+        self.all[rank].arrive(0, _node.GATHERS | gather, 1, 0, 0, b"")
+        return lambda: _node.GATHERS | gather in self.stream(rank).beats
+
+
+def roll_calls_last(seconds: float) -> AbstractContextManager[Any]:
+    """For how long calls of the roll are one."""
+    return mock.patch.object(_node, "_SAME_CALL_SECONDS", seconds)
 
 
 def silent(layout: Layout, rank: int, world_size: int, reached: set[int], answered: set[int]) -> list[int]:

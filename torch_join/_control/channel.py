@@ -192,6 +192,17 @@ class Channel:
     def drop(self, key: str) -> None:
         """Keep the value of this name no longer."""
 
+    def exchange(self, key: str, value: T, ranks: Sequence[int], of: Any = Any) -> dict[int, T]:
+        """Meet some ranks, of which this is one, and return what each of these has to say, by rank; see `gather`.
+
+        Args:
+            key: A name that is used once.
+            value: What this rank has to say.
+            ranks: Those that call this.
+            of: The type that all values must be of.
+        """
+        return {self.rank: value}
+
     def contribute(self, key: str, number: int, ranks: Sequence[int]) -> None:
         """Add a number below 2**32 to a sum of one of each of these ranks, all of which call this; waits for nobody."""
 

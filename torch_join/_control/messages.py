@@ -107,6 +107,10 @@ class Messages:
     def drop(self, key: str) -> None:
         self.delete(f"{key}/{self.rank}")
 
+    def exchange(self, key: str, value: T, ranks: Sequence[int], of: Any = Any) -> dict[int, T]:
+        self.post(f"{key}/{self.rank}", value, until_met=True)
+        return {rank: self.read(f"{key}/{rank}", of=of) for rank in ranks}
+
     def contribute(self, key: str, number: int, ranks: Sequence[int]) -> None:
         self.add(key, _ONE + number)
 

@@ -100,10 +100,8 @@ class Tails:
         members, channel = self.server.members, self.server.channel
         # Between two departures nothing may be announced.
         place = f"steps/{channel.records}/{len(members.active)}"
-        words = steps.words(is_late)
-        channel.post(f"{place}/{members.rank}", words, until_met=True)
-        theirs = {rank: channel.read(f"{place}/{rank}", of=Words) for rank in members.before if rank != members.rank}
-        steps.compare({members.global_ranks[rank]: said for rank, said in {members.rank: words, **theirs}.items()})
+        said = channel.exchange(place, steps.words(is_late), members.before, Words)
+        steps.compare({members.global_ranks[rank]: words for rank, words in said.items()})
 
     def _look(self, at_top: bool) -> None:
         """Look at what there is, on every rank, where the first ones join."""

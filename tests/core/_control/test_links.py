@@ -372,6 +372,7 @@ def meet(rank: int, hosts: str) -> Any:
             channel.say(step, {"rank": rank} if step == 7 else None, some)
             beat = channel.hear()
             found.append((beat.total, beat.notices))
+        assert channel.exchange("theirs", {"at": rank}, some) == {other: {"at": other} for other in some}
     values = channel.gather((rank, channel.position))
     if rank not in some:
         channel.skip_to(values[1][1])
@@ -420,6 +421,31 @@ def test_a_beat_takes_one_message_each_way_over_each_link(crowd: Workers) -> Non
         assert 100 <= sent <= 102
         assert 100 <= came <= 102
     assert 700 <= counts[0][0] <= 710
+
+
+def call_the_roll_at_once(rank: int) -> tuple[int, list[int]]:
+    channel = open_channel()
+    channel.gather(None)
+    dist.barrier()
+    time.sleep(0.3)
+    before = sum(messages(channel))
+    dist.barrier()
+    answered = [len(channel.roll_call())]
+    dist.barrier()
+    time.sleep(0.3)
+    took = sum(messages(channel)) - before
+    if rank == 11:
+        channel.leave()
+    dist.barrier()
+    answered.append(len(channel.roll_call()))
+    dist.barrier()
+    return took, answered
+
+
+def test_who_calls_the_roll_at_once_hears_the_same_answers(crowd: Workers) -> None:
+    for rank, (took, answered) in enumerate(crowd.run(12, call_the_roll_at_once)):
+        assert answered == [12, 11], rank
+        assert took <= (7 if rank == 0 else 5 if rank == 1 else 1) * (12 + 2), rank
 
 
 def meet_late(rank: int, hosts: str, catches_up: bool) -> list[Any]:

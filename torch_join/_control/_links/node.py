@@ -1,6 +1,7 @@
 """The ranks as a tree, and what its nodes do with messages: pass them on, merge beats, keep what was said to all.
 
-A message to all goes over each connection once.
+A message to all goes over each connection once. So does one that many ranks send at a time to say the same: with 1,024
+who call the roll and ask each other, rank 0 would pass on three million messages.
 
 Messages of one rank come in the order in which it sent them, and after whatever it had received: two ways in a tree
 part at one node, which passes on what comes first.
@@ -9,15 +10,15 @@ part at one node, which passes on what comes first.
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from torch_join._control import codec as _codec
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
+from torch_join._control._links.stream import Stream
 from torch_join._control.processes import Process
 from torch_join._control.waiting import GONE
 
-SET, SWAP, DELETE, ADD, ASK, ANSWER, UP, DOWN = range(8)  # kinds of messages
+SET, SWAP, DELETE, ADD, ASK, ANSWER, UP, DOWN, WATCH, CALL, PLACE = range(11)  # kinds of messages
 _BEAT = struct.Struct("<QIqH")  # number, how many have come, their sum, bytes of the set of ranks that follows
 _BEAT_BYTES = _BEAT.size
 # Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
@@ -25,16 +26,13 @@ SUMS, GATHERS = 1 << 62, 1 << 63
 VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
 QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth time, a number
 _ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
+_WATCH = struct.Struct("<QQ")  # in which gather, and for which beat
+_CALL = struct.Struct("<I")  # which roll call
+_PLACE = struct.Struct("<II")  # to which roll call, and of which rank; what it answers follows
+_SAME_CALL_SECONDS = 0.1  # where many notice the same, they call the roll once
 BROKEN = "the link between ranks"
 _BROKEN_SECONDS = 0.3  # after which a process that is still there has not ended
 _NOTICES_WITHIN = 1.0  # the other end, perhaps amid a call: one that has left by then would be taken for killed
-
-
-WHERE = ""  # what a roll call asks for
-
-
-def no_place() -> None:
-    """Answer no roll call."""
 
 
 def _pack(beat: int, came: int, total: int, ranks: int, notices: bytes) -> bytes:
@@ -46,23 +44,6 @@ def _unpack(payload: bytes) -> tuple[int, int, int, int, bytes]:
     beat, came, total, length = _BEAT.unpack_from(payload)
     end = _BEAT_BYTES + length
     return beat, came, total, int.from_bytes(payload[_BEAT_BYTES:end], "little") if length else 0, payload[end:]
-
-
-@dataclass
-class Stream:
-    """What a channel's messages have left on this rank."""
-
-    values: dict[str, bytes] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)  # on rank 0: what is added to
-    kept: dict[str, bytes] = field(default_factory=dict)  # on this rank, for others to ask for
-    asked: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # who waits for what is not kept yet
-    answers: dict[int, bytes] = field(default_factory=dict)  # to what this rank has asked
-    # By beat, of the ranks below this one: how many have come, their sum, and their notices or values.
-    arrivals: dict[int, tuple[int, int, bytes]] = field(default_factory=dict)
-    beats: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # the sum, and the notices or values
-    place: Callable[[], Callable[[], bytes] | None] = no_place  # returns what answers roll calls, if anything does
-    begun: int = 0  # how many beats this rank has come to
-    floor: int = 0  # records of the log before this one are done with
 
 
 class Node:
@@ -111,6 +92,12 @@ class Node:
             self.ask(number, kind, payload)
         elif kind == ANSWER:
             self._pass_answer(number, payload)
+        elif kind == WATCH:
+            self._watch(peer, number, payload)
+        elif kind == CALL:
+            self._answer_call(peer, number, payload)
+        elif kind == PLACE:
+            self._note_place(peer, number, payload)
         else:
             self.keep(number, kind, payload)
             self.pass_on(peer, kind, number, payload)
@@ -141,9 +128,7 @@ class Node:
         key, value, values = payload[2:begin].decode(), payload[begin:], stream.values
         if key.startswith("log/") and int(key[4:]) < stream.floor:
             return
-        if kind == SET and key.startswith("watch/") and stream.begun > (beat := int(key[6:])):
-            self.tell(number, f"came/{beat}")
-        elif kind == SET:
+        if kind == SET:
             values[key] = value
         elif kind == SWAP:
             length = 4 + int.from_bytes(value[:4], "little")
@@ -154,10 +139,62 @@ class Node:
                 values.pop(gone, None)
                 stream.numbers.pop(gone, None)
 
-    def tell(self, number: int, key: str) -> None:
-        """Give a key an empty value on all other ranks."""
-        data = key.encode()
+    # ------------------------------------------------------------ what many say to all, once
+
+    def watch(self, number: int, gather: int, beat: int) -> None:
+        """Have all ranks of a gather hear of whoever comes to a beat."""
+        self._watch(None, number, _WATCH.pack(gather, beat))
+
+    def _watch(self, source: int | None, number: int, payload: bytes) -> None:
+        gather, beat = _WATCH.unpack(payload)
+        if (stream := self._stream(number)) is not None:
+            if gather <= stream.watched.get(beat, -1):  # another rank has said so
+                return
+            stream.watched[beat] = gather
+        self.pass_on(source, WATCH, number, payload)
+        if stream is not None and stream.begun > beat:
+            self._tell_came(number, beat)
+
+    def come(self, number: int, beat: int) -> None:
+        """Note that this rank comes to a beat, and tell whoever wants to hear of it."""
+        if (stream := self._stream(number)) is not None:
+            stream.begun = beat + 1
+            if stream.watched.pop(beat, None) is not None:
+                self._tell_came(number, beat)
+
+    def unwatch(self, number: int, gather: int) -> None:
+        """Note that a gather has ended: all that its ranks have said of it has come before."""
+        if (stream := self._stream(number)) is not None:
+            stream.watched = {beat: other for beat, other in stream.watched.items() if other > gather}
+
+    def _tell_came(self, number: int, beat: int) -> None:
+        data = f"came/{beat}".encode()
         self.pass_on(None, SET, number, len(data).to_bytes(2, "little") + data)
+
+    def call_roll(self, number: int) -> int:
+        """Have all ranks answer, unless they have just been called; return to which call, as in `Stream.places`."""
+        if (stream := self._stream(number)) is None:
+            return 0
+        if time.monotonic() - stream.called_at > _SAME_CALL_SECONDS:
+            self._answer_call(None, number, _CALL.pack(stream.calls + 1))
+        return stream.calls
+
+    def _answer_call(self, source: int | None, number: int, payload: bytes) -> None:
+        (call,) = _CALL.unpack(payload)
+        if (stream := self._stream(number)) is not None:
+            if call <= stream.calls:  # another rank has called at the same time
+                return
+            stream.calls, stream.called_at = call, time.monotonic()
+        self.pass_on(source, CALL, number, payload)
+        if stream is not None:
+            answer = place() if (place := stream.place()) is not None else b""
+            self._note_place(None, number, _PLACE.pack(call, self.rank) + answer)
+
+    def _note_place(self, source: int | None, number: int, payload: bytes) -> None:
+        call, rank = _PLACE.unpack_from(payload)
+        if (stream := self._stream(number)) is not None:
+            stream.places[rank] = call, payload[_PLACE.size :]
+        self.pass_on(source, PLACE, number, payload)
 
     # ------------------------------------------------------------ questions to one rank
 
@@ -173,8 +210,6 @@ class Node:
         if kind == ADD:
             stream.numbers[key] = value = stream.numbers.get(key, 0) + value
             self._answer(number, who, asked, value.to_bytes(8, "little", signed=True))
-        elif key == WHERE:
-            self._answer(number, who, asked, place() if (place := stream.place()) is not None else b"")
         elif value and key not in stream.kept:
             stream.asked.setdefault(key, []).append((who, asked))
         else:

@@ -10,7 +10,8 @@ from socket import socket
 from torch_join._base.errors import JoinError
 from torch_join._control._links import node as _node
 from torch_join._control._links.links import Links
-from torch_join._control._links.node import Node, Stream
+from torch_join._control._links.node import Node
+from torch_join._control._links.stream import Stream
 
 _READ_SECONDS = 0.05  # for which a wait reads at a time
 # A core that is asleep takes 0.1 to 0.4 ms to hear of a message, and keeps the sender as long, which adds up where many
@@ -21,8 +22,8 @@ _AWAKE_SECONDS, _BRIEFLY = 0.002, 0.0001
 _LOOKS_EVERY = 16  # reads, where something comes within each
 
 
-def _sum_of(key: str) -> int:
-    return _node.SUMS | int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+def _number_of(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
 
 
 class Tree:
@@ -161,28 +162,42 @@ class Sayer:
     def come(self, number: int, total: int, notices: bytes, ranks: int) -> None:
         """Come to a beat, of some ranks if `ranks` is not 0."""
         with self.links.lock:
-            self.stream.begun = number + 1
-            if self.stream.values.pop(f"watch/{number}", None) is not None:
-                self._node.tell(self.number, f"came/{number}")
+            self._node.come(self.number, number)
             self._node.arrive(self.number, number, 1, total, ranks, notices)
+
+    def watch(self, gather: int, beat: int) -> None:
+        """Have whoever comes to a beat say so to the ranks of a gather; once that ends, call `unwatch`."""
+        with self.links.lock:
+            self._node.watch(self.number, gather, beat)
+
+    def unwatch(self, gather: int, beat: int) -> None:
+        """Take that back."""
+        with self.links.lock:
+            self._node.unwatch(self.number, gather)
+            self.stream.values.pop(f"came/{beat}", None)
+
+    def call_roll(self) -> int:
+        """Call the roll; return to which call the answers are, as in `Stream.places`."""
+        with self.links.lock:
+            return self._node.call_roll(self.number)
 
     def contribute(self, key: str, number: int, ranks: int) -> None:
         """Add to a sum of which the lowest of these ranks, the bits of a number, hears."""
         with self.links.lock:
-            self._node.arrive(self.number, _sum_of(key), 1, number, ranks, b"")
+            self._node.arrive(self.number, _node.SUMS | _number_of(key), 1, number, ranks, b"")
 
     def contributed(self, key: str) -> int | None:
         """Return that sum, once, if it has come."""
-        total, _ = self.stream.beats.pop(_sum_of(key), (None, b""))
+        total, _ = self.stream.beats.pop(_node.SUMS | _number_of(key), (None, b""))
         return total
 
-    def give(self, index: int, value: bytes) -> Callable[[], list[bytes] | None]:
-        """Give a value to all; return what returns every rank's, by rank, once they are here."""
-        number, beats = _node.GATHERS + index, self.stream.beats
+    def give(self, key: str, value: bytes, ranks: int) -> Callable[[], dict[int, bytes] | None]:
+        """Give a value to all, or to some ranks; return what returns every rank's, in order, once they are here."""
+        number, beats = _node.GATHERS | _number_of(key), self.stream.beats
         with self.links.lock:
-            self._node.arrive(self.number, number, 1, 0, 0, _node.VALUE.pack(self._node.rank, len(value)) + value)
+            self._node.arrive(self.number, number, 1, 0, ranks, _node.VALUE.pack(self._node.rank, len(value)) + value)
 
-        def found() -> list[bytes] | None:
+        def found() -> dict[int, bytes] | None:
             if number not in beats:
                 return None
             _, data = beats.pop(number)
@@ -191,6 +206,6 @@ class Sayer:
                 rank, length = _node.VALUE.unpack_from(data, begin)
                 begin += _node.VALUE.size + length
                 values[rank] = data[begin - length : begin]
-            return [value for _, value in sorted(values.items())]
+            return dict(sorted(values.items()))
 
         return found

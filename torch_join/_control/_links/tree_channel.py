@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from torch_join._base.errors import PeerFailedError
 from torch_join._control import codec as _codec
-from torch_join._control._links.node import BROKEN, WHERE, no_place
+from torch_join._control._links.node import BROKEN
+from torch_join._control._links.stream import no_place
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.tree_store import TreeBeats, TreeStore
 from torch_join._control.beats import read_notices
@@ -58,26 +59,35 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
         self.before_meeting()
-        data = _codec.encode(value)
         index, self._gathers = self._gathers, self._gathers + 1
-        found = self._store.sayer.give(index, data)
-        values: list[bytes] | None = None
+        if unless_beat:
+            self._beats.watch(index)
+        try:
+            found = self._exchange(f"gather/{index}", value, 0, of, self._refuse_beat if unless_beat else None)
+        finally:
+            if unless_beat:
+                self._beats.unwatch(index)
+        self._all_have_met()
+        return [*found.values()]
+
+    def exchange(self, key: str, value: T, ranks: Sequence[int], of: Any = Any) -> dict[int, T]:
+        return self._exchange(key, value, sum(1 << rank for rank in ranks), of)
+
+    def _exchange(
+        self, key: str, value: T, ranks: int, of: Any, refuse: Callable[[Callable[[], bool]], None] | None = None
+    ) -> dict[int, T]:
+        data = _codec.encode(value)
+        found = self._store.sayer.give(key, data, ranks)
+        values: dict[int, bytes] | None = None
 
         def ready() -> bool:
             nonlocal values
             values = values or found()
             return values is not None
 
-        if unless_beat:
-            self._beats.watch()
-        try:
-            self._until(ready, (lambda: self._refuse_beat(ready)) if unless_beat else None)
-        finally:
-            if unless_beat:
-                self._beats.unwatch()
-        self._all_have_met()
+        self._until(ready, None if refuse is None else lambda: refuse(ready))
         assert values is not None
-        return [self._decode(f"gather/{index}/{rank}", data, of) for rank, data in enumerate(values)]
+        return {rank: self._decode(f"{key}/{rank}", said, of) for rank, said in values.items()}
 
     def hear(self) -> Beat:
         total, notices = self._beats.hear()
@@ -154,16 +164,18 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self._store.close()
 
     def _call_roll(self, _: Container[int]) -> dict[int, Any]:
-        sayer, answers = self._store.sayer, self._store.sayer.stream.answers
-        asked = {rank: sayer.ask(rank, WHERE, waits=False) for rank in range(self.world_size)}
-        deadline = time.monotonic() + _ANSWERS_WITHIN
+        sayer, places = self._store.sayer, self._store.sayer.stream.places
+        call, deadline = sayer.call_roll(), time.monotonic() + _ANSWERS_WITHIN
+
+        def answered(rank: int) -> bool:
+            return rank in places and places[rank][0] >= call
 
         def enough() -> bool:
             late = time.monotonic() > deadline or self.failure() is not None
-            return late or all(number in answers for number in asked.values())
+            return late or all(map(answered, range(self.world_size)))
 
         self._tree.wait(enough, lambda: None)
-        found = {rank: answers.pop(number) for rank, number in asked.items() if number in answers}
+        found = {rank: places[rank][1] for rank in range(self.world_size) if answered(rank)}
         self._passing_on = {*found}  # also who has left, and answers nothing
         return {rank: self._decode("an answer to a roll call", data, _ANSWER) for rank, data in found.items() if data}
 

@@ -70,11 +70,6 @@ class TreeStore:
         """Delete keys, on all ranks."""
         self._sayer.delete(keys)
 
-    def delete_here(self, keys: Sequence[str]) -> None:
-        """Delete keys that each rank deletes."""
-        for key in keys:
-            self._values.pop(key, None)
-
     def pass_log(self, number: int) -> None:
         """Forget the records of the log before this one, and those of them that are to come."""
         stream = self._sayer.stream
@@ -144,13 +139,13 @@ class TreeBeats:
         """Take up the beats again; see `Channel.skip_to`."""
         self.number, _ = position
 
-    def watch(self) -> None:
-        """Have whoever comes to the next beat say so."""
-        self._store.set(f"watch/{self.number}", b"")
+    def watch(self, gather: int) -> None:
+        """Have whoever comes to the next beat say so to those who are in a gather."""
+        self._sayer.watch(gather, self.number)
 
-    def unwatch(self) -> None:
+    def unwatch(self, gather: int) -> None:
         """Take that back."""
-        self._store.delete_here([f"watch/{self.number}", f"came/{self.number}"])
+        self._sayer.unwatch(gather, self.number)
 
     def somebody_came(self) -> bool:
         """Whether a rank has come to the next beat, of those that were told to say so."""

@@ -1,0 +1,120 @@
+"""What many ranks say to all at a time, in every order in which messages may come."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.inside import Nodes, roll_calls_last
+
+HOSTS = {
+    "one host": "a" * 20,
+    "hosts of eight": "aaaaaaaabbbbbbbbcccccccc",
+    "hosts of one": "abcdefghij",
+    "mixed": "abacabcc",
+}
+Program = Iterator[Callable[[], bool]]  # of one rank: what it waits for, again and again
+
+done: list[int] = []  # ranks whose programs have come to their ends
+
+
+def run(nodes: Nodes, programs: list[Program], pick: random.Random) -> None:
+    """Go on with a message or a rank, whichever is drawn, until nothing is left to be done."""
+    waits: dict[int, Callable[[], bool]] = dict.fromkeys(range(len(programs)), lambda: True)
+    while True:
+        ready = [rank for rank, is_met in waits.items() if is_met()]
+        if ready and pick.random() < 0.3:
+            rank = pick.choice(ready)
+            if (wait := next(programs[rank], None)) is None:
+                del waits[rank]
+            else:
+                waits[rank] = wait
+        elif not nodes.deliver(pick) and not ready:
+            return
+
+
+def calls(nodes: Nodes, rank: int, times: int) -> Program:
+    for _ in range(times):
+        call = nodes.all[rank].call_roll(0)
+        assert call >= 1
+        places = nodes.stream(rank).places
+        yield lambda: all(places.get(other, (0, b""))[0] >= call for other in range(len(nodes.all)))  # noqa: B023
+        assert {other: data for other, (_, data) in places.items()} == {
+            other: str(other).encode() for other in range(len(nodes.all))
+        }
+    done.append(rank)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 60.0], ids=["anew", "shared"])
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_all_call_the_roll_at_once(hosts: str, seconds: float) -> None:
+    for seed in range(20):
+        pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
+        done.clear()
+        with roll_calls_last(seconds):
+            run(nodes, [calls(nodes, rank, 3) for rank in range(len(nodes.all))], pick)
+        assert sorted(done) == [*range(len(nodes.all))], "somebody waits for an answer"
+        called = max(nodes.stream(rank).calls for rank in range(len(nodes.all)))
+        assert called == 1 if seconds > 0 else called >= 3
+        assert set(nodes.sent.values()) == {1}
+        for source, peer in {way[:2] for way in nodes.sent}:  # the call, which may cross itself, and an answer of each
+            both = [way for way in nodes.sent if {*way[:2]} == {source, peer}]
+            assert len(both) <= called * (len(nodes.all) + 2)
+
+
+def loops(nodes: Nodes, rank: int, strays: bool) -> Program:
+    """Meet at the end of three loops of a beat each; or come to the third beat where others meet."""
+    node = nodes.all[rank]
+    for loop in range(3):
+        node.come(0, loop)
+        if strays and loop == 1:
+            node.come(0, loop + 1)
+            done.append(rank)
+            return
+        node.watch(0, loop, loop + 1)
+        have_met = nodes.meet(rank, loop)
+        yield lambda: have_met() or f"came/{loop + 1}" in nodes.stream(rank).values  # noqa: B023
+        if not have_met():
+            done.append(rank)
+            return
+        node.unwatch(0, loop)
+    done.append(rank)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_who_waits_for_all_hears_of_a_rank_that_goes_on(hosts: str) -> None:
+    for seed in range(40):
+        pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
+        world_size = len(nodes.all)
+        done.clear()
+        stray = pick.randrange(world_size)
+        run(nodes, [loops(nodes, rank, rank == stray) for rank in range(world_size)], pick)
+        assert sorted(done) == [*range(world_size)], "somebody waits for a rank that has gone on"
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_who_waits_for_all_says_so_once(hosts: str) -> None:
+    for seed in range(40):
+        pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
+        world_size = len(nodes.all)
+        done.clear()
+        run(nodes, [loops(nodes, rank, False) for rank in range(world_size)], pick)
+        assert sorted(done) == [*range(world_size)]
+        assert set(nodes.sent.values()) == {1}
+        assert not any("came" in key for rank in range(world_size) for key in nodes.stream(rank).values)
+
+
+def test_ranks_of_a_gather_may_be_at_different_beats() -> None:
+    for seed in range(40):
+        pick, nodes = random.Random(seed), Nodes("abcdef")
+        for rank in (1, 2, 3, 4):
+            nodes.all[rank].come(0, 0)
+        for rank in pick.sample(range(1, 5), 4):  # rank 5 has said that it comes to the first beat, and waits there
+            nodes.all[rank].watch(0, 0, 1)
+            for _ in range(pick.randrange(8)):
+                nodes.deliver(pick)
+        nodes.all[5].come(0, 0)
+        nodes.all[0].watch(0, 0, 0)
+        while nodes.deliver(pick):
+            pass
+        assert "came/0" in nodes.stream(0).values
