@@ -1,6 +1,7 @@
 """What many ranks say to all at a time, in every order in which messages may come."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -35,7 +36,7 @@ def run(nodes: Nodes, programs: list[Program], pick: random.Random) -> None:
 
 def calls(nodes: Nodes, rank: int, times: int) -> Program:
     for _ in range(times):
-        call = nodes.all[rank].call_roll(0)
+        call, _ = nodes.all[rank].call_roll(0)
         assert call >= 1
         places = nodes.stream(rank).places
         yield lambda: all(places.get(other, (0, b""))[0] >= call for other in range(len(nodes.all)))  # noqa: B023
@@ -77,7 +78,7 @@ def loops(nodes: Nodes, rank: int, strays: bool) -> Program:
         if not have_met():
             done.append(rank)
             return
-        node.unwatch(0, loop)
+        node.unwatch(0, loop, loop + 1)
     done.append(rank)
 
 
@@ -118,3 +119,43 @@ def test_ranks_of_a_gather_may_be_at_different_beats() -> None:
         while nodes.deliver(pick):
             pass
         assert "came/0" in nodes.stream(0).values
+
+
+def gathers(nodes: Nodes, rank: int, strays: bool) -> Program:
+    """Meet twice between two beats; or come to the second where the others meet again."""
+    node = nodes.all[rank]
+    for gather in range(2):
+        if strays and gather == 1:
+            node.come(0, 0)
+            break
+        node.watch(0, gather, 0)
+        have_met = nodes.meet(rank, gather)
+        yield have_met if gather == 0 else lambda: have_met() or "came/0" in nodes.stream(rank).values  # noqa: B023
+        yield lambda: True  # what comes now comes before this rank notes that the gather has ended
+        if gather == 0:
+            node.unwatch(0, gather, 0)
+    done.append(rank)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_who_is_told_before_a_gather_has_ended_here_is_told_for_the_next(hosts: str) -> None:
+    for seed in range(40):
+        pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
+        world_size = len(nodes.all)
+        done.clear()
+        stray = pick.randrange(world_size)
+        run(nodes, [gathers(nodes, rank, rank == stray) for rank in range(world_size)], pick)
+        assert sorted(done) == [*range(world_size)], "somebody waits for a rank that has gone on"
+
+
+def test_who_shares_a_call_waits_for_what_is_under_way() -> None:
+    nodes = Nodes("aaa")
+    call, until = nodes.all[1].call_roll(0)
+    assert (call, until) == (1, 0.0)
+    while nodes.deliver(random.Random(0)):
+        pass
+    begin = time.monotonic()
+    call, until = nodes.all[2].call_roll(0)
+    assert call == 1
+    assert begin < until < begin + 0.2
+    assert not nodes.deliver(random.Random(0))

@@ -27,9 +27,9 @@ VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
 QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth time, a number
 _ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
 _WATCH = struct.Struct("<QQ")  # in which gather, and for which beat
-_CALL = struct.Struct("<I")  # which roll call
-_PLACE = struct.Struct("<II")  # to which roll call, and of which rank; what it answers follows
+_CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # which roll call; and which rank, whose answer follows
 _SAME_CALL_SECONDS = 0.1  # where many notice the same, they call the roll once
+_NEVER = 1 << 32  # a call that nobody answers
 BROKEN = "the link between ranks"
 _BROKEN_SECONDS = 0.3  # after which a process that is still there has not ended
 _NOTICES_WITHIN = 1.0  # the other end, perhaps amid a call: one that has left by then would be taken for killed
@@ -84,8 +84,7 @@ class Node:
     def handle(self, peer: int, kind: int, number: int, payload: bytes) -> None:
         """Handle a message of a neighbour."""
         if kind == UP:
-            beat, came, total, ranks, notices = _unpack(payload)
-            self.arrive(number, beat, came, total, ranks, notices)
+            self.arrive(number, *_unpack(payload))
         elif kind == DOWN:
             self._hear(number, payload)
         elif kind in (ADD, ASK):
@@ -93,7 +92,8 @@ class Node:
         elif kind == ANSWER:
             self._pass_answer(number, payload)
         elif kind == WATCH:
-            self._watch(peer, number, payload)
+            gather, beat = _WATCH.unpack(payload)
+            self.watch(number, gather, beat, peer)
         elif kind == CALL:
             self._answer_call(peer, number, payload)
         elif kind == PLACE:
@@ -141,17 +141,13 @@ class Node:
 
     # ------------------------------------------------------------ what many say to all, once
 
-    def watch(self, number: int, gather: int, beat: int) -> None:
+    def watch(self, number: int, gather: int, beat: int, source: int | None = None) -> None:
         """Have all ranks of a gather hear of whoever comes to a beat."""
-        self._watch(None, number, _WATCH.pack(gather, beat))
-
-    def _watch(self, source: int | None, number: int, payload: bytes) -> None:
-        gather, beat = _WATCH.unpack(payload)
         if (stream := self._stream(number)) is not None:
             if gather <= stream.watched.get(beat, -1):  # another rank has said so
                 return
             stream.watched[beat] = gather
-        self.pass_on(source, WATCH, number, payload)
+        self.pass_on(source, WATCH, number, _WATCH.pack(gather, beat))
         if stream is not None and stream.begun > beat:
             self._tell_came(number, beat)
 
@@ -162,22 +158,28 @@ class Node:
             if stream.watched.pop(beat, None) is not None:
                 self._tell_came(number, beat)
 
-    def unwatch(self, number: int, gather: int) -> None:
+    def unwatch(self, number: int, gather: int, beat: int) -> None:
         """Note that a gather has ended: all that its ranks have said of it has come before."""
         if (stream := self._stream(number)) is not None:
-            stream.watched = {beat: other for beat, other in stream.watched.items() if other > gather}
+            stream.watched = {at: other for at, other in stream.watched.items() if other > gather}
+            if beat not in stream.watched:  # else another rank is in the next gather, and this one is to hear of it too
+                stream.values.pop(f"came/{beat}", None)
 
     def _tell_came(self, number: int, beat: int) -> None:
         data = f"came/{beat}".encode()
         self.pass_on(None, SET, number, len(data).to_bytes(2, "little") + data)
 
-    def call_roll(self, number: int) -> int:
-        """Have all ranks answer, unless they have just been called; return to which call, as in `Stream.places`."""
+    def call_roll(self, number: int) -> tuple[int, float]:
+        """Have all ranks answer, unless they have just been called; return to which call, as in `Stream.places`.
+
+        And until when to wait at least: what a rank has told before its answer may still be under way to this one.
+        """
         if (stream := self._stream(number)) is None:
-            return 0
-        if time.monotonic() - stream.called_at > _SAME_CALL_SECONDS:
-            self._answer_call(None, number, _CALL.pack(stream.calls + 1))
-        return stream.calls
+            return _NEVER, 0.0
+        if time.monotonic() <= (until := stream.called_at + _SAME_CALL_SECONDS):
+            return stream.calls, until
+        self._answer_call(None, number, _CALL.pack(stream.calls + 1))
+        return stream.calls, 0.0
 
     def _answer_call(self, source: int | None, number: int, payload: bytes) -> None:
         (call,) = _CALL.unpack(payload)

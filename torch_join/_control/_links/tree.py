@@ -173,11 +173,10 @@ class Sayer:
     def unwatch(self, gather: int, beat: int) -> None:
         """Take that back."""
         with self.links.lock:
-            self._node.unwatch(self.number, gather)
-            self.stream.values.pop(f"came/{beat}", None)
+            self._node.unwatch(self.number, gather, beat)
 
-    def call_roll(self) -> int:
-        """Call the roll; return to which call the answers are, as in `Stream.places`."""
+    def call_roll(self) -> tuple[int, float]:
+        """Call the roll; see `Node.call_roll`."""
         with self.links.lock:
             return self._node.call_roll(self.number)
 

@@ -59,11 +59,12 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
         self.before_meeting()
+        data = _codec.encode(value)
         index, self._gathers = self._gathers, self._gathers + 1
         if unless_beat:
             self._beats.watch(index)
         try:
-            found = self._exchange(f"gather/{index}", value, 0, of, self._refuse_beat if unless_beat else None)
+            found = self._exchange(f"gather/{index}", data, 0, of, self._refuse_beat if unless_beat else None)
         finally:
             if unless_beat:
                 self._beats.unwatch(index)
@@ -71,12 +72,11 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         return [*found.values()]
 
     def exchange(self, key: str, value: T, ranks: Sequence[int], of: Any = Any) -> dict[int, T]:
-        return self._exchange(key, value, sum(1 << rank for rank in ranks), of)
+        return self._exchange(key, _codec.encode(value), sum(1 << rank for rank in ranks), of)
 
     def _exchange(
-        self, key: str, value: T, ranks: int, of: Any, refuse: Callable[[Callable[[], bool]], None] | None = None
-    ) -> dict[int, T]:
-        data = _codec.encode(value)
+        self, key: str, data: bytes, ranks: int, of: Any, refuse: Callable[[Callable[[], bool]], None] | None = None
+    ) -> dict[int, Any]:
         found = self._store.sayer.give(key, data, ranks)
         values: dict[int, bytes] | None = None
 
@@ -165,14 +165,15 @@ class TreeChannel(Messages, WaitingChannel, Channel):
 
     def _call_roll(self, _: Container[int]) -> dict[int, Any]:
         sayer, places = self._store.sayer, self._store.sayer.stream.places
-        call, deadline = sayer.call_roll(), time.monotonic() + _ANSWERS_WITHIN
+        (call, until), deadline = sayer.call_roll(), time.monotonic() + _ANSWERS_WITHIN
 
         def answered(rank: int) -> bool:
             return rank in places and places[rank][0] >= call
 
         def enough() -> bool:
-            late = time.monotonic() > deadline or self.failure() is not None
-            return late or all(map(answered, range(self.world_size)))
+            now = time.monotonic()
+            late = now > deadline or self.failure() is not None
+            return late or (now > until and all(map(answered, range(self.world_size))))
 
         self._tree.wait(enough, lambda: None)
         found = {rank: places[rank][1] for rank in range(self.world_size) if answered(rank)}
