@@ -35,7 +35,7 @@ from tests.support.inside import (
     tree_over,
 )
 from tests.support.workers import Workers
-from torch_join import Join, PeerFailedError
+from torch_join import Join, JoinTypeError, PeerFailedError
 
 
 @pytest.fixture(scope="module")
@@ -446,6 +446,20 @@ def test_who_calls_the_roll_at_once_hears_the_same_answers(crowd: Workers) -> No
     for rank, (took, answered) in enumerate(crowd.run(12, call_the_roll_at_once)):
         assert answered == [12, 11], rank
         assert took <= (7 if rank == 0 else 5 if rank == 1 else 1) * (12 + 2), rank
+
+
+def gather_what_cannot_be_sent(rank: int) -> list[int]:
+    channel = open_channel()
+    if rank == 0:
+        with pytest.raises(JoinTypeError):
+            channel.gather(object(), unless_beat=True)
+    return channel.gather(rank)
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_what_cannot_be_sent_is_refused_before_anything_is_said(crowd: Workers, links: bool) -> None:
+    for outcome in crowd.outcomes(2, gather_what_cannot_be_sent, deadline=20.0, links=links):
+        assert outcome.value == [0, 1], outcome.error
 
 
 def meet_late(rank: int, hosts: str, catches_up: bool) -> list[Any]:

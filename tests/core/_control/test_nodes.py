@@ -34,9 +34,20 @@ def run(nodes: Nodes, programs: list[Program], pick: random.Random) -> None:
             return
 
 
-def calls(nodes: Nodes, rank: int, times: int) -> Program:
-    for _ in range(times):
-        call, _ = nodes.all[rank].call_roll(0)
+def everybody(hosts: str, seed: int, program: Callable[[Nodes, int, bool], Program], one_strays: bool = False) -> Nodes:
+    """Have each rank run a program, one of them as a stray; nobody may be left waiting."""
+    pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
+    ranks = range(len(nodes.all))
+    stray = pick.choice(ranks) if one_strays else None
+    done.clear()
+    run(nodes, [program(nodes, rank, rank == stray) for rank in ranks], pick)
+    assert sorted(done) == [*ranks], "somebody waits for ever"
+    return nodes
+
+
+def calls(nodes: Nodes, rank: int, _: bool) -> Program:
+    for _time in range(3):
+        call, _until = nodes.all[rank].call_roll(0)
         assert call >= 1
         places = nodes.stream(rank).places
         yield lambda: all(places.get(other, (0, b""))[0] >= call for other in range(len(nodes.all)))  # noqa: B023
@@ -50,11 +61,8 @@ def calls(nodes: Nodes, rank: int, times: int) -> Program:
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_all_call_the_roll_at_once(hosts: str, seconds: float) -> None:
     for seed in range(20):
-        pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
-        done.clear()
         with roll_calls_last(seconds):
-            run(nodes, [calls(nodes, rank, 3) for rank in range(len(nodes.all))], pick)
-        assert sorted(done) == [*range(len(nodes.all))], "somebody waits for an answer"
+            nodes = everybody(hosts, seed, calls)
         called = max(nodes.stream(rank).calls for rank in range(len(nodes.all)))
         assert called == 1 if seconds > 0 else called >= 3
         assert set(nodes.sent.values()) == {1}
@@ -85,24 +93,15 @@ def loops(nodes: Nodes, rank: int, strays: bool) -> Program:
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_who_waits_for_all_hears_of_a_rank_that_goes_on(hosts: str) -> None:
     for seed in range(40):
-        pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
-        world_size = len(nodes.all)
-        done.clear()
-        stray = pick.randrange(world_size)
-        run(nodes, [loops(nodes, rank, rank == stray) for rank in range(world_size)], pick)
-        assert sorted(done) == [*range(world_size)], "somebody waits for a rank that has gone on"
+        everybody(hosts, seed, loops, one_strays=True)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_who_waits_for_all_says_so_once(hosts: str) -> None:
     for seed in range(40):
-        pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
-        world_size = len(nodes.all)
-        done.clear()
-        run(nodes, [loops(nodes, rank, False) for rank in range(world_size)], pick)
-        assert sorted(done) == [*range(world_size)]
+        nodes = everybody(hosts, seed, loops)
         assert set(nodes.sent.values()) == {1}
-        assert not any("came" in key for rank in range(world_size) for key in nodes.stream(rank).values)
+        assert not any("came" in key for rank in range(len(nodes.all)) for key in nodes.stream(rank).values)
 
 
 def test_ranks_of_a_gather_may_be_at_different_beats() -> None:
@@ -140,12 +139,7 @@ def gathers(nodes: Nodes, rank: int, strays: bool) -> Program:
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_who_is_told_before_a_gather_has_ended_here_is_told_for_the_next(hosts: str) -> None:
     for seed in range(40):
-        pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
-        world_size = len(nodes.all)
-        done.clear()
-        stray = pick.randrange(world_size)
-        run(nodes, [gathers(nodes, rank, rank == stray) for rank in range(world_size)], pick)
-        assert sorted(done) == [*range(world_size)], "somebody waits for a rank that has gone on"
+        everybody(hosts, seed, gathers, one_strays=True)
 
 
 def test_who_shares_a_call_waits_for_what_is_under_way() -> None:
@@ -159,3 +153,15 @@ def test_who_shares_a_call_waits_for_what_is_under_way() -> None:
     assert call == 1
     assert begin < until < begin + 0.2
     assert not nodes.deliver(random.Random(0))
+
+
+def test_nobody_answers_a_call_over_a_stream_that_has_ended() -> None:
+    nodes = Nodes("aaa")
+    places, nodes.all[1].opened = nodes.stream(1).places, 1
+    nodes.all[1].call_roll(0)
+    while nodes.deliver(random.Random(0)):
+        pass
+    assert len(places) == 3
+    nodes.all[1].end(0)
+    call, _ = nodes.all[1].call_roll(0)
+    assert not any(answered >= call for answered, _ in places.values())
