@@ -1,16 +1,17 @@
-"""Every private name of torch that the collective tap touches (seen in torch 2.13.0).
+"""Every private name of torch that the collective tap touches (seen in torch 2.13.0 and 2.14.1).
 
 `tests/core/_collectives/test_tap.py` notices when one of them goes.
 """
 
 import functools
+import inspect
 import itertools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +53,8 @@ _LOCAL_OPERATORS = {"check_for_nan"}
 AllgatherOptions = distributed_c10d.AllgatherOptions  # the one of its kind that torch.distributed does not export
 
 _ENGINE = graph._engine_run_backward.__code__
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
+_CONTEXT = torch.autograd.function.BackwardCFunction
+_BACKWARDS = {getattr(_CONTEXT, name).__code__ for name in ("apply", "apply_boxed") if hasattr(_CONTEXT, name)}
 _CHECKPOINT_FILE = checkpoint.__file__
 _FUNCTIONAL_FILE = _functional_collectives.__file__
 _C10D_FILE = distributed_c10d.__file__
@@ -150,12 +151,38 @@ def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
 
 
 def differentiates(caller: FrameType | None) -> bool:
-    """Whether a collective in a forward is one of an autograd function, whose backward may come and have some too."""
-    return any(
-        (frame.f_code is _APPLY and any(getattr(arg, "requires_grad", False) for arg in frame.f_locals.get("args", ())))
-        or (frame.f_code.co_filename == _FUNCTIONAL_FILE and frame.f_code.co_name.endswith("_autograd"))
-        for frame in _callers(caller)
-    )
+    """Whether a collective in a forward is one of an autograd function, whose backward may come and have some too.
+
+    `Function.apply` has no frame of its own (from torch 2.14 on it is a builtin), so its `forward` is looked for. One
+    without a context, since its class has a `setup_context`, is known by its code, and taken to need a gradient.
+    """
+    frames = [*_callers(caller)]
+    if any(_needs_gradient(frame) or _is_functional_autograd(frame) for frame in frames):
+        return True
+    if torch.is_grad_enabled():  # `apply` turns it off
+        return False
+    codes = {*_forwards_without_context(torch.autograd.Function)}
+    return any(frame.f_code in codes for frame in frames)
+
+
+def _needs_gradient(frame: FrameType) -> bool:
+    """Whether an input needs a gradient, if this is an autograd function's `forward` that has a context."""
+    count = frame.f_code.co_argcount
+    first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_varnames else None
+    if not count and isinstance(first, tuple):  # forward(*args)
+        first = next(iter(first), None)
+    return isinstance(first, _CONTEXT) and any(first.needs_input_grad)
+
+
+def _is_functional_autograd(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == _FUNCTIONAL_FILE and frame.f_code.co_name.endswith("_autograd")
+
+
+def _forwards_without_context(kind: Any) -> Iterator[CodeType | None]:
+    for each in kind.__subclasses__():
+        if each.setup_context is not torch.autograd.Function.setup_context:
+            yield getattr(inspect.unwrap(each.forward), "__code__", None)
+        yield from _forwards_without_context(each)
 
 
 def recomputes(caller: FrameType | None) -> bool:
@@ -165,7 +192,7 @@ def recomputes(caller: FrameType | None) -> bool:
 
 def is_adjoint(caller: FrameType | None) -> bool:
     """Whether a collective in a backward is one of an autograd function's backward, and not of a hook's."""
-    return any(frame.f_code is _BACKWARD for frame in _callers(caller))
+    return any(frame.f_code in _BACKWARDS for frame in _callers(caller))
 
 
 def in_nested_backward() -> bool:
