@@ -103,7 +103,7 @@ class Channel:
 
         Args:
             value: What this rank has to say: numbers, strings, lists, tuples, dictionaries and the like.
-            unless_beat: Whether to raise as soon as another rank comes to the next beat instead.
+            unless_beat: Whether to raise, within a second, where another rank comes to the next beat instead.
             of: The type that all values must be of.
 
         Raises:

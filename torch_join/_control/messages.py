@@ -142,10 +142,13 @@ class Messages:
         # A rank that has met this one here comes to the next beat later, when all have met.
         if self._beats.somebody_came() and not have_met():
             raise JoinError(
-                f"Rank {self.names[self.rank]} came to something that all ranks do together (a metric's compute(), a"
-                " loop over join.batches) while another rank is at the next forward of its loop. Ranks leave a plain"
-                " `for` at different steps: use `for batch in join.batches(loader)`, which all leave together, or do it"
-                " after the `with`."
+                f"Rank {self.names[self.rank]} came to something that all ranks do together (a metric's compute(), the"
+                " begin of a loop over join.batches) while another rank is at the end of its `with`, or at a forward"
+                " outside of such a loop. Usual causes: a `return`, or a `break` out of the epochs, at a step that each"
+                " rank counts for itself, and that is lower where a rank has run out of batches (count epochs, or steps"
+                " in an object with a state_dict that is given to Join); a loop that reads ahead of its step (put that"
+                " inside: join.batches(prefetcher(loader))); a plain `for`, which ranks leave at different steps (use"
+                " `for batch in join.batches(loader)`, which all leave together, or do it after the `with`)."
             )
 
     def _all_have_met(self) -> None:

@@ -78,6 +78,8 @@ class LoopDriver(Meetings):
             self.server.parts = make_parts(self, self._objects, self._options)
         self.reset()
         self._loop = None
+        self._loops = 0
+        self._uneven_loops: set[int] = set()  # that have ended, and in which there were backwards
         try:
             parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
             if (first := next(parameters, None)) is not None:
@@ -159,12 +161,13 @@ class LoopDriver(Meetings):
                 raise _nesting.nested()
             self.arrive()
             reader = reader_of(loader)
-            mine = self._loop = Loop(reader, asks)
+            self._loops += 1
+            mine = self._loop = Loop(reader, asks, number=self._loops)
             for model in self.server.models():
                 model.check_can_train(reader.has_next)
             length = None if self.members.may_break else reader.certain_length()
             how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
-            said = self.server.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
+            said = self.server.channel.gather((length, hyperparameters(self._objects), how), True, _BEGIN)
             compare([theirs for _, theirs, _ in said], self.members.global_ranks)
             lengths = [theirs for theirs, _, _ in said]
             self._forget()
@@ -193,6 +196,7 @@ class LoopDriver(Meetings):
                 with self._telling():
                     batch = self._planned.take(reader)
                 yield batch
+                mine.reads_ahead = mine.reads_ahead or not mine.forwarded
                 if not self._is_in(mine):
                     if reader.has_next():
                         raise _nesting.left_behind()
@@ -228,6 +232,25 @@ class LoopDriver(Meetings):
         # all are certain to be active, only a `break` is yet to be heard of.
         late = (self.server.tap.installed and (self.in_loop or self.members.announces)) or self._planned.puts_off
         self.arrive(waits or self._throws or not late)
+
+    @property
+    def loop_number(self) -> int:
+        """See `Driver`."""
+        return self._loop.number if self.in_loop and self._loop is not None else 0
+
+    def before_backward(self, loop: int = 0) -> None:
+        """See `Driver`."""
+        here = self._loop
+        if here is None:
+            return
+        if self.in_loop and loop == here.number:
+            here.trains = True
+        elif loop in self._uneven_loops:
+            with self._telling():
+                raise _nesting.late_backward(self.members.name)
+        elif not self.in_loop and here.reads_ahead and here.uneven:
+            with self._telling():
+                raise _nesting.read_ahead(self.members.name)
 
     def before_notice(self, part: Part) -> None:
         """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""
@@ -291,6 +314,8 @@ class LoopDriver(Meetings):
                     self._leave()
 
     def _finish_loop(self) -> None:
+        if (loop := self._loop) is not None and loop.uneven and loop.trains:
+            self._uneven_loops.add(loop.number)
         self.tails.departure = None
         with self._telling():
             self._planned.rebalancing.end_epoch()

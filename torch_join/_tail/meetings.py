@@ -253,6 +253,8 @@ class Meetings:
             for model in self.server.models():  # all ranks come here
                 model.prepare()
         if members.active and members.uneven:
+            if self.in_loop and self._loop is not None:
+                self._loop.uneven = True
             if self._throws:
                 raise early_termination(members.rank, joined)
             if members.active != members.before:

@@ -98,3 +98,25 @@ def refuse_unasked(ranks: Sequence[int]) -> None:
             " there are some, while other ranks go through that loop. Make as many calls of next() as there are"
             " batches on this rank, or leave such loops at the same step on all ranks."
         )
+
+
+def late_backward(rank: int) -> JoinError:
+    """Return the error of the backward of a forward in a loop that has ended on all ranks."""
+    return JoinError(
+        f"Rank {rank} runs the backward of a forward in a loop over join.batches that has ended on all ranks, of which"
+        " some ran out of batches before others. These have taken part, with nothing, in the backwards that followed,"
+        " so that this one no longer comes together with the others' batches of the same step. Run a batch's backward"
+        " before the next batch is asked for."
+    )
+
+
+def read_ahead(rank: int) -> JoinError:
+    """Return the error of a backward after the end of a loop that was asked for a second batch before any forward."""
+    return JoinError(
+        f"Rank {rank} runs a backward after the end of a loop over join.batches that asks for a batch before the model"
+        " has seen the one before it (a prefetcher, a look at whether this is the last batch, windows of several"
+        " batches): its last batches would be trained after all ranks have ended that loop, and no longer with the"
+        " others' batches of the same step. Put what reads ahead inside: join.batches(prefetcher(loader)), in"
+        " Accelerate join_batches(prefetcher(loader)). A backward that is none of that loop's belongs into a loop of"
+        " its own over join.batches."
+    )

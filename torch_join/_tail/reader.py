@@ -123,13 +123,28 @@ class Batches(Generic[T]):
 
 @dataclass(eq=False)
 class Loop:
-    """A loop over `batches`."""
+    """A loop over `batches`.
+
+    Attributes:
+        asked: Whether it was asked for a batch; else this rank is elsewhere in its own code.
+        certain: All ranks' lengths.
+        stepped: Whether the step's batch has been used.
+        forwarded: Whether it runs forwards of a model that was given.
+        reads_ahead: Whether a second batch was asked for before any such forward.
+        uneven: Whether a rank has run out of batches before another.
+        number: Of the loops of one `with`, from 1 on.
+        trains: Whether there has been a backward in it, of this rank's own or followed.
+    """
 
     reader: Reader[Any]
-    asked: bool  # for a batch; else this rank is elsewhere in its own code
-    certain: list[int] | None = None  # all ranks' lengths
-    stepped: bool = True  # the step's batch has been used
-    forwarded: bool = False  # it runs forwards of a model that was given
+    asked: bool
+    certain: list[int] | None = None
+    stepped: bool = True
+    forwarded: bool = False
+    reads_ahead: bool = False
+    uneven: bool = False
+    number: int = 0
+    trains: bool = False
 
 
 class Unbegun:

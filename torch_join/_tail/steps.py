@@ -45,7 +45,7 @@ class StepDriver:
     in_loop = sees_steps = True
     in_plain_loop = awaits_others = False
     clears: Sequence[Clears] = ()
-    step_number = 0
+    step_number = loop_number = 0
     has_loss = True
 
     def __init__(self, channel: Channel, weighting: Weighting = "world", backward_collectives: bool = False) -> None:
@@ -60,6 +60,9 @@ class StepDriver:
 
     def before_notice(self, part: Part) -> None:
         """Nothing to do: the ranks have met."""
+
+    def before_backward(self, loop: int = 0) -> None:
+        """Nothing to do: the framework has made the step."""
 
     # ------------------------------------------------------------ what the framework's loop calls
 

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,11 @@ from torch_join.joinables._gradients.verdicts import Runs, common_verdict, runs_
 from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
+
+
+def _before_backward(driver: "weakref.ref[Driver]", loop: int) -> None:
+    if (its := driver()) is not None:  # a loss that is kept keeps nothing of ours
+        its.before_backward(loop)
 
 
 class ModelPart(Part):
@@ -160,7 +166,9 @@ class ModelPart(Part):
             self.rebind()
         outputs = _compat.differentiable(output)
         if self.ddp.require_backward_grad_sync:
-            self._second_backward.forward(outputs)
+            self._second_backward.forward(
+                outputs, partial(_before_backward, weakref.ref(self.driver), self.driver.loop_number)
+            )
         driver = self.driver
         if self._watch.is_on or (driver.in_loop and not driver.awaits_others):
             return
@@ -174,6 +182,7 @@ class ModelPart(Part):
         if self.driver.in_loop:
             _ = self.server.in_tail  # it is not, but who asks meets the others
         else:
+            self.driver.before_backward()
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
             self._remember_after_backward()
 
@@ -231,6 +240,7 @@ class ModelPart(Part):
         self._factor = 1.0
         if self.members.serves:
             return
+        self.driver.before_backward()
         in_tail = self.server.in_tail  # ask this first: it may find out who is active
         averages, self._second_backward.awaits_first = self._second_backward.awaits_first, False
         if in_tail or not self.driver.in_loop:
@@ -273,6 +283,7 @@ class ModelPart(Part):
             self._second_backward.forward([])
         elif kind in ("backward", "begin"):
             self._second_backward.awaits_first = False
+            self.driver.before_backward(self.driver.loop_number)
 
     def synchronizes(self, kind: str) -> bool:
         return self._shadowed.synchronizes(kind)

@@ -67,10 +67,14 @@ class Driver(Protocol):
     Attributes:
         members: Who is active, and this rank's role; as of the last meeting.
         step_number: The current step, counted from the loop's begin.
+        loop_number: Of the current loop over `batches`, counted from 1; 0 outside of one.
     """
 
     members: Membership
     step_number: int
+
+    @property
+    def loop_number(self) -> int: ...
 
     @property
     def server(self) -> Announcer:
@@ -102,6 +106,16 @@ class Driver(Protocol):
         Args:
             samples: This step's number of samples.
             waits: Whether it is important, for what this forward does, who is active.
+        """
+
+    def before_backward(self, loop: int = 0) -> None:
+        """Raise for the backward of a batch whose loop has ended on all ranks, some of which ran out before others.
+
+        Args:
+            loop: The `loop_number` of the forward, if it is known.
+
+        Raises:
+            JoinError: It is one.
         """
 
     def before_notice(self, part: "Part") -> None:

@@ -26,6 +26,7 @@ from torch_join._control.waiting import MOST_TEXT, WaitingChannel
 T = TypeVar("T")
 
 _ANSWERS_WITHIN = 3.0  # seconds
+_WATCHES_AFTER = 0.2  # seconds: most gathers have ended by then, and have said nothing more
 _ANSWER = tuple[bool, Status | None]
 
 
@@ -61,12 +62,19 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         self.before_meeting()
         data = _codec.encode(value)
         index, self._gathers = self._gathers, self._gathers + 1
-        if unless_beat:
-            self._beats.watch(index)
+        watches = False
+
+        def refuse(have_met: Callable[[], bool]) -> None:
+            nonlocal watches
+            if not watches:
+                watches = True
+                self._beats.watch(index)
+            self._refuse_beat(have_met)
+
         try:
-            found = self._exchange(f"gather/{index}", data, 0, of, self._refuse_beat if unless_beat else None)
+            found = self._exchange(f"gather/{index}", data, 0, of, refuse if unless_beat else None)
         finally:
-            if unless_beat:
+            if watches:
                 self._beats.unwatch(index)
         self._all_have_met()
         return [*found.values()]
@@ -85,7 +93,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
             values = values or found()
             return values is not None
 
-        self._until(ready, None if refuse is None else lambda: refuse(ready))
+        self._until(ready, later=None if refuse is None else lambda: refuse(ready))
         assert values is not None
         return {rank: self._decode(f"{key}/{rank}", said, of) for rank, said in values.items()}
 
@@ -211,13 +219,21 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         found: list[bytes] = self._store.multi_get(keys)
         return found
 
-    def _until(self, ready: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
+    def _until(
+        self,
+        ready: Callable[[], bool],
+        meanwhile: Callable[[], None] | None = None,
+        later: Callable[[], None] | None = None,
+    ) -> None:
         vigil: Callable[[], None] | None = None
+        start = time.monotonic()
 
         def look() -> None:
             nonlocal vigil
             if meanwhile is not None:
                 meanwhile()
+            if later is not None and time.monotonic() - start > _WATCHES_AFTER:
+                later()
             vigil = vigil or self.vigil(known=super(TreeChannel, self).failure)
             vigil()
 

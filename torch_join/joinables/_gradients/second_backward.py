@@ -7,7 +7,8 @@ backward that does not come through the outputs (of an L2 term, say) adds the sa
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -44,15 +45,20 @@ class SecondBackward:
             self._waits.remove()
             self._waits = None
 
-    def forward(self, outputs: Sequence[Tensor]) -> None:
-        """Note a forward that will sync, with what a backward can come through."""
+    def forward(self, outputs: Sequence[Tensor], first: Callable[[], None] = lambda: None) -> None:
+        """Note a forward that will sync.
+
+        Args:
+            outputs: What a backward can come through.
+            first: Called as the first one does; the outputs keep it.
+        """
         self.remove()  # what is there will be averaged with what comes
         self._first = self._last = -1
         self.awaits_first = True
         for output in outputs:
-            output.register_hook(self._passes)  # type: ignore[no-untyped-call]
+            output.register_hook(partial(self._passes, first))  # type: ignore[no-untyped-call]
 
-    def _passes(self, _: Tensor) -> None:
+    def _passes(self, first: Callable[[], None], _: Tensor) -> None:
         task = _compat.backward_in_progress()
         if task == self._last:
             return
@@ -61,6 +67,7 @@ class SecondBackward:
             # A gradient penalty's `autograd.grad` adds to no gradient.
             if any(map(_compat.will_accumulate, self._parameters)):
                 self._first = task
+                first()
                 _compat.after_backward(self._end_first)  # nobody may have heard it begin
         elif touched := [p for p in self._parameters if _compat.will_accumulate(p)]:
             _compat.after_backward(lambda: self._wait(touched))

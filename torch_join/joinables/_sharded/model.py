@@ -44,6 +44,7 @@ class ShardedModelPart(Part):
         self.following = Following(self, model, self._before_backward)
         self.teams = self.following.teams
         self.forwards = self.synced = 0
+        self._forwarded_in = 0  # the loop of the last forward
         self.deferred = 0  # a sharded forward always issues collectives
         self.accumulates = False
         self.contents = Contents(lambda: self.following.parameters)
@@ -144,11 +145,13 @@ class ShardedModelPart(Part):
         samples = count_samples((args, kwargs)) if members.weighting == "samples" and not driver.in_loop else 0
         driver.before_forward(samples)
         self.forwards += 1
+        self._forwarded_in = driver.loop_number
 
     def _before_backward(self) -> None:
         if (task := _compat.backward_in_progress()) == self._task or self.members.serves:
             return
         self._task = task
+        self.driver.before_backward(self._forwarded_in)
         in_tail = self.server.in_tail  # ask this first: it may find out who is active
         syncs = any(unit.synchronizes for unit in self.following.units)
         if in_tail or not self.driver.in_loop:
@@ -225,6 +228,7 @@ class ShardedModelPart(Part):
         if kind != "gradients":
             self.following.answer(kind, payload)
             return
+        self.driver.before_backward(self.driver.loop_number)
         syncs, runs = payload
         self.accumulates = not syncs
         if syncs and (verdict := self._others.settle()) in (UNKNOWN, CLEARED):

@@ -99,7 +99,7 @@ class HookDriver:
     # They ask as well what only our own Join has.
     in_loop = in_plain_loop = awaits_others = in_pieces = False
     clears: Sequence[Clears] = ()
-    step_number = 0
+    step_number = loop_number = 0
 
     @property
     def server(self) -> "HookDriver":
@@ -127,6 +127,9 @@ class HookDriver:
 
     def before_notice(self, part: Part) -> None:
         """Nothing to do: torch's `Join` knows of it."""
+
+    def before_backward(self, loop: int = 0) -> None:
+        """Nothing to do: there are no `batches`."""
 
     def own_collectives(self) -> AbstractContextManager[None]:
         """Nothing else is mirrored, so that there is nothing to pass over."""
