@@ -116,6 +116,12 @@ def check_reduction_finished(ddp: DistributedDataParallel) -> None:
     ddp.reducer._check_reducer_finalized()
 
 
+def ignored_and_trained(ddp: DistributedDataParallel) -> list[str]:
+    """Return the names of the trained parameters that DDP was told to leave to each rank."""
+    named = ddp.module.named_parameters(remove_duplicate=False)
+    return [name for name, p in named if p.requires_grad and name in ddp.parameters_to_ignore]
+
+
 def averaged_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
     """Return the parameters that DDP averages, in its order: those that could be trained when it wrapped the model."""
     named: Any = ddp.module.named_parameters()

@@ -9,6 +9,8 @@ from torch_join._base.errors import UnsupportedError
 from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.call import is_inexact, multiplied, tensors_in
 
+EXCHANGES = ("all_to_all", "reduce_scatter")  # how the names of operations begin by which experts get tokens
+
 
 class Backwards(Protocol):
     """What a `CollectiveTap` tells of collectives in backward, and asks.
@@ -35,6 +37,17 @@ class Backwards(Protocol):
 
         Args:
             group: The global ranks of its process group.
+        """
+
+    def before_exchange(self, operation: str, group: list[int]) -> None:
+        """Hear of a model's collective by which ranks may use what others own (`EXCHANGES`).
+
+        Args:
+            operation: Its name.
+            group: The global ranks of its process group.
+
+        Raises:
+            UnsupportedError: Ranks that have joined may own a part of a model.
         """
 
     def weighs(self, group: list[int]) -> bool:

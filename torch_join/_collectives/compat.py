@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, overrides
 from torch.autograd import graph
 from torch.distributed import _functional_collectives, c10d_logger, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from torch_join._base.compat_c10d import overload
@@ -55,6 +56,7 @@ AllgatherOptions = distributed_c10d.AllgatherOptions  # the one of its kind that
 _ENGINE = graph._engine_run_backward.__code__
 _CONTEXT = torch.autograd.function.BackwardCFunction
 _BACKWARDS = {getattr(_CONTEXT, name).__code__ for name in ("apply", "apply_boxed") if hasattr(_CONTEXT, name)}
+_DDP_FORWARD = DistributedDataParallel.forward.__code__
 _CHECKPOINT_FILE = checkpoint.__file__
 _FUNCTIONAL_FILE = _functional_collectives.__file__
 _C10D_FILE = distributed_c10d.__file__
@@ -157,21 +159,34 @@ def differentiates(caller: FrameType | None) -> bool:
     without a context, since its class has a `setup_context`, is known by its code, and taken to need a gradient.
     """
     frames = [*_callers(caller)]
-    if any(_needs_gradient(frame) or _is_functional_autograd(frame) for frame in frames):
+    contexts = [context for frame in frames if (context := _context(frame)) is not None]
+    return any(any(context.needs_input_grad) for context in contexts) or _is_known_to_differentiate(frames)
+
+
+def is_in_model(caller: FrameType | None) -> bool:
+    """Whether a collective in a forward is one of a model: of an autograd function, or below DDP's forward."""
+    frames = [*_callers(caller)]
+    return (
+        any(frame.f_code is _DDP_FORWARD or _context(frame) is not None for frame in frames)
+    ) or _is_known_to_differentiate(frames)
+
+
+def _context(frame: FrameType) -> Any:
+    """Return the context of an autograd function, if this is its `forward` and has one."""
+    count = frame.f_code.co_argcount
+    first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_varnames else None
+    if not count and isinstance(first, tuple):  # forward(*args)
+        first = next(iter(first), None)
+    return first if isinstance(first, _CONTEXT) else None
+
+
+def _is_known_to_differentiate(frames: Sequence[FrameType]) -> bool:
+    if any(map(_is_functional_autograd, frames)):
         return True
     if torch.is_grad_enabled():  # `apply` turns it off
         return False
     codes = {*_forwards_without_context(torch.autograd.Function)}
     return any(frame.f_code in codes for frame in frames)
-
-
-def _needs_gradient(frame: FrameType) -> bool:
-    """Whether an input needs a gradient, if this is an autograd function's `forward` that has a context."""
-    count = frame.f_code.co_argcount
-    first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_varnames else None
-    if not count and isinstance(first, tuple):  # forward(*args)
-        first = next(iter(first), None)
-    return isinstance(first, _CONTEXT) and any(first.needs_input_grad)
 
 
 def _is_functional_autograd(frame: FrameType) -> bool:

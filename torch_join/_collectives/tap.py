@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from torch_join._base import compat_c10d as _dispatch
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._collectives import compat as _compat_c10d
-from torch_join._collectives.backwards import Backwards, check_weighted, issue_weighted
+from torch_join._collectives.backwards import EXCHANGES, Backwards, check_weighted, issue_weighted
 from torch_join._collectives.call import (
     OBJECT_OPERATIONS,
     Call,
@@ -135,7 +135,7 @@ class CollectiveTap:
                 # Trailing arguments that have their default are left out.
                 named = dict(zip(names, args, strict=False))
                 if tap._backwards is not None and "process_group" in named:
-                    tap._tell(tap._backwards, named, caller, ddps)
+                    tap._tell(tap._backwards, operation or operator, named, caller, ddps)
                 if not ddps:
                     named = tap._see(operator, named, caller)
                     if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
@@ -145,8 +145,13 @@ class CollectiveTap:
 
         return kernel
 
-    def _tell(self, backwards: Backwards, args: dict[str, Any], caller: FrameType | None, ddps: bool) -> None:
-        if _compat_c10d.in_backward():
+    def _tell(
+        self, backwards: Backwards, operation: str, args: dict[str, Any], caller: FrameType | None, ddps: bool
+    ) -> None:
+        backward = _compat_c10d.in_backward()
+        if operation.startswith(EXCHANGES) and (backward or _compat_c10d.is_in_model(caller)):
+            backwards.before_exchange(operation, _ranks(args))
+        if backward:
             with self.ignoring():
                 backwards.before_collective(_ranks(args), ddps)
         elif not backwards.in_pieces and _compat_c10d.differentiates(caller):

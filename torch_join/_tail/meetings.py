@@ -78,6 +78,7 @@ class Meetings:
         self.server = self.tails.server = self._planned.server = Server(
             self.members, self.arrive, self.tails.check_backward
         )
+        self.server.backwards.replicas = self.tails.hands_over_ignored is True
         self.backward_collectives = self._backward_collectives
 
     @property

@@ -29,6 +29,7 @@ class Tails:
         hands_over_ignored: Whether parameters that DDP ignores are handed over, see `Audit`.
 
     Attributes:
+        hands_over_ignored: The same.
         server: The ranks' server.
         departure: How this rank has left its loop by `break`, if it has.
         changes_freely: What a rank may change between a `break` and the next meeting.
@@ -36,6 +37,7 @@ class Tails:
 
     def __init__(self, objects: Sequence[Any], often: Often, hands_over_ignored: bool | None) -> None:
         self._objects = objects
+        self.hands_over_ignored = hands_over_ignored
         self._audit = Audit(stateful(objects), often, hands_over_ignored)
         self.server: Server
         self.changes_freely: object = None

@@ -38,6 +38,10 @@ class LockstepModelPart(Part):
         self.shadow = shadow
         self._pieces = Pieces(self, shadow)
 
+    @property
+    def owned(self) -> list[str]:
+        return _compat.ignored_and_trained(self.shadow.ddp)
+
     def exit(self) -> None:
         super().exit()
         self._pieces.reset()

@@ -205,6 +205,10 @@ class ModelPart(Part):
         return [self.ddp, self.ddp.module]
 
     @property
+    def owned(self) -> list[str]:
+        return _compat.ignored_and_trained(self.ddp)
+
+    @property
     def forwards_alone(self) -> bool:
         """See `LoopModel`."""
         return _compat.forwards_without_collectives(self.ddp)

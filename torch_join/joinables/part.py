@@ -197,6 +197,11 @@ class Part:
         self.index = index
         self._undo: list[Callable[[], None]] = []
 
+    @property
+    def owned(self) -> Sequence[str]:
+        """The names of what it trains and does not keep alike on all ranks: a rank may own a part, as an expert."""
+        return ()
+
     def enter(self) -> None:
         """Install what lets this rank notice; each piece adds its removal to `_undo`."""
 

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from torch_join._base.errors import UnsupportedError
+from torch_join._base.errors import UnsupportedError, name_ranks
 from torch_join._base.membership import Membership
 from torch_join._collectives.backwards import late
 from torch_join.joinables.part import LoopModel, Part
@@ -33,12 +33,14 @@ class ServedBackwards:
         in_pieces: Whether backwards are announced piece by piece.
         always: Whether they are from the first one on, before anything shows that they must.
         check: The same.
+        replicas: Whether all ranks hold the same of what DistributedDataParallel ignores.
     """
 
     def __init__(self, server: _Server, members: Membership, check: Callable[[list[int], bool], None]) -> None:
         self._server = weakref.proxy(server)  # a circle would keep what that refers to, after the loop
         self._members = members
         self.check = check
+        self.replicas = False
         self.always = False
         self.reset()
 
@@ -66,6 +68,20 @@ class ServedBackwards:
     def before_differentiable(self, group: list[int]) -> None:
         """See `Backwards`."""
         self.in_pieces = {*self._members.global_ranks} <= {*group}
+
+    def before_exchange(self, operation: str, group: list[int]) -> None:
+        """See `Backwards`."""
+        if not self._server.in_tail or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
+            return
+        owned = [] if self.replicas else [name for part in self._server.parts for name in part.owned]
+        if owned:
+            raise UnsupportedError(
+                f"{operation} of a model while {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'} joined, and"
+                f" DistributedDataParallel does not average {owned[0]} ({len(owned)} parameters in all): each rank may"
+                " own a part, as an expert, and a rank that has joined sends zeros in place of what its part makes of"
+                " the tokens. Give every rank the same number of batches; or, where these parameters are the same on"
+                " all ranks, use Join(..., hand_over_ignored=True)."
+            )
 
     def _is_apart(self, group: list[int]) -> bool:
         """Whether this rank is the only one of the loop's in a group (of tensor parallelism, say): none can join it."""
