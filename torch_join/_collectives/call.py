@@ -67,6 +67,11 @@ _DTENSOR = Refusal(
     "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
     "`torch.nn.utils.clip_grad_norm_` to clip, or do it after the loop, on all ranks",
 )
+_ZERO = Refusal(
+    "what DeepSpeed's ZeRO does to gather parameters or to share out gradients and steps",
+    "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
+    "`fully_shard` or `ZeroRedundancyOptimizer`, ZeRO stage 0, or the same number of batches on every rank",
+)
 _MODEL_AVERAGING = Refusal(
     "the averaging of parameters by `torch.distributed.algorithms.model_averaging`",
     "it divides the sum of all ranks' parameters by the world size, and a rank that has joined does not train its own",
@@ -177,6 +182,8 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
         return _FSDP
     if origin.is_dtensor:
         return _DTENSOR
+    if origin.is_zero:
+        return _ZERO
     if origin.is_model_averaging:
         return _MODEL_AVERAGING
     if call.operation in ("send", "recv"):

@@ -259,6 +259,12 @@ class Origin(NamedTuple):
         return frame is not None
 
     @property
+    def is_zero(self) -> bool:
+        """Whether DeepSpeed's ZeRO called (seen in DeepSpeed 0.19.8)."""
+        folder = os.path.join("deepspeed", "runtime", "zero", "")
+        return any(folder in frame.f_code.co_filename for frame in _all_callers(self.caller))
+
+    @property
     def is_model_averaging(self) -> bool:
         """Whether one of torch's model averagers called."""
         return self.caller is not None and self.caller.f_code.co_filename.startswith(_MODEL_AVERAGING_FOLDER)

@@ -10,6 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
 
+# Modules whose classes shard a model, or an optimizer's state, by collectives of their own. Of these DeepSpeed's were
+# seen (0.19.8).
+_SHARDING = (
+    *("deepspeed.runtime.zero", "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.pipe"),
+    *("fairscale.nn.data_parallel", "fairscale.optim.oss", "megatron.core.optimizer.distrib_optimizer"),
+    *("colossalai.zero", "apex.contrib.optimizers.distributed_fused"),
+)
 _LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer"
 
 
@@ -18,9 +25,16 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
 
     Raises:
         UnsupportedError: It is a `DataParallel`, or holds a `DistributedDataParallel` that is not itself among
-            `joinables`; or it is trained by post-local SGD.
+            `joinables`; or it is trained by post-local SGD; or something other than torch shards it.
     """
     name = type(thing).__name__
+    if what := _sharded_elsewhere(thing):
+        raise UnsupportedError(
+            f"{name} is sharded by {what}, with collectives of its own, which need the shards of ranks that have"
+            " joined: zeros in their place would be wrong. Use fully_shard, FullyShardedDataParallel or"
+            " ZeroRedundancyOptimizer (with DeepSpeed also ZeRO stage 0), or leave Join out and give every rank the"
+            " same number of batches."
+        )
     if isinstance(thing, nn.DataParallel):
         raise UnsupportedError(
             "DataParallel uses the devices of one process and averages nothing between processes, so a rank that has"
@@ -44,6 +58,18 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
                 f" through {name} (torch.compile's, for example). What only keeps a copy, such as an AveragedModel,"
                 " takes the inner model: `ddp.module`."
             )
+
+
+def _sharded_elsewhere(thing: Any) -> str:
+    """Return what shards `thing` if that is not torch, else nothing."""
+    if callable(stage := getattr(thing, "zero_optimization_stage", None)) and (number := stage()):
+        return f"ZeRO stage {number}"
+    if any(hasattr(parameter, "ds_id") for parameter in thing.parameters()) if isinstance(thing, nn.Module) else False:
+        return "ZeRO stage 3"
+    for kind in type(thing).__mro__:
+        if kind.__module__.startswith(_SHARDING):
+            return kind.__module__.partition(".")[0]
+    return ""
 
 
 def _classes(module: str, *names: str) -> tuple[type, ...]:

@@ -26,7 +26,7 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
     factor = dist._make_nccl_premul_sum(2.0)
     integers, average = torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG
     point_to_point, joined_root, unequal, integer_average, premul_sum, *others = (refusal.what for refusal in REFUSALS)
-    fsdp, dtensor, model_averaging = others
+    fsdp, dtensor, zero, model_averaging = others
     return {
         point_to_point: [
             lambda: dist.send(one, 0, group),
@@ -60,12 +60,13 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
         premul_sum: [lambda: dist.all_reduce(one, factor, group)],
         fsdp: [lambda: issue_from("fsdp", one, group)],
         dtensor: [lambda: issue_from("tensor", one, group)],
+        zero: [lambda: issue_from("/site-packages/deepspeed/runtime/zero", one, group)],
         model_averaging: [lambda: average_parameters(iter([nn.Parameter(one)]), group)],
     }
 
 
 def issue_from(folder: str, tensor: Tensor, group: Any) -> None:
-    """Issue a collective from where FSDP does, or `DTensor`; `tests/core/sharded` has real ones."""
+    """Issue a collective from where FSDP, `DTensor` or DeepSpeed does; `tests/core/sharded` has real ones."""
     scope = {"dist": dist, "tensor": tensor, "group": group}
     exec(compile("dist.all_reduce(tensor, group=group)", os.path.join(dist.__path__[0], folder, "x.py"), "exec"), scope)
 

@@ -46,8 +46,27 @@ def kinds() -> dict[str, Callable[[], list[Any]]]:
         "its optimizer": lambda: [torch.optim.Adam(sharded().parameters())],
         "DataParallel": lambda: [nn.DataParallel(nn.Linear(4, 4))],
         "held DDP": lambda: [nn.ModuleList([DistributedDataParallel(nn.Linear(4, 4))])],
+        "engine": lambda: [Engine(nn.Linear(4, 4))],
+        "its optimizer alone": lambda: [
+            type("DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.x"})()
+        ],
+        "its inner model": lambda: [partitioned()],
         "compiled DDP": lambda: [torch.compile(DistributedDataParallel(nn.Linear(4, 4)), backend="eager")],
     }
+
+
+class Engine(nn.Sequential):
+    """As DeepSpeed's."""
+
+    def zero_optimization_stage(self) -> int:
+        return 2
+
+
+def partitioned() -> nn.Module:
+    """As the model in an engine of stage 3."""
+    net = nn.Linear(4, 4)
+    net.weight.ds_id = 0  # type: ignore[assignment]
+    return net
 
 
 def refuse(rank: int, kind: str) -> str:
@@ -62,6 +81,9 @@ def refuse(rank: int, kind: str) -> str:
     ("kind", "says"),
     [
         ("DataParallel", "DataParallel uses the devices of one process .*Use DistributedDataParallel"),
+        ("engine", "Engine is sharded by ZeRO stage 2, .* ZeRO stage 0"),
+        ("its optimizer alone", "DeepSpeedZeroOptimizer is sharded by deepspeed"),
+        ("its inner model", "Linear is sharded by ZeRO stage 3"),
         ("held DDP", "ModuleList holds a DistributedDataParallel .*Give Join the DistributedDataParallel itself"),
         ("compiled DDP", "OptimizedModule holds a DistributedDataParallel"),
     ],
