@@ -137,6 +137,15 @@ def waits_for_backward(thread: int) -> bool:
     return frame is not None and frame.f_code is _ENGINE
 
 
+def collective_under_way(thread: int) -> list[int] | None:
+    """Return the global ranks of the group of the collective that a thread is in, if it is in one."""
+    for frame in _all_callers(sys._current_frames().get(thread)):
+        if frame.f_code.co_filename == _C10D_FILE and "group" in frame.f_locals:
+            group: Any = frame.f_locals["group"] or dist.group.WORLD
+            return group_ranks(group)
+    return None
+
+
 def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
     """Whether DDP issued a collective in backward, itself or through a communication hook.
 

@@ -31,10 +31,12 @@ class Status(NamedTuple):
     Attributes:
         models: Its forwards and synced backwards, by model.
         word: What it has announced in the tail, as all active ranks must: a checksum, how much, the last.
+        loader: Where its loader is in a collective: at which step, and of which ranks.
     """
 
     models: list[list[int]]
     word: tuple[int, int, str] | None = None
+    loader: tuple[int, list[int]] | None = None
 
 
 class Channel:
@@ -47,6 +49,8 @@ class Channel:
         # What this rank adds to its answer to a roll call, and what the answers (by name) tell of a failure.
         self.status: Callable[[], Status | None] = lambda: None
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
+        # Called about once a second in a wait for others, which ends with what it raises.
+        self.suspect: Callable[[], object] = lambda: None
         # Called before all ranks meet: to hear what they have said where they met before, if that was put off.
         self.before_meeting: Callable[[], object] = lambda: None
 

@@ -52,6 +52,7 @@ class WaitingChannel:
     status: Callable[[], Status | None]
     silent: Callable[[Container[int]], list[int]]
     explain: Callable[[dict[int, Any]], JoinError | None]
+    suspect: Callable[[], object]
     # In seconds of a wait: how often it looks whether a rank has failed, and after how many, and then how often, it
     # looks for processes that are gone.
     _looks_every, _probes_after, _probes_every = 0.1, 5.0, 2.0
@@ -186,6 +187,7 @@ class WaitingChannel:
             if now > next_probe:
                 next_probe = now + self._probes_every
                 self._probe()
+                self.suspect()
 
         return look
 

@@ -1,5 +1,6 @@
 """The loops of a `Join`: how one is gone through, left and finished."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -79,6 +80,7 @@ class LoopDriver(Meetings):
         self.reset()
         self._loop = None
         self._loops = 0
+        self._steps_in = threading.get_ident()
         self._uneven_loops: set[int] = set()  # that have ended, and in which there were backwards
         try:
             parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
@@ -222,6 +224,7 @@ class LoopDriver(Meetings):
 
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Meet the other ranks, if this forward stands outside of `batches`; see `Driver`."""
+        self._steps_in = threading.get_ident()
         if not self.in_loop:
             self._heartbeat(samples)
             if self.members.weighting == "samples":

@@ -6,15 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch_join._base.errors import JoinValueError, raise_any
+from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Steps
 from torch_join._base.membership import Membership
+from torch_join._collectives.compat import collective_under_way
 from torch_join._control.failures import telling_failures
 from torch_join._schedule.attendance import early_termination
 from torch_join._schedule.plan import Share
 from torch_join._tail.life import Place
 from torch_join._tail.planned import PlannedLoops
-from torch_join._tail.reader import Loop, Reader
+from torch_join._tail.reader import LoaderWatch, Loop, Reader
 from torch_join._tail.server import Server
 from torch_join._tail.tails import Tails
 from torch_join.joinables._gradients.clears import Clears, innermost_optimizer
@@ -57,6 +58,7 @@ class Meetings:
         self._throws = throws
         self._planned = planned
         self._arriving = threading.RLock()
+        self._steps_in = threading.get_ident()  # the thread of the last forward, at first of the `with`
         self._clears: list[Clears] = []
         self._loop: Loop | None = None  # the current one, or the last
         self._renew_server()
@@ -78,6 +80,7 @@ class Meetings:
         self.server = self.tails.server = self._planned.server = Server(
             self.members, self.arrive, self.tails.check_backward
         )
+        self.server.loader = self._loader_status
         self.server.backwards.replicas = self.tails.hands_over_ignored is True
         self.backward_collectives = self._backward_collectives
 
@@ -181,10 +184,16 @@ class Meetings:
             self._meet(reader.has_next(), self._samples_in(reader), reader.at_last)
         else:
             # Not where all know, and throw, nor in a loop that this rank has left: its loader is its user's again.
-            if self.in_loop and not (self._throws and min(certain) <= self.step_number):
+            checks = self.in_loop and not (self._throws and min(certain) <= self.step_number)
+            if checks and certain[self.members.rank] <= self.step_number:
                 self._check(reader, certain[self.members.rank])
+                checks = False
             self._at_last = self.step_number + 1 >= max(certain)
             self.server.change(tuple(r for r, length in enumerate(certain) if length > self.step_number))
+            goes_on = self._go_on()
+            if checks:  # from here on a collective of the loader's is followed
+                self._check(reader, certain[self.members.rank])
+            return goes_on
         return self._go_on()
 
     def _samples_in(self, reader: Reader[Any]) -> int:
@@ -228,7 +237,22 @@ class Meetings:
     def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
         """Say whether this rank has an input, and whether that is its last; the active ranks meet."""
         self._say(has_input, samples, at_last)
-        self._hear(has_input)
+        if has_input:
+            self._hear(has_input)
+            return
+        channel = self.server.channel
+        channel.suspect = LoaderWatch(channel, self.members).look
+        try:
+            self._hear(has_input)
+        finally:
+            channel.suspect = lambda: None
+
+    def _loader_status(self) -> tuple[int, list[int]] | None:
+        """See `Status`; another thread calls this."""
+        if not self.in_loop or (loop := self._loop) is None or not loop.reader.pulling:
+            return None
+        ranks = collective_under_way(loop.thread)
+        return None if ranks is None else (self.step_number, ranks)
 
     def _say(self, has_input: bool, samples: int, at_last: bool, waits: bool = True) -> None:
         notice = {} if not has_input else {"last": True} if at_last else None
@@ -254,6 +278,7 @@ class Meetings:
             for model in self.server.models():  # all ranks come here
                 model.prepare()
         if members.active and members.uneven:
+            self._check_thread()
             if self.in_loop and self._loop is not None:
                 self._loop.uneven = True
             if self._throws:
@@ -269,6 +294,17 @@ class Meetings:
         if not members.active:
             self.tails.end_tail(has_run=self.place is not Place.ENDED)
         return not joined
+
+    def _check_thread(self) -> None:
+        """Raise where batches are asked for in another thread than the one that takes the steps."""
+        if self._loop is None or not self.in_loop or threading.get_ident() == self._steps_in:
+            return
+        raise JoinError(
+            f"Rank {self.members.name} goes through join.batches in another thread than the one that runs its steps (a"
+            f" prefetcher, a queue that is filled in the background), and {name_ranks(self.members.joined_names)} ran"
+            " out of batches: nobody can tell which step a batch is for. Put the thread inside: give join.batches what"
+            " takes the batches out of the queue, `join.batches(prefetcher(loader))`."
+        )
 
     @property
     def _at_top(self) -> bool:

@@ -1,21 +1,26 @@
 """Reading a loader so that its end is known in time."""
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from torch_join._base.errors import UnsupportedError
+from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._base.membership import Membership
 from torch_join._base.samples import count_samples
+from torch_join._control.channel import Channel
 from torch_join._tail.refills import RefillGuard
 
 T = TypeVar("T")
 # Begins to rebalance what a reader reads, and returns what reads this rank's batches then; `None`: the same ones.
 Begin = Callable[["Reader[Any]"], "Reader[Any] | None"]
+_MOST_PAUSE = 60.0  # seconds, between two looks of a rank that waits for the others' loaders
 # Samplers of these modules have as many indices as they say.
 _EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler")
 
@@ -134,6 +139,7 @@ class Loop:
         uneven: Whether a rank has run out of batches before another.
         number: Of the loops of one `with`, from 1 on.
         trains: Whether there has been a backward in it, of this rank's own or followed.
+        thread: The thread that goes through it.
     """
 
     reader: Reader[Any]
@@ -145,6 +151,7 @@ class Loop:
     uneven: bool = False
     number: int = 0
     trains: bool = False
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class Unbegun:
@@ -174,6 +181,46 @@ class Unbegun:
                 break
             for _ in self._loops.pop(ticket)():
                 pass
+
+
+class LoaderWatch:
+    """Looks, on a rank that has no batch and waits for the others, whether a loader of theirs waits for it.
+
+    A loader may take long, and be in a collective for a moment: so only one that is found twice in the same is meant.
+
+    Args:
+        channel: The channel between the ranks.
+        members: Who is active.
+    """
+
+    def __init__(self, channel: Channel, members: Membership) -> None:
+        self._channel = channel
+        self._members = members
+        self._found: dict[int, int] = {}  # in a collective that this rank is to come to: by rank, at which step
+        self._asks_at, self._pause = 0.0, 1.0
+
+    def look(self) -> None:
+        """Ask the others, at most once a second.
+
+        Raises:
+            JoinError: A loader waits for this rank.
+        """
+        if time.monotonic() < self._asks_at:
+            return
+        before, self._found = self._found, {}
+        for rank, (_, status) in self._channel.roll_call().items():
+            if status is not None and status.loader is not None and self._members.name in status.loader[1]:
+                self._found[rank] = status.loader[0]
+        for rank, step in self._found.items():
+            if before.get(rank) == step:
+                raise JoinError(
+                    f"The loader of rank {self._members.global_ranks[rank]} is in a collective (of torch.distributed)"
+                    f" for its batch {step}, and waits for rank {self._members.name}, which has run out of batches and"
+                    " comes to none. Do what the ranks' loaders have in common before the loop, or in its body, where"
+                    " ranks that have run out of batches follow it."
+                )
+        self._pause = 1.0 if self._found else min(2 * self._pause, _MOST_PAUSE)
+        self._asks_at = time.monotonic() + (0.0 if self._found else self._pause)
 
 
 def _methods_beyond(kind: type) -> set[str]:

@@ -45,6 +45,7 @@ class Server:
         self.members = members
         self.parts: list[Part] = []
         self._arrive = arrive
+        self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
         self.backwards = ServedBackwards(self, members, check_backward)
         self.open(Channel())
         self.reset()
@@ -73,7 +74,7 @@ class Server:
         self.tap.remove()
         while self.parts:
             self.parts.pop().exit()
-        self._arrive, self.backwards.check = _NOTHING, _NOTHING
+        self._arrive, self.backwards.check, self.loader = _NOTHING, _NOTHING, lambda: None
         self.tap = CollectiveTap(_NOTHING, None)
 
     def _new_tap(self) -> CollectiveTap:
@@ -297,4 +298,4 @@ class Server:
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None
-        return Status([[part.forwards, part.synced] for part in self.models()], word)
+        return Status([[part.forwards, part.synced] for part in self.models()], word, self.loader())

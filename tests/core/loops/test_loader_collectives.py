@@ -1,0 +1,90 @@
+"""Loaders that do something with the other ranks' for each batch, and those that are read in another thread."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from tests.support.workers import Workers
+from torch_join import Join, JoinError
+
+
+def longest(number: int) -> Tensor:
+    """A batch of as many rows as the ranks agree on."""
+    rows = torch.tensor(number)
+    dist.all_reduce(rows, dist.ReduceOp.MAX)
+    return torch.ones(int(rows), 3)
+
+
+class Stream:
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(longest, self.numbers)
+
+
+def train(rank: int, lengths: tuple[int, ...], sized: bool) -> Any:
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    numbers = [1 + step + rank for step in range(lengths[rank])]
+    loader: Any = DataLoader(numbers, batch_size=None, collate_fn=longest) if sized else Stream(numbers)  # type: ignore[arg-type]
+    rows = []
+    with Join([ddp], timeout=timedelta(0, 20)) as join:
+        for x in join.batches(loader):
+            ddp(x).mean().backward()
+            ddp.zero_grad()
+            rows.append(len(x))
+    return rows
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [((1, 3), [[2], [2, 3, 4]]), ((3, 0, 2), [[3, 4, 3], [], [3, 4]])])
+def test_a_collective_of_a_loader_of_certain_length_is_followed(
+    workers: Workers, lengths: tuple[int, ...], rows: list[list[int]]
+) -> None:
+    assert workers.run(len(lengths), train, lengths, True) == rows
+
+
+def test_a_collective_of_another_loader_is_named(workers: Workers) -> None:
+    assert workers.run(2, train, (2, 2), False) == [[2, 3], [2, 3]]
+    for outcome in workers.outcomes(2, train, (1, 3), False):
+        assert "The loader of rank 1 is in a collective (of torch.distributed) for its batch 1" in outcome.error
+        assert "waits for rank 0, which has run out of batches" in outcome.error
+
+
+def train_from_a_queue(rank: int, lengths: tuple[int, ...]) -> Any:
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    filled: queue.Queue[Any] = queue.Queue()
+
+    def fill(batches: Any) -> None:
+        try:
+            for x in batches:
+                filled.put(x)
+            filled.put(None)
+        except JoinError as error:
+            filled.put(error)
+
+    steps = 0
+    with Join([ddp], timeout=timedelta(0, 20)) as join:
+        batches = join.batches([torch.ones(2, 3)] * lengths[rank])
+        threading.Thread(target=fill, args=(batches,)).start()
+        while (x := filled.get()) is not None:
+            if isinstance(x, JoinError):
+                raise x
+            ddp(x).mean().backward()
+            ddp.zero_grad()
+            steps += 1
+    return steps
+
+
+def test_a_loop_in_another_thread_raises_where_a_rank_runs_out(workers: Workers) -> None:
+    assert workers.run(2, train_from_a_queue, (3, 3)) == [3, 3]
+    for outcome in workers.outcomes(2, train_from_a_queue, (1, 3)):
+        assert "goes through join.batches in another thread than the one that runs its steps" in outcome.error
