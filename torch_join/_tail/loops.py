@@ -225,7 +225,7 @@ class LoopDriver(Meetings):
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Meet the other ranks, if this forward stands outside of `batches`; see `Driver`."""
         self._steps_in = threading.get_ident()
-        if not self.in_loop:
+        if not self.in_loop and not self._is_read_elsewhere:
             self._heartbeat(samples)
             if self.members.weighting == "samples":
                 self.server.tap.install()
@@ -235,6 +235,13 @@ class LoopDriver(Meetings):
         # all are certain to be active, only a `break` is yet to be heard of.
         late = (self.server.tap.installed and (self.in_loop or self.members.announces)) or self._planned.puts_off
         self.arrive(waits or self._throws or not late)
+
+    @property
+    def _is_read_elsewhere(self) -> bool:
+        """Whether the last loop was even, and another thread went through it: its steps may come after its end."""
+        if (loop := self._loop) is None or self.place is not Place.ENDED or self.members.may_break:
+            return False
+        return not loop.uneven and loop.thread != threading.get_ident()
 
     @property
     def loop_number(self) -> int:
