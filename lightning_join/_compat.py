@@ -17,6 +17,7 @@ from lightning.pytorch.loops import _FitLoop as FitLoop
 from lightning.pytorch.loops import _PredictionLoop as PredictionLoop
 from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.optimization import _AutomaticOptimization as AutomaticOptimization
 from lightning.pytorch.loops.optimization import _ManualOptimization as ManualOptimization
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -56,6 +57,7 @@ __all__ = [
     "Metadata",
     "MultiProcessingLauncher",
     "PredictionLoop",
+    "PrefetchDataFetcher",
     "ResultCollection",
     "ResultMetric",
     "SignalConnector",
@@ -77,6 +79,7 @@ __all__ = [
     "request_dataloader",
     "resolve_overfit_batches",
     "set_cycled",
+    "set_limits",
     "set_sampler_epoch",
     "sized_len",
     "watch_ends",
@@ -119,6 +122,13 @@ def set_cycled(loader: CombinedLoader, cycled: list[bool]) -> None:
     if cycled:
         iterator: Any = loader._iterator
         iterator._consumed = list(cycled)
+
+
+def set_limits(loader: CombinedLoader, limits: list[int | float]) -> None:
+    """Set how many batches of each part there are to be, also for an iterator that has been made."""
+    loader.limits = limits
+    if loader._iterator is not None:
+        loader._iterator.limits = limits
 
 
 class _Watched:

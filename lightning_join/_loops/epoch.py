@@ -57,19 +57,21 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
     def on_run_start(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         super().on_run_start(data_fetcher)
         trainer: Any = self.trainer
-        length = self._fit_loop.start_reading(data_fetcher)
+        self._fit_loop.start_reading(data_fetcher)
         end = data_fetcher.fill()
         requests = self._fit_loop.requests
         self._stand_in.begin_epoch()
         had_batch = self._stand_in.state is not State.MISSING
-        mine = (float("inf") if length is None else length, had_batch, data_fetcher.claimed, end, requests)
+        mine = (data_fetcher.said, had_batch, data_fetcher.claimed, end, requests)
         data_fetcher.claimed = None
         self._has_transfer_hooks = has_transfer_hooks(trainer)
         self._may_leave = is_overridden("on_train_batch_start", trainer.lightning_module)
         join = join_of(trainer)
         everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
         self._validation_due = self._asks_to_validate = self._is_unheard = False
-        self._fit_loop.set_lengths([length for length, *_ in everyone])
+        _loaders.check([said for said, *_ in everyone])
+        loader = data_fetcher.combined_loader
+        self._fit_loop.set_lengths([_loaders.total_length(loader, said.limits) for said, *_ in everyone])
         self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests) in enumerate(everyone)})
         for rank, (_, _, claimed, its_end, _) in enumerate(everyone):
             if claimed is not None:

@@ -18,6 +18,7 @@ from lightning_join._loops.rounds import Rounds
 from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
 from lightning_join._protocol import channel_of, metrics_of, strategy_of
 from lightning_join._reading import loaders as _loaders
+from lightning_join._reading.fetcher import read_as_planned
 
 
 class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
@@ -53,7 +54,8 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
         resumed = self.batch_progress.current.ready > 0
         loader = self._combined_loader
         assert loader is not None
-        rounds = self._rounds = Rounds(strategy_of(self.trainer), loader, self._everyone, self._most, resumed)
+        rounds = Rounds(strategy_of(self.trainer), loader, self._everyone, self._measure, self._most, resumed)
+        self._rounds = rounds
         while not rounds.over:
             try:
                 batch, batch_idx, dataloader_idx = next(fetcher)
@@ -66,6 +68,7 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
             finally:
                 self.on_iteration_done()
         self._store_outputs(self.num_dataloaders if self._is_sequential else 1)
+        self.batch_progress.is_last_batch = True  # of all ranks, also where this rank had none
         self._has_run = not self.trainer.sanity_checking  # also where this rank had no batch
         return self.on_run_end()
 
@@ -73,10 +76,11 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
         # Lightning's, but for: no decision and no error from one rank's numbers alone.
         trainer: Any = self.trainer
         fitting = self._trainer_fn == TrainerFn.FITTING
+        stage, limit = self._stage, self._limit
         if self._combined_loader is not None and fitting and not self._should_reload_val_dl:
+            # There may be more data than in the validation before, or less.
+            self._take(_loaders.measure_again(stage, self._combined_loader, limit))
             return
-        stage = self._stage
-        limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         hook = "test_step" if trainer.testing else "validation_step"
         if limit == 0 or not is_overridden(hook, trainer.lightning_module):
             return
@@ -85,10 +89,33 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
             self._last_val_dl_reload_epoch = trainer.current_epoch
 
         self._combined_loader, mine = _loaders.load(trainer, self._data_source, stage, limit)
-        self._everyone = _loaders.exchange(channel_of(trainer), mine)
+        self._take(mine)
         _loaders.warn(self._combined_loader.flattened, self._everyone)
-        self._max_batches = list(mine.limits)
         self._seen_batches_per_dataloader = defaultdict(int)
+
+    def _take(self, mine: _loaders.Loaders) -> None:
+        self._everyone = _loaders.exchange(channel_of(self.trainer), mine)
+        self._max_batches = list(mine.limits)
+
+    def _measure(self, places: Sequence[int]) -> _loaders.Loaders:
+        assert self._combined_loader is not None
+        mine = _loaders.measure(self._stage, [self._combined_loader.flattened[i] for i in places], self._limit)
+        for place, limit in zip(places, mine.limits, strict=True):
+            self._max_batches[place] = limit
+        return mine
+
+    @property
+    def _limit(self) -> int | float:
+        limit: int | float = getattr(self.trainer, f"limit_{self._stage.dataloader_prefix}_batches")
+        return limit
+
+    def reset(self) -> None:
+        said, mine = self._max_batches, self._everyone[self.trainer.global_rank]
+        self._max_batches = _loaders.limits_before(mine, self._limit)
+        super().reset()
+        self._max_batches = said
+        if any(mine.planned):
+            read_as_planned(self._data_fetcher)
 
     def on_run_start(self) -> None:
         super().on_run_start()

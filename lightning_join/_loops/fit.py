@@ -65,7 +65,9 @@ class JoinFitLoop(ResumingFitLoop):
         fetcher.rebalances = rebalancing_of(trainer) is not None
         fetcher.setup(loader)
         self._lengths = ()
-        _loaders.warn(loader.flattened, self.measure())
+        everyone = self.measure()
+        _loaders.check(everyone)
+        _loaders.warn(loader.flattened, everyone)
         self._check_interval()
         iter(fetcher)
 
@@ -82,13 +84,16 @@ class JoinFitLoop(ResumingFitLoop):
             )
 
     def measure(self) -> Sequence[_loaders.Loaders]:
-        """Exchange how many batches each rank has, and take all numbers from the longest; all ranks meet."""
-        loader = self._combined_loader
+        """Exchange how many batches each rank says it has, and take all numbers from the longest; all ranks meet.
+
+        They hold until the dataloaders are iterated: only then one that plans its batches anew says how many these are.
+        """
+        loader, fetcher = self._combined_loader, self._data_fetcher
         assert loader is not None
+        assert isinstance(fetcher, ReadAheadFetcher)
         trainer: Any = self.trainer
-        mine = _loaders.measure(RunningStage.TRAINING, loader.flattened, trainer.limit_train_batches)
-        everyone = _loaders.exchange(channel_of(trainer), mine)
-        loader.limits = mine.limits
+        fetcher.limit = trainer.limit_train_batches
+        everyone = channel_of(trainer).gather(fetcher.measure(), of=_loaders.Loaders)
         rebalances = rebalancing_of(self.trainer) is not None
         self._stateful = rebalances or any(each.stateful for each in everyone)
         self.set_lengths([_loaders.total_length(loader, each.limits) for each in everyone])

@@ -11,6 +11,7 @@ from lightning_join._loops.rounds import Rounds
 from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
 from lightning_join._protocol import channel_of, strategy_of
 from lightning_join._reading import loaders as _loaders
+from lightning_join._reading.fetcher import read_as_planned
 
 
 class JoinPredictionLoop(KnownToProfilers, PredictionLoop):
@@ -41,7 +42,7 @@ class JoinPredictionLoop(KnownToProfilers, PredictionLoop):
         fetcher, loader = self._data_fetcher, self._combined_loader
         assert fetcher is not None
         assert loader is not None
-        rounds = Rounds(strategy_of(self.trainer), loader, self._everyone)
+        rounds = Rounds(strategy_of(self.trainer), loader, self._everyone, self._measure)
         while True:
             try:
                 batch, batch_idx, dataloader_idx = next(fetcher)
@@ -68,3 +69,19 @@ class JoinPredictionLoop(KnownToProfilers, PredictionLoop):
         self._everyone = _loaders.exchange(channel_of(trainer), mine)
         _loaders.warn(self._combined_loader.flattened, self._everyone)
         self.max_batches = list(mine.limits)
+
+    def _measure(self, places: Sequence[int]) -> _loaders.Loaders:
+        assert self._combined_loader is not None
+        parts = [self._combined_loader.flattened[i] for i in places]
+        mine = _loaders.measure(RunningStage.PREDICTING, parts, self.trainer.limit_predict_batches)
+        for place, limit in zip(places, mine.limits, strict=True):
+            self.max_batches[place] = limit
+        return mine
+
+    def reset(self) -> None:
+        said, mine = self.max_batches, self._everyone[self.trainer.global_rank]
+        self.max_batches = _loaders.limits_before(mine, self.trainer.limit_predict_batches)
+        super().reset()
+        self.max_batches = said
+        if any(mine.planned):
+            read_as_planned(self._data_fetcher)

@@ -136,11 +136,8 @@ class ResumingFitLoop(FitLoop):
         super().on_load_checkpoint(state_dict)
         self._record = state_dict.get(_KEY)
 
-    def start_reading(self, fetcher: ReadAheadFetcher) -> int | None:
+    def start_reading(self, fetcher: ReadAheadFetcher) -> None:
         """Make the epoch's iterator, in the first epoch after a checkpoint where that left off.
-
-        Returns:
-            The number of batches that the loader claims to have, limits included, if it says one.
 
         Raises:
             UnsupportedError: On all ranks, if another number of ranks has written the checkpoint.
@@ -152,7 +149,8 @@ class ResumingFitLoop(FitLoop):
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         resumes = self.epoch_loop.batch_progress.current.ready > 0
         if record is None:
-            return fetcher.start(self._as_lightning(states) if states and resumes else None)
+            fetcher.start(self._as_lightning(states) if states and resumes else None)
+            return
         self._most_gifts, self._unsaid = (
             (record.get("most_gifts"), record.get("unknown", ())) if resumes else (None, ())
         )
@@ -165,14 +163,15 @@ class ResumingFitLoop(FitLoop):
             )
         if record["world_size"] != trainer.world_size:
             self._most_gifts, self._unsaid, self._was_even = None, (), False
-            return self._start_in_another_world(fetcher, record, resumes)
+            self._start_in_another_world(fetcher, record, resumes)
+            return
         place = record["places"].get(trainer.global_rank)
         if place is not None and record["step"] and not resumes:
             if place["states"]:  # else there is nothing to bring to its end
                 self._end_epoch(fetcher, place)
             place = None
         try:
-            return fetcher.start(place)
+            fetcher.start(place)
         except StopIteration as error:  # which would end the fit on this rank alone
             raise JoinError(
                 "A train dataloader has come to its end before the place in the epoch at which the checkpoint was"
@@ -203,9 +202,8 @@ class ResumingFitLoop(FitLoop):
         epochs = epochs_of(loader.flattened)
         return {"states": states, "epochs": epochs, "cycled": [], "skipped": 0, "taken": taken, "left": False}
 
-    def _start_in_another_world(self, fetcher: ReadAheadFetcher, record: dict[str, Any], resumes: bool) -> int | None:
+    def _start_in_another_world(self, fetcher: ReadAheadFetcher, record: dict[str, Any], resumes: bool) -> None:
         _check_world(record["world_size"], self.trainer.world_size, is_over=not resumes or record["over"])
-        length = fetcher.start()
+        fetcher.start()
         if resumes:
             fetcher.length = fetcher.fetched  # nothing is left of the epoch
-        return length

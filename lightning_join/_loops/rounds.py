@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_join import _compat
 from lightning_join._protocol import JoiningStrategy
 from lightning_join._reading import loaders as _loaders
 from torch_join import UnsupportedError
@@ -22,6 +23,7 @@ class Rounds:
         strategy: The strategy, whose driver this does not keep: pickles of a loop are without it.
         loader: This rank's dataloaders.
         everyone: What each rank has measured of its own.
+        measure: Measures this rank's dataloaders that have these numbers, now that they are iterated.
         most: The highest number of steps in a round.
         resumed: Whether some steps have been made before, so that nothing is certain.
     """
@@ -31,6 +33,7 @@ class Rounds:
         strategy: JoiningStrategy,
         loader: CombinedLoader,
         everyone: Sequence[_loaders.Loaders],
+        measure: Callable[[Sequence[int]], _loaders.Loaders],
         most: int | float = float("inf"),
         resumed: bool = False,
     ) -> None:
@@ -39,12 +42,16 @@ class Rounds:
         self.index = 0
         self._steps = 0
         self._ended: frozenset[int] = frozenset()  # where numbers are uncertain
+        self._loader, self._measure, self._most = loader, measure, most
         self._limits = [[min(most, limit) for limit in _by_round(loader, each.limits)] for each in everyone]
         self._certain = [
             [(all(each.certain) if _side_by_side(loader) else certain) and not resumed for certain in each.certain]
             for each in everyone
         ]
         self._limits_itself = not _side_by_side(loader)
+        # The rounds in which some rank may have another number of batches than it says before.
+        planned = {place for each in everyone for place, is_planned in enumerate(each.planned) if is_planned}
+        self._planned = planned if self._limits_itself else {0} if planned else set()
 
     @property
     def driver(self) -> StepDriver:
@@ -55,11 +62,14 @@ class Rounds:
     @property
     def over(self) -> bool:
         """Whether the limit is reached; Lightning sees to it only where it knows all lengths."""
-        return not self._limits_itself and self._steps >= self._limits[self._rank][self.index]
+        if self._limits_itself or self.index in self._planned:
+            return False
+        return self._steps >= self._limits[self._rank][self.index]
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Put around what this rank does with a batch."""
+        self._begin()
         with self.driver.step(self._active_ranks(has_batch=True)):
             yield
         self._steps += 1
@@ -73,6 +83,7 @@ class Rounds:
         Raises:
             UnsupportedError: This rank's dataloader has ended earlier than its length said.
         """
+        self._begin()
         claimed, certain = self._of(self._rank)
         if certain and self._steps < claimed:
             raise UnsupportedError(
@@ -84,6 +95,25 @@ class Rounds:
             self._steps += 1
         self.driver.leave_tail()
         self.index, self._steps, self._ended = self.index + 1, 0, frozenset()
+
+    def _begin(self) -> None:
+        """Hear what ranks have in this round, if that may differ from what they have said; all ranks meet.
+
+        This rank's dataloaders have been iterated, and have yielded their first batch or come to their end: only then
+        those that plan their batches anew say how many these are.
+        """
+        if self.index not in self._planned:
+            return
+        self._planned.discard(self.index)
+        places = [self.index] if self._limits_itself else range(len(self._loader.flattened))
+        everyone = _loaders.exchange(self._strategy.channel, self._measure(places))
+        for limits, each in zip(self._limits, everyone, strict=True):
+            limits[self.index] = min(self._most, _loaders.total_length(self._loader, each.limits))
+        mine = dict(zip(places, everyone[self._rank].limits, strict=True))
+        before = self._loader.limits or []
+        _compat.set_limits(
+            self._loader, [min(self._most, mine[i]) if i in mine else limit for i, limit in enumerate(before)]
+        )
 
     def _active_ranks(self, has_batch: bool) -> tuple[int, ...]:
         """Return the ranks that have a batch at this step; they meet if that is uncertain."""

@@ -5,10 +5,12 @@ from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
-from lightning_join._compat import DataFetcher, sized_len
+from lightning_join._compat import DataFetcher, PrefetchDataFetcher
+from lightning_join._reading.loaders import Loaders, measure, total_length
 from lightning_join._reading.stateful import at_place, begin_anew, epochs_of
 from torch_join.integration import RefillGuard, is_length_certain
 
@@ -16,6 +18,20 @@ from torch_join.integration import RefillGuard, is_length_certain
 # of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
 # left out (`skipped`), and whether the rest of the epoch is `left` unread.
 Place = dict[str, Any]
+
+
+class _PlannedFetcher(PrefetchDataFetcher):
+    """Reads no batch before it is asked for, and goes by no length."""
+
+    def __next__(self) -> Any:
+        return self.batches.pop(0) if self.batches else super().__next__()
+
+
+def read_as_planned(fetcher: Any) -> None:
+    """Have a fetcher of an evaluation go by the limits alone, which follow from lengths that are not known yet."""
+    if type(fetcher) is PrefetchDataFetcher:
+        fetcher.__class__ = _PlannedFetcher
+        fetcher.length, fetcher.done = None, fetcher.done and fetcher.length is None
 
 
 class ReadAheadFetcher(DataFetcher):
@@ -26,6 +42,8 @@ class ReadAheadFetcher(DataFetcher):
     before the sampler is told the epoch when training is resumed.
 
     Attributes:
+        limit: How many batches are used of an epoch's, or which share of them.
+        said: What the dataloaders say of their numbers of batches, limits included.
         batches: The batches that have been read and not been used.
         exhausted: Whether the loader's end is known.
         claimed: What the loader had said its length was, if it ended before that.
@@ -35,6 +53,9 @@ class ReadAheadFetcher(DataFetcher):
 
     def __init__(self) -> None:
         super().__init__()
+        self.limit: int | float = 1.0
+        self.said = Loaders([])
+        self._has_read = False  # anything of this epoch
         self.batches: deque[Any] = deque()
         self.exhausted = False
         self.claimed: int | None = None
@@ -70,14 +91,30 @@ class ReadAheadFetcher(DataFetcher):
         self._reserved.clear()
         self._planned, self._guard = [], None
 
-    def start(self, place: Place | None = None) -> int | None:
+    def measure(self) -> Loaders:
+        """Return, and note, what the dataloaders say now of their numbers of batches."""
+        self.said = measure(RunningStage.TRAINING, self.combined_loader.flattened, self.limit)
+        return self.said
+
+    def _take_length(self) -> None:
+        """Take the number of this epoch's batches, limits included, from what the dataloaders say now, if they do.
+
+        Asked for when the iterator has been made, since that is when some plan an epoch's batches, and once more when
+        something has been read, since a generator begins then.
+        """
+        limits = self.measure().limits
+        _compat.set_limits(self.combined_loader, limits)
+        length = total_length(self.combined_loader, limits)
+        if self._left:
+            self.length = self.fetched
+        else:
+            self.length = None if length == float("inf") else int(length) - self._skipped
+
+    def start(self, place: Place | None = None) -> None:
         """Make the epoch's iterator.
 
         Args:
             place: Where to go on, if the epoch is resumed in the middle.
-
-        Returns:
-            The number of batches that the loader claims to have, limits included, if it says one.
 
         Raises:
             StopIteration: The loader has come to its end before the place.
@@ -97,17 +134,13 @@ class ReadAheadFetcher(DataFetcher):
                 self.iterator = iter(loader)
         if self._has_state:
             _compat.watch_ends(loader)
-        self.length = length = sized_len(loader)
         self._taken = self.fetched  # as Lightning counts them, where no place says so
         if place is not None:
             _compat.set_cycled(loader, place["cycled"])
             self.fetched = self._taken = place["taken"]
             self._skipped, self._left = place["skipped"], place["left"]
-            if self._left:
-                self.length = self.fetched
-            elif self.length is not None:
-                self.length -= self._skipped
-        return length
+        self._take_length()
+        self._has_read = False
 
     def place(self, repeats: bool = False) -> Place | None:
         """Return where training is in the dataloaders, whatever has been read ahead.
@@ -166,7 +199,7 @@ class ReadAheadFetcher(DataFetcher):
         if self.exhausted:
             return None
         while len(self.batches) < ahead:
-            if self.length is not None and self.fetched >= self.length:
+            if self.length is not None and self.fetched >= self.length and not self._may_have_more:
                 break
             try:
                 self.batches.append(self._read())
@@ -177,6 +210,11 @@ class ReadAheadFetcher(DataFetcher):
             return None
         self.exhausted = True
         return self.fetched
+
+    @property
+    def _may_have_more(self) -> bool:
+        """Whether the dataloaders say that they are empty, but have planned nothing of this epoch yet."""
+        return self.fetched == 0 and not self._has_read and any(self.said.planned) and self.said.error is None
 
     def take(self) -> Any:
         """Return the next batch.
@@ -249,7 +287,12 @@ class ReadAheadFetcher(DataFetcher):
         if self.stateful:
             self._before.append(self._snapshot())
             self._begun_at = None
-        batch, _, _ = super().__next__()
+        try:
+            batch, _, _ = super().__next__()
+        finally:
+            if not self._has_read:
+                self._has_read = True
+                self._take_length()
         while batch is None:
             # There is nothing to train on; a rank that made a step of it would be out of step.
             rank_zero_warn(

@@ -1,7 +1,7 @@
 """How many batches the dataloaders of every rank have: each rank tells all, and all decide from the same numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.fabric.utilities.data import has_iterable_dataset
@@ -15,7 +15,7 @@ from lightning_join import _compat
 from lightning_join._compat import Stateful, parse_num_batches, sized_len
 from lightning_join._reading.samplers import sharded_samples
 from torch_join import JoinValueError
-from torch_join.integration import Channel, closed, name_ranks
+from torch_join.integration import Channel, closed, is_length_certain, name_ranks
 
 
 class DataloaderError(JoinValueError, MisconfigurationException):
@@ -31,6 +31,7 @@ class Loaders:
         limits: Number of batches to run per dataloader, infinite where nobody knows.
         error: Why they cannot be run, if they cannot.
         certain: Whether a dataloader surely has as many batches as it says.
+        planned: Whether one may say another number when it is iterated, as those that plan their batches anew do.
         stateful: Whether some of them have a state.
         sharded: The size of each one's dataset, where Lightning's sampler takes this rank's share of it.
     """
@@ -38,6 +39,7 @@ class Loaders:
     limits: list[int | float]
     error: str | None = None
     certain: list[bool] = field(default_factory=list)
+    planned: list[bool] = field(default_factory=list)
     stateful: bool = False
     sharded: list[int | None] = field(default_factory=list)
 
@@ -45,15 +47,31 @@ class Loaders:
 def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> Loaders:
     """Measure this rank's dataloaders; an error is a result too, since all ranks must hear of it."""
     limits: list[int | float] = []
+    planned: list[bool] = []
+    error = None
     for loader in loaders:
         length = sized_len(loader)
+        planned.append(length is not None and not is_length_certain(loader))
         try:
             limits.append(parse_num_batches(stage, float("inf") if length is None else length, limit))
-        except MisconfigurationException as error:
-            return Loaders(limits, str(error))
+        except MisconfigurationException as why:
+            limits.append(int(planned[-1]))  # nobody knows yet
+            error = error or str(why)
     stateful = any(isinstance(loader, Stateful) for loader in loaders)
     certain, sharded = [_is_certain(loader) for loader in loaders], [sharded_samples(loader) for loader in loaders]
-    return Loaders(limits, certain=certain, stateful=stateful, sharded=sharded)
+    return Loaders(limits, error, certain, planned, stateful, sharded)
+
+
+def measure_again(stage: RunningStage, loader: CombinedLoader, limit: int | float) -> Loaders:
+    """Measure this rank's dataloaders before they are iterated once more."""
+    mine = measure(stage, loader.flattened, limit)
+    return replace(mine, error=None) if any(mine.planned) else mine  # what these are too short for is not known yet
+
+
+def limits_before(loaders: Loaders, limit: int | float) -> list[int | float]:
+    """Return the limits until dataloaders are iterated: what a planned one has said is none."""
+    most = limit if isinstance(limit, int) else float("inf")
+    return [most if planned else n for n, planned in zip(loaders.limits, loaders.planned, strict=True)]
 
 
 def warn(loaders: Sequence[Any], everyone: Sequence[Loaders]) -> None:
@@ -93,10 +111,11 @@ def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> 
     """Make this rank's dataloaders for an evaluation or a prediction, and measure them."""
     loader = make(trainer, source, trainer.state.fn, stage, "sequential")
     mine = measure(stage, loader.flattened, limit)
-    if loader._mode == "max_size_cycle" and mine.error is None and min(mine.limits, default=0) == 0 < sum(mine.limits):
-        what = f"Dataloader {mine.limits.index(0)} of a CombinedLoader(mode='max_size_cycle') is empty"
+    empty = [place for place, n in enumerate(mine.limits) if n == 0 and not mine.planned[place]]
+    if loader._mode == "max_size_cycle" and mine.error is None and empty and sum(mine.limits) > 0:
+        what = f"Dataloader {empty[0]} of a CombinedLoader(mode='max_size_cycle') is empty"
         remedy = "cannot be cycled beside the others, whose batches would be lost. Use mode='max_size'"
-        mine = Loaders(mine.limits, f"{what}, so it {remedy}.")
+        mine = replace(mine, error=f"{what}, so it {remedy}.")
     return loader, mine
 
 
@@ -112,6 +131,12 @@ def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
 
     """
     everyone = channel.gather(mine, of=Loaders)
+    check(everyone)
+    return everyone
+
+
+def check(everyone: Sequence[Loaders]) -> None:
+    """Raise what `exchange` does, for what all ranks have heard otherwise."""
     errors = {rank: loaders.error for rank, loaders in enumerate(everyone) if loaders.error}
     if errors:
         rank, error = next(iter(errors.items()))
@@ -122,7 +147,6 @@ def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
             f"Every rank needs the same number of dataloaders, but they have {counts} (by rank). Give a rank"
             " without data an empty dataloader."
         )
-    return everyone
 
 
 def total_length(loader: CombinedLoader, limits: Sequence[int | float]) -> int | float:
