@@ -77,7 +77,8 @@ class Sharded(ParallelStrategy):
     def shadow_training_step(self) -> Tensor:
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
         assert self.join is not None
-        return self.join.shadow_forward()
+        with self.precision_plugin.train_step_context():
+            return self.join.shadow_forward()
 
 
 class _WholeResultLauncher(_compat.MultiProcessingLauncher):

@@ -105,7 +105,8 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
         assert self.join is not None
         assert self._manual is not None
-        return self._manual.shadow_step() if self._manual.is_used else self.join.shadow_forward()
+        with self.precision_plugin.train_step_context():
+            return self._manual.shadow_step() if self._manual.is_used else self.join.shadow_forward()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self._manual is not None and self._manual.is_used:

@@ -4,8 +4,8 @@ from collections import OrderedDict
 from typing import Any
 
 from lightning_join._compat import ManualOptimization
-from lightning_join._loops.user_code import NoStopIteration
-from lightning_join._protocol import join_of, strategy_of
+from lightning_join._loops.user_code import NoStopIteration, shadow_step
+from lightning_join._protocol import join_of
 
 
 class JoinManualOptimization(ManualOptimization):
@@ -19,6 +19,6 @@ class JoinManualOptimization(ManualOptimization):
         # Inside of what suppresses it, else it would end one rank's step alone, and in silence.
         with NoStopIteration():
             if join_of(self.trainer).joined:
-                self._output = {"loss": strategy_of(self.trainer).shadow_training_step().detach()}
+                self._output = {"loss": shadow_step(self.trainer).detach()}
             else:
                 super().advance(kwargs)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_join._compat import AutomaticOptimization, ClosureResult, call
+from lightning_join._loops.user_code import shadow_step
 from lightning_join._protocol import join_of, strategy_of
 from lightning_join._training.batch_norm import merge_statistics
 
@@ -39,9 +40,7 @@ class JoinAutomaticOptimization(AutomaticOptimization):
         trainer: Any = self.trainer
         join = join_of(trainer)
         if join.joined:
-            # PyTorchProfiler counts the steps by this name.
-            with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.shadow_training_step"):
-                self._result = ClosureResult(strategy_of(trainer).shadow_training_step())
+            self._result = ClosureResult(shadow_step(trainer))
             return self._result
         with join.loss_step():
             output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())

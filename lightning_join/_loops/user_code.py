@@ -3,6 +3,9 @@
 from typing import Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from lightning_join._protocol import strategy_of
 
 
 def has_transfer_hooks(trainer: Any) -> bool:
@@ -11,6 +14,13 @@ def has_transfer_hooks(trainer: Any) -> bool:
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
     converts = not type(trainer.precision_plugin).convert_input.__module__.startswith("lightning.")
     return converts or any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+
+
+def shadow_step(trainer: Any) -> Tensor:
+    """Do on a joined rank what the others do in `training_step`, inside of the profiler that Lightning has around it."""
+    # PyTorchProfiler counts the steps by this name.
+    with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.shadow_training_step"):
+        return strategy_of(trainer).shadow_training_step()
 
 
 class NoStopIteration:
