@@ -19,6 +19,7 @@ from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration, h
 from lightning_join._protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
+from lightning_join._training.learning_rates import check_plateaus, check_rates, learning_rates
 
 
 class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
@@ -62,7 +63,7 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
         requests = self._fit_loop.requests
         self._stand_in.begin_epoch()
         had_batch = self._stand_in.state is not State.MISSING
-        mine = (data_fetcher.said, had_batch, data_fetcher.claimed, end, requests)
+        mine = (data_fetcher.said, had_batch, data_fetcher.claimed, end, requests, learning_rates(trainer))
         data_fetcher.claimed = None
         self._has_transfer_hooks = has_transfer_hooks(trainer)
         self._may_leave = is_overridden("on_train_batch_start", trainer.lightning_module)
@@ -72,8 +73,13 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
         _loaders.check([said for said, *_ in everyone])
         loader = data_fetcher.combined_loader
         self._fit_loop.set_lengths([_loaders.total_length(loader, said.limits) for said, *_ in everyone])
-        self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests) in enumerate(everyone)})
-        for rank, (_, _, claimed, its_end, _) in enumerate(everyone):
+        self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests, _) in enumerate(everyone)})
+        check_rates(
+            [rates for *_, rates in everyone],
+            f"at the begin of epoch {trainer.current_epoch}. A rank has set its own, in a hook for example, by a value"
+            " that others do not have: decide by one that was reduced over all ranks",
+        )
+        for rank, (_, _, claimed, its_end, *_) in enumerate(everyone):
             if claimed is not None:
                 _loaders.warn_of_missing(rank, claimed, its_end)
         self._rebalance(data_fetcher)
@@ -175,6 +181,12 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
             self._fit_loop.agree_on_stop()  # EarlyStopping may have decided in the validation
             if trainer.received_sigterm and not self._is_training_done:
                 raise SIGTERMException
+
+    def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
+        super()._update_learning_rates(interval, update_plateau_schedulers)
+        if update_plateau_schedulers:
+            index = self.batch_idx if interval == "step" else self.trainer.current_epoch
+            check_plateaus(self.trainer, strategy_of(self.trainer).channel, interval, index)
 
     def _has_next(self, data_fetcher: ReadAheadFetcher) -> bool:
         plan = join_of(self.trainer).plan

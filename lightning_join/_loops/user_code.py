@@ -17,7 +17,7 @@ def has_transfer_hooks(trainer: Any) -> bool:
 
 
 def shadow_step(trainer: Any) -> Tensor:
-    """Do on a joined rank what the others do in `training_step`, inside of the profiler that Lightning has around it."""
+    """Do on a joined rank what the others do in `training_step`, in the profiler that Lightning has around it."""
     # PyTorchProfiler counts the steps by this name.
     with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.shadow_training_step"):
         return strategy_of(trainer).shadow_training_step()

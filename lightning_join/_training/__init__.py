@@ -2,5 +2,5 @@
 
 May import: `_compat`, `_protocol`.
 Begin with: `manual.py`, manual optimization; the others are a page each: joinables, parameters that are unfrozen,
-BatchNorm statistics, the learning rate finder.
+BatchNorm statistics, learning rates and their finder.
 """

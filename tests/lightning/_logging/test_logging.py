@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.cases import Batch, Case, Module, build_trainer
+from tests.support.cases import Batch, Case, Module, Result, assert_same_bits, build_trainer, result_of
 from tests.support.workers import Workers
 
 REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {"mean": mean, "sum": sum, "min": min, "max": max}
@@ -344,3 +344,54 @@ def test_a_value_that_one_rank_alone_syncs_is_named(workers: Workers) -> None:
         assert (
             "rank 2 had announced 5, the last: log `self.log('alone', on_step=True, sync_dist=True)`" in outcome.error
         )
+
+
+class Plateau(Module):
+    """Decides on its learning rate by a value of each rank's own, which is worse in each step on rank 0."""
+
+    def __init__(self, case: Case, interval: str, is_worse: bool) -> None:
+        super().__init__(case)
+        self.interval, self.is_worse = interval, is_worse
+        self.automatic_optimization = interval != "by hand"
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        sign = 1.0 if self.trainer.global_rank == 0 and self.is_worse else -1.0
+        self.log("own", sign * (self.trainer.current_epoch + batch_idx), on_step=True, on_epoch=True)
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.interval == "by hand":
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step(self.trainer.callback_metrics["own_epoch"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        monitor = "own_step" if self.interval == "step" else "own_epoch"
+        interval = "epoch" if self.interval == "by hand" else self.interval
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": monitor},
+        }
+
+
+def fit_plateau(rank: int, interval: str, is_worse: bool) -> Result:
+    module = Plateau(Case((2, 4) if is_worse else (3, 3), epochs=3), interval, is_worse)
+    trainer = build_trainer(module.case)
+    trainer.fit(module)
+    return result_of(trainer, module)
+
+
+@pytest.mark.parametrize(("interval", "where"), [("step", "own_step"), ("epoch", "own_epoch"), ("by hand", "")])
+def test_learning_rates_that_differ_raise_on_all_ranks(workers: Workers, interval: str, where: str) -> None:
+    for outcome in workers.outcomes(2, fit_plateau, interval, True):
+        said = "UnsupportedError: The learning rates differ (rank 0: 0.025; rank 1: 0.05)"
+        assert said in outcome.error, outcome.trace
+        assert (f"monitors {where!r}" in outcome.error and "sync_dist=True" in outcome.error) or not where
+    assert_same_bits(workers.run(2, fit_plateau, interval, False))  # values of their own, and the same decisions
