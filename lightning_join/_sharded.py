@@ -1,6 +1,6 @@
 """The strategies of sharded models: `Trainer(strategy="fsdp_join")` and `"model_parallel_join"`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -14,7 +14,14 @@ from lightning_join import _compat
 from lightning_join._collectives import StepCollectives
 from lightning_join._joining import Joining, start_methods
 from torch_join import UnsupportedError
-from torch_join.integration import Lockstep, StepDriver, follow_sharded_model, is_sharded_model, sharded_lockstep_join
+from torch_join.integration import (
+    Lockstep,
+    StepDriver,
+    follow_sharded_model,
+    is_sharded_model,
+    leads_to,
+    sharded_lockstep_join,
+)
 
 
 class Sharded(ParallelStrategy):
@@ -63,9 +70,11 @@ class Sharded(ParallelStrategy):
             return super().training_step(*args, **kwargs)
         with self.join.active_step():
             output = super().training_step(*args, **kwargs)
-        if output is None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if output is None or (isinstance(loss, Tensor) and not leads_to(loss)):
+            what = "None" if output is None else "a loss that does not depend on the model"
             raise UnsupportedError(
-                "training_step returned None, and the other ranks' backward needs this rank's shards at each of its"
+                f"training_step returned {what}, and the other ranks' backward needs this rank's shards at each of its"
                 " steps. Return a loss of zero that depends on the model's output (`0.0 * output.sum()`), or leave such"
                 " batches out of the dataloader."
             )

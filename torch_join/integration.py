@@ -20,6 +20,7 @@ from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._shadow.model import ModelShadow
+from torch_join._shadow.reach import leads_to
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.loops import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
@@ -56,6 +57,7 @@ __all__ = [
     "group_options",
     "is_length_certain",
     "is_sharded_model",
+    "leads_to",
     "listed",
     "name_ranks",
     "open_channel",

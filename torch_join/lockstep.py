@@ -1,6 +1,6 @@
 """Join for a DDP model in a loop that a framework drives."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -115,9 +115,9 @@ class LockstepJoin(Lockstep):
         """Put around an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
 
         In place of `None` comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in
-        backward. Then `no_loss` is true.
+        backward. Then `no_loss` is true. A loss that does not lead to the model gets such a zero added to it.
         """
-        self.no_loss = self._has_gathered = False
+        self.no_loss = self.no_output = self._has_gathered = False
         self.driver.has_loss = True
         if self.channel.world_size == 1:
             yield
@@ -133,17 +133,24 @@ class LockstepJoin(Lockstep):
         self._has_gathered = True
 
     def _complete(self, output: Any) -> Any:
-        if output is None and self._has_collectives_in_backward:
+        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        if output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss)):
+            return output
+        if self._has_collectives_in_backward:
+            what = "None" if output is None else "a loss that does not depend on the model"
             raise UnsupportedError(
-                "training_step returned None, where the other ranks' backward may have collectives that need this"
+                f"training_step returned {what}, where the other ranks' backward may have collectives that need this"
                 " rank's (of SyncBatchNorm, of all_gather(sync_grads=True), or of a loss over all ranks' outputs)."
                 " Return a loss of zero that depends on what the others' losses do (`0.0 * loss`), or leave such"
                 " batches out of the dataloader."
             )
-        if output is None and self._syncs:
-            self.no_loss, self.driver.has_loss = True, False
-            return self._shadow.no_loss_output()
-        return output
+        if not self._syncs:
+            return output
+        self.no_loss, self.no_output, self.driver.has_loss = True, output is None, False
+        zero = self._shadow.no_loss_output()
+        if output is None:
+            return zero
+        return {**output, "loss": zero + loss} if isinstance(output, Mapping) else zero + loss
 
     def backward(self, backward: Callable[[], None]) -> bool:
         """Run the backward of a step, real or not; where no rank contributes to the gradients they are left cleared.

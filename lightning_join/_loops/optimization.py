@@ -33,7 +33,7 @@ class JoinAutomaticOptimization(AutomaticOptimization):
             merge_statistics(self.trainer.lightning_module, strategy_of(self.trainer))
         if join.joined:
             return output or {"loss": torch.zeros(())}
-        return {} if join.no_loss else output
+        return {} if join.no_output else output
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         # Lightning's, but for: several ranks may return None.

@@ -101,6 +101,9 @@ class ManualPart(Part):
         assert module is not None
         precision = strategy.precision_plugin
         synced = self._ddp.require_backward_grad_sync
+        is_nothing = synced and self.server.channel.world_size > 1 and not self._shadow.is_reached_by(loss)
+        if is_nothing:  # DDP would hear of no gradient, and the others wait
+            loss = loss + self._shadow.no_loss_output()
         if self.server.in_tail:
             self._send_changes(with_parameters=False)
             self.announce("backward", synced)
@@ -112,7 +115,8 @@ class ManualPart(Part):
             loss = precision.pre_backward(loss, module)
         self._in_backward = True
         try:
-            precision.backward(loss, module, None, *args, **kwargs)
+            with self._shadow.step(shadow=True) if is_nothing else nullcontext():
+                precision.backward(loss, module, None, *args, **kwargs)
         finally:
             self._in_backward = False
         with self._driver.server.on_all_ranks():

@@ -30,6 +30,12 @@ class NoLoss(ShardedModule):
         return None if batch_idx == 3 else loss
 
 
+class Constant(ShardedModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return torch.zeros((), requires_grad=True) if batch_idx == 3 else loss
+
+
 class NotSharded(Module):
     def configure_model(self) -> None:
         pass
@@ -47,6 +53,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]]
     # the module, the trainer's options, under which strategies, and what is said
     "manual": (Manual, {}, KINDS[:1], ("UnsupportedError: Manual optimizes manually",)),
     "no loss": (NoLoss, {}, KINDS[:1], ("UnsupportedError: training_step returned None", "0.0 * output.sum()")),
+    "constant": (Constant, {}, KINDS, ("UnsupportedError: training_step returned a loss that does not depend on",)),
     "not sharded": (NotSharded, {}, KINDS[1:], ("UnsupportedError: ModelParallelJoinStrategy finds nothing in",)),
     # Of FullyShardedDataParallel's parameters torch itself says that they cannot be whole in a forward.
     "whole": (Whole, {}, KINDS[1:], ("UnsupportedError", "needs the shards of ranks that have joined")),

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinTypeError, UnsupportedError
 from torch_join._shadow.first_iteration import FirstIteration
+from torch_join._shadow.reach import leads_to
 from torch_join._shadow.streams import accumulators, streams_waiting
 from torch_join._shadow.unused import using_nothing
 from torch_join._shadow.zero_gradient import zero_gradient
@@ -54,6 +55,7 @@ class ModelShadow:
         self.accumulated = False
         self._stand_in = _StandIn()  # one, since it is made use of in each step
         self.parameters = _compat.averaged_parameters(ddp)
+        self._ids = frozenset(map(id, self.parameters))
         self.sparse = frozenset(
             id(p) for m in ddp.module.modules() if _compat.is_sparse_embedding(m) for p in m.parameters(recurse=False)
         )
@@ -146,6 +148,10 @@ class ModelShadow:
                 " parameters take part in all others. Return a loss, or use static_graph=False."
             )
         return self.zero()
+
+    def is_reached_by(self, loss: Tensor) -> bool:
+        """Whether a backward of `loss` may come to a parameter that DDP averages, so that it takes part in that."""
+        return leads_to(loss, lambda variable: id(variable) in self._ids)
 
     def completing(self, complete: Callable[[Any], Any]) -> AbstractContextManager[None]:
         """Put around a forward of the wrapper, whose inner module's output `complete` gets and may replace."""

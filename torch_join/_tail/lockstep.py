@@ -41,7 +41,8 @@ class Lockstep:
 
     Attributes:
         keeps_buffers: Whether each rank keeps its own buffers for now.
-        no_loss: Whether this rank has a batch and no loss.
+        no_loss: Whether this rank has a batch and no loss that depends on the model.
+        no_output: Whether it has returned nothing at all.
         follows_backward: Whether joined ranks take part in each collective of the backward of what is computed now.
 
     Raises:
@@ -73,7 +74,7 @@ class Lockstep:
         self._plan: Rebalancer | None = None
         self._present: ToldAttendance | Rebalancer = self._attendance  # the plan, if there is one
         self._notices: dict[int, dict[str, Any]] = {}  # of the meeting before a step that is planned
-        self.no_loss = self.follows_backward = self.keeps_buffers = False
+        self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
 
     def note_gather(self) -> None:
         """Note that a gather through which gradients flow is part of what is computed now."""

@@ -1,4 +1,4 @@
-"""`training_step` returns `None` on some ranks, or on all."""
+"""`training_step` returns `None`, or a constant, on some ranks, or on all."""
 
 from typing import Any
 
@@ -27,8 +27,9 @@ from tests.support.workers import Workers
 class Silent(JointModule):
     """Has no loss at some steps, and otherwise a dictionary."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, nothing: str = "None") -> None:
         super().__init__(case)
+        self.nothing = nothing
         self.seen: list[tuple[bool, dict[str, Any]]] = []
         self.moved: list[float] = []
 
@@ -36,7 +37,10 @@ class Silent(JointModule):
         if batch_idx % 2:
             self(batch[0])  # a call of the module itself is not its step
         none = returns_none(self.case, self.trainer.global_rank, *self.place)
-        return None if none else {"loss": loss_of(self.net, batch), "extra": batch_idx}
+        if not none:
+            return {"loss": loss_of(self.net, batch), "extra": batch_idx}
+        constant = torch.tensor(7.0, requires_grad=True)
+        return {"None": None, "leaf": constant, "dictionary": {"loss": constant * 2, "extra": 3}}[self.nothing]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)  # type: ignore[no-any-return]
@@ -57,8 +61,8 @@ def losses(case: Case) -> Any:
     return of
 
 
-def fit_silent(rank: int, case: Case) -> tuple[Result, list[tuple[bool, dict[str, Any]]]]:
-    module = Silent(case)
+def fit_silent(rank: int, case: Case, nothing: str) -> tuple[Result, list[tuple[bool, dict[str, Any]]]]:
+    module = Silent(case, nothing)
     trainer = build_trainer(case)
     trainer.fit(module)
     return result_of(trainer, module), module.seen
@@ -72,10 +76,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step_without_a_loss_counts_as_zero(workers: Workers, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("case", "nothing"), [*[(case, "None") for case in CASES], *zip(CASES, ["leaf", "dictionary"] * 2, strict=True)]
+)
+def test_a_step_without_a_loss_counts_as_zero(workers: Workers, case: Case, nothing: str) -> None:
     expected = joint_reference(case, losses(case))
-    outcomes = workers.run(case.world_size, fit_silent, case)
+    outcomes = workers.run(case.world_size, fit_silent, case, nothing)
     assert_same_bits([result for result, _ in outcomes])
     for result, seen in outcomes:
         assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
@@ -85,7 +91,7 @@ def test_a_step_without_a_loss_counts_as_zero(workers: Workers, case: Case) -> N
         assert (result.lr, result.global_step) == (expected.lr, expected.steps)
         assert any(none for none, _ in seen) or not result.trained
         for none, outputs in seen:
-            assert (outputs == {}) if none else "loss" in outputs
+            assert (outputs == {}) if none and nothing == "None" else "loss" in outputs or none
 
 
 def fit_alone(rank: int, case: Case, strategy: str) -> tuple[Result, list[dict[str, Any]]]:

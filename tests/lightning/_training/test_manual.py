@@ -23,6 +23,7 @@ from tests.support.cases import (
     difference,
     flatten,
     longest,
+    loss_of,
     weights,
 )
 from tests.support.workers import Workers
@@ -418,3 +419,39 @@ def test_what_cannot_be_repeated_raises_on_all_ranks(workers: Workers, program: 
     joined, active = workers.outcomes(2, fit_misused, Case((2, 4), epochs=1, ddp=UNUSED), program)
     assert text in active.error, active.trace
     assert text in joined.error or "PeerFailedError: Rank 1 failed" in joined.error, joined.trace
+
+
+# ---------------------------------------------------------------- a loss that does not lead to the model
+
+
+class Skips(Module):
+    """Takes a constant for a loss at some steps of one rank, or the same number with zero gradients."""
+
+    def __init__(self, case: Case, is_constant: bool) -> None:
+        super().__init__(case)
+        self.automatic_optimization, self.is_constant = False, is_constant
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = loss_of(self.net, batch)
+        if (self.trainer.global_rank + batch_idx) % 3 == 1:
+            loss = torch.zeros((), requires_grad=True) if self.is_constant else 0.0 * loss
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+
+def fit_skipping(rank: int, case: Case, is_constant: bool) -> list[Tensor]:
+    module = Skips(case, is_constant)
+    build_trainer(case).fit(module)
+    return [p.detach() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("options", [{"hooked": True}, {"ddp": {"find_unused_parameters": True}}])
+def test_a_constant_loss_brings_nothing_and_keeps_nobody_waiting(workers: Workers, options: dict[str, Any]) -> None:
+    case = Case((4, 6, 1), epochs=2, optimizer="sgd", **options)
+    expected = workers.run(3, fit_skipping, case, False)
+    for parameters in workers.run(3, fit_skipping, case, True):
+        assert difference(parameters, expected[0]) < 1e-10
