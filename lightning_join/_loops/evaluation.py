@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_join._compat import EvaluationLoop, call, no_grad_context
@@ -43,7 +44,10 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
 
     @no_grad_context
     def _run(self) -> Any:
-        # Lightning's, but for: what is stored per dataloader is stored on every rank, in order.
+        # Lightning's, but for: what is stored per dataloader is stored on every rank, in order; and all ranks end here,
+        # and not each in its first step that is not its last.
+        if self.trainer.received_sigterm:
+            raise SIGTERMException
         self.setup_data()
         if self.skip:
             return []

@@ -295,6 +295,30 @@ def fit_terminated(rank: int, case: Case, where: str) -> tuple[str, int]:
     return "nothing", trainer.global_step
 
 
+class TerminatedUnevenly(Terminated):
+    def val_dataloader(self) -> DataLoader[Batch]:
+        batches: Any = self.case.batches(0, 0)[: 3 if self.trainer.global_rank == 0 else 1]
+        return DataLoader(batches, batch_size=None)
+
+
+def fit_terminated_unevenly(rank: int, val_check_interval: float, where: str) -> tuple[str, int]:
+    module = TerminatedUnevenly(Case((2, 4), epochs=2))
+    module.where = where
+    trainer = build_trainer(module.case, val_check_interval=val_check_interval)
+    try:
+        trainer.fit(module)
+    except SystemExit as error:
+        return type(error).__name__, trainer.global_step
+    return "nothing", trainer.global_step
+
+
+@pytest.mark.parametrize(("interval", "where", "step"), [(0.5, "step 1", 2), (1.0, "step 3", 4)])
+def test_sigterm_before_a_validation_ends_all_with_one_exception(
+    workers: Workers, interval: float, where: str, step: int
+) -> None:
+    assert workers.run(2, fit_terminated_unevenly, interval, where) == [("SIGTERMException", step)] * 2
+
+
 # While all have a batch, who has gone on hears of it in the next step.
 @pytest.mark.parametrize(
     ("where", "step"), [("step 1", 3), ("step 2", 3), ("step 4", 5), ("step 6", 7), ("validation", 4)]
