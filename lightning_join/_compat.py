@@ -82,6 +82,7 @@ __all__ = [
     "set_limits",
     "set_sampler_epoch",
     "sized_len",
+    "trainer_of",
     "watch_ends",
 ]
 
@@ -93,6 +94,11 @@ def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
     gradients would be added up in the last one, which the new one does not wait for.
     """
     return {"device_ids": strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs}
+
+
+def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
+    """Return the trainer that a module is attached to, where `module.trainer` raises if there is none."""
+    return None if module is None else module._trainer
 
 
 def has_dataloaders(trainer: "pl.Trainer") -> bool:

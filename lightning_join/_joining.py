@@ -114,11 +114,12 @@ class Joining(ParallelStrategy):
         """Take over the trainer's loops and open the channel, once the process group is there.
 
         With one process nothing is taken over: it runs as under plain `ddp`. So it does where no run sets up the
-        environment but the user, before there is a model.
+        environment but the user, before there is a model or a trainer.
         """
-        if self.lightning_module is None:
+        trainer = _compat.trainer_of(self.lightning_module)
+        if trainer is None:
             return
-        trainer = self.lightning_module.trainer
+        assert self.lightning_module is not None
         check_packages(trainer)
         if self.world_size == 1:
             return
@@ -171,15 +172,15 @@ class Joining(ParallelStrategy):
         """Return the joinables of the user's own; all ranks meet. In one process, have their post-hooks run there."""
         assert self.lightning_module is not None
         joinables = all_joinables(self.joinables, self.lightning_module, self.channel)
-        if self.world_size == 1:
+        if self.world_size == 1 and _compat.trainer_of(self.lightning_module) is not None:
             run_post_hooks_in_one_process(self.lightning_module.trainer.callbacks, joinables)  # type: ignore[attr-defined]
         return joinables
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         kwargs = super().distributed_sampler_kwargs
-        if self.enable_join and (module := self.lightning_module) is not None:
-            mark_injected(kwargs, module.trainer.predicting)
+        if self.enable_join and (trainer := _compat.trainer_of(self.lightning_module)) is not None:
+            mark_injected(kwargs, trainer.predicting)
         return kwargs
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -187,8 +188,9 @@ class Joining(ParallelStrategy):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        if self.enable_join and self.world_size == 1 and (module := self.lightning_module) is not None:
-            load_in_one_process(checkpoint, module.trainer.state.fn == TrainerFn.FITTING)
+        trainer = _compat.trainer_of(self.lightning_module)
+        if self.enable_join and trainer is not None and self.world_size == 1:
+            load_in_one_process(checkpoint, trainer.state.fn == TrainerFn.FITTING)
         return checkpoint
 
     def around_update(self, key: str, item: _compat.ResultMetric, value: Any) -> AbstractContextManager[None]:
@@ -208,8 +210,8 @@ class Joining(ParallelStrategy):
         finally:
             self.end_joining()
             # No callback is torn down after an exception. (Without one, the module may not be attached yet.)
-            undo, module = self.undo, self.lightning_module
-            if undo is not None and module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            undo, trainer = self.undo, _compat.trainer_of(self.lightning_module)
+            if undo is not None and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
                 undo()
 
     def end_joining(self) -> None:

@@ -8,7 +8,9 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -266,3 +268,20 @@ def test_where_nothing_joins_lightning_wraps_the_model(
     workers: Workers, world_size: int, enable_join: bool, wraps: int
 ) -> None:
     assert workers.run(world_size, count_lightnings_wraps, world_size, enable_join) == [wraps] * world_size
+
+
+# ---------------------------------------------------------------- without a trainer
+
+
+def test_a_strategy_without_a_trainer_does_what_ddp_does(tmp_path: Path) -> None:
+    """It may be asked for its sampler's arguments, and load checkpoints, as soon as it knows the module."""
+    module = Module(Case((1,)))
+    path = tmp_path / "file.ckpt"
+    torch.save({"state_dict": module.state_dict()}, path)
+    for kind in (DDPStrategy, DDPJoinStrategy):
+        options = {"parallel_devices": [torch.device("cpu")], "cluster_environment": LightningEnvironment()}
+        strategy = kind(accelerator=CPUAccelerator(), **options)
+        strategy.connect(module)
+        assert strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+        assert strategy.load_checkpoint(path).keys() == {"state_dict"}
+        strategy.teardown()
