@@ -29,6 +29,8 @@ class StepCollectives(ParallelStrategy):
     channel = Channel()
     driver: StepDriver | None = None
     join: Lockstep | None = None
+    # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
+    sets_up = False
 
     @property
     def joined(self) -> bool:
@@ -55,7 +57,17 @@ class StepCollectives(ParallelStrategy):
             return super().reduce(tensor, group, "sum") / len(ranks)  # type: ignore[safe-super]
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
+    def meet_in_set_up(self) -> None:
+        """Wait for all ranks, in the set-up, where a failure of one is heard of: not in a collective that lacks it."""
+        if self.sets_up:
+            self.channel.gather(None)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.meet_in_set_up()
+        super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self.meet_in_set_up()
         ranks = self.step_ranks
         source = src if ranks is None or src in ranks else ranks[0]
         return super().broadcast(obj, source)  # type: ignore[safe-super]
@@ -89,6 +101,7 @@ class StepCollectives(ParallelStrategy):
         Args:
             last: Whether no other loop runs after it before the teardown.
         """
+        self.sets_up = False
         with telling_failures(self.channel):
             yield
         if last:

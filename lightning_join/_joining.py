@@ -37,7 +37,7 @@ from torch_join.integration import (
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
-_OF_A_RUN = ("channel", "driver", "join", "metrics", "rebalancing", "_step_values", "_manual")
+_OF_A_RUN = ("channel", "driver", "join", "metrics", "rebalancing", "sets_up", "_step_values", "_manual")
 
 
 def start_methods(name: str) -> list[tuple[str, str]]:
@@ -73,6 +73,8 @@ class Joining(ParallelStrategy):
     channel: Channel
     driver: StepDriver | None
     join: Any
+    sets_up: bool
+    meet_in_set_up: Callable[[], None]
 
     def __init__(
         self,
@@ -128,12 +130,14 @@ class Joining(ParallelStrategy):
         timeout = self._timeout or _DEFAULT_TIMEOUT
         use_device(self.root_device, None)  # before the channel, which may have to go by it
         self.channel = open_channel(timeout=timeout)
+        self.sets_up = True
         self.driver = StepDriver(self.channel, self.weighting, self.backward_collectives)
         self.rebalancing = Rebalancing(self.driver.members, self.rebalance)
         self._step_values = self.driver.add(partial(StepValues, strategy=cast(JoiningStrategy, self)))
 
     def setup(self, trainer: "Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self.meet_in_set_up()
         super().setup(trainer)
         if self.driver is not None:
             if fitting:
