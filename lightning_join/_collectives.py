@@ -13,7 +13,9 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from torch_join import UnsupportedError
-from torch_join.integration import Channel, Lockstep, StepDriver, telling_failures
+from torch_join.integration import Channel, Lockstep, StepDriver, in_backward, telling_failures
+
+_MOST_DIMENSIONS = 16
 
 
 class StepCollectives(ParallelStrategy):
@@ -29,6 +31,8 @@ class StepCollectives(ParallelStrategy):
     channel = Channel()
     driver: StepDriver | None = None
     join: Lockstep | None = None
+    # Whether what ranks gather now surely has the same shape on all of them: something of batches that are all full.
+    gathers_alike = False
     # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
     sets_up = False
 
@@ -75,6 +79,9 @@ class StepCollectives(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         ranks, join = self.step_ranks, self.join
         everyone = group is None or group == dist.group.WORLD
+        # What checkpointing computes again in backward has been looked at in forward.
+        if everyone and tensor.dim() > 0 and not self.gathers_alike and not in_backward():
+            self._check_shapes(self._shapes_of_all(tensor))
         with_backward = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
         if with_backward and everyone and join is not None and join.follows_backward:
             join.note_gather()
@@ -87,6 +94,54 @@ class StepCollectives(ParallelStrategy):
         # Detached: what has no backward must not look as if it had one.
         gathered = super().all_gather(tensor if with_backward else tensor.detach(), group, sync_grads)
         return gathered[list(ranks)] if everyone and ranks is not None else gathered
+
+    def gather_rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks that take part, without gradients; all of these call it.
+
+        Args:
+            tensor: This rank's, of as many rows as it has, from none on; all else of its shape is as the others'.
+
+        Returns:
+            One tensor of all rows, in the order of the ranks.
+
+        Raises:
+            UnsupportedError: The ranks' tensors differ in more than their number of rows.
+        """
+        tensor = tensor.detach()
+        shapes = self._shapes_of_all(tensor)
+        rows = [shape[0] for shape in shapes.values()]
+        if any(shape[1:] != [*tensor.shape[1:]] for shape in shapes.values()):
+            self._check_shapes(shapes)
+        if not self.enable_join or len(rows) == 1 or max(rows) == 0:
+            return tensor
+        padding = tensor.new_zeros((max(rows) - len(tensor), *tensor.shape[1:]))
+        gathered = super().all_gather(torch.cat([tensor, padding]))
+        return torch.cat([gathered[rank, :count] for rank, count in zip(shapes, rows, strict=True)])
+
+    def _shapes_of_all(self, tensor: Tensor) -> dict[int, list[int]]:
+        """Exchange the shape of what is about to be gathered: gloo ends the process where one does not fit."""
+        mine, ranks = [*tensor.shape], self.step_ranks
+        if not self.enable_join or self.world_size == 1 or not dist.is_initialized():
+            return {0: mine}
+        if ranks is not None:
+            found = self.channel.exchange(f"shapes/{self.channel.records}", mine, ranks, list[int])
+            return dict(sorted(found.items()))
+        if self.driver is not None:
+            return dict(enumerate(self.channel.gather(mine, of=list[int])))
+        # Outside of a run there is no channel.
+        padded = torch.tensor([len(mine), *mine, *[0] * _MOST_DIMENSIONS][:_MOST_DIMENSIONS], device=self.root_device)
+        everyone = super().all_gather(padded)
+        return {rank: each[1 : 1 + each[0]] for rank, each in enumerate(everyone.tolist())}
+
+    def _check_shapes(self, shapes: dict[int, list[int]]) -> None:
+        if all(shape == next(iter(shapes.values())) for shape in shapes.values()):
+            return
+        said = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in shapes.items())
+        raise UnsupportedError(
+            f"`all_gather` takes tensors of one shape, and the ranks' differ: {said}. Ranks may have other numbers of"
+            " samples here, as none is repeated to make them equal. Where only the numbers of rows differ, use"
+            " `self.trainer.strategy.gather_rows(tensor)`, which returns the rows of all ranks in one tensor."
+        )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         ranks = self.step_ranks

@@ -37,7 +37,10 @@ from torch_join.integration import (
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
-_OF_A_RUN = ("channel", "driver", "join", "metrics", "rebalancing", "sets_up", "_step_values", "_manual")
+_OF_A_RUN = (
+    *("channel", "driver", "join", "metrics", "rebalancing", "_step_values", "_manual"),
+    *("sets_up", "gathers_alike"),
+)
 
 
 def start_methods(name: str) -> list[tuple[str, str]]:

@@ -42,6 +42,9 @@ class JoiningStrategy(Protocol):
     def rebalancing(self) -> Rebalancing | None:
         """What rebalances batches, if they are; `None` outside of a run."""
 
+    gathers_alike: bool
+    """Whether what ranks gather now surely has the same shape on all of them."""
+
     @property
     def joined(self) -> bool:
         """Whether this rank has run out of batches while others have not."""

@@ -12,6 +12,7 @@ from torch_join._base.devices import use_device
 from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.weighting import resolve_weighting
+from torch_join._collectives.compat import in_backward
 from torch_join._control.channel import Channel
 from torch_join._control.codec import closed
 from torch_join._control.failures import telling_failures
@@ -55,6 +56,7 @@ __all__ = [
     "driver_of",
     "follow_sharded_model",
     "group_options",
+    "in_backward",
     "is_length_certain",
     "is_sharded_model",
     "leads_to",

@@ -30,6 +30,7 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
     _lacks_values = False  # some rank's first batch hooks run before it has logged anything
     _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
     _made_step = True
+    _steps_alike = 0  # in which all ranks' batches have the same size
 
     def begin_fit(self) -> None:
         """Begin a fit in which this rank has not had a batch yet."""
@@ -70,9 +71,10 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
         join = join_of(trainer)
         everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
         self._validation_due = self._asks_to_validate = self._is_unheard = False
-        _loaders.check([said for said, *_ in everyone])
-        loader = data_fetcher.combined_loader
-        self._fit_loop.set_lengths([_loaders.total_length(loader, said.limits) for said, *_ in everyone])
+        loader, loaders = data_fetcher.combined_loader, [said for said, *_ in everyone]
+        _loaders.check(loaders)
+        self._steps_alike = _loaders.steps_alike(loaders, range(len(loader.flattened)))
+        self._fit_loop.set_lengths([_loaders.total_length(loader, said.limits) for said in loaders])
         self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests, _) in enumerate(everyone)})
         check_rates(
             [rates for *_, rates in everyone],
@@ -122,6 +124,7 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
             raise StopIteration
         self._made_step = True
         batch_idx = self.batch_idx + 1
+        strategy_of(trainer).gathers_alike = join.plan is None and batch_idx < self._steps_alike
         batch = self._next_batch(data_fetcher)
         if self._lacks_values:
             batch = self._share_first_batch(batch)
@@ -172,6 +175,7 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
         trainer._logger_connector.update_train_step_metrics()
 
     def on_advance_end(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
+        strategy_of(self.trainer).gathers_alike = False
         if self._made_step:  # and not come back from a checkpoint just to validate
             self.meet(data_fetcher)
         self._validates = False

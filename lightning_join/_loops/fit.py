@@ -180,6 +180,7 @@ class JoinFitLoop(ResumingFitLoop):
         trainer: Any = self.trainer
         join = join_of(trainer)
         check_unfrozen_parameters(join)
+        strategy_of(trainer).gathers_alike = False
         join.finish()
         metrics_of(trainer).renew()
         results = cast(JoinResultCollection, self.epoch_loop._results)

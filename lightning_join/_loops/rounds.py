@@ -49,6 +49,10 @@ class Rounds:
             for each in everyone
         ]
         self._limits_itself = not _side_by_side(loader)
+        places: list[Sequence[int]] = [range(len(loader.flattened))]
+        if self._limits_itself:
+            places = [[place] for place in range(len(loader.flattened))]
+        self._alike = [_loaders.steps_alike(everyone, each) for each in places]
         # The rounds in which some rank may have another number of batches than it says before.
         planned = {place for each in everyone for place, is_planned in enumerate(each.planned) if is_planned}
         self._planned = planned if self._limits_itself else {0} if planned else set()
@@ -71,7 +75,9 @@ class Rounds:
         """Put around what this rank does with a batch."""
         self._begin()
         with self.driver.step(self._active_ranks(has_batch=True)):
+            self._strategy.gathers_alike = self._steps < self._alike[self.index]
             yield
+            self._strategy.gathers_alike = False
         self._steps += 1
 
     def finish(self, follow: Callable[[tuple[int, ...]], None] | None = None) -> None:

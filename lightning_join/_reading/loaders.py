@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_join import _compat
 from lightning_join._compat import Stateful, parse_num_batches, sized_len
@@ -32,6 +32,7 @@ class Loaders:
         error: Why they cannot be run, if they cannot.
         certain: Whether a dataloader surely has as many batches as it says.
         planned: Whether one may say another number when it is iterated, as those that plan their batches anew do.
+        full: The size of a dataloader's batches, and how many of them surely have it; `None` where nobody knows.
         stateful: Whether some of them have a state.
         sharded: The size of each one's dataset, where Lightning's sampler takes this rank's share of it.
     """
@@ -40,6 +41,7 @@ class Loaders:
     error: str | None = None
     certain: list[bool] = field(default_factory=list)
     planned: list[bool] = field(default_factory=list)
+    full: list[tuple[int, int] | None] = field(default_factory=list)
     stateful: bool = False
     sharded: list[int | None] = field(default_factory=list)
 
@@ -59,7 +61,26 @@ def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> 
             error = error or str(why)
     stateful = any(isinstance(loader, Stateful) for loader in loaders)
     certain, sharded = [_is_certain(loader) for loader in loaders], [sharded_samples(loader) for loader in loaders]
-    return Loaders(limits, error, certain, planned, stateful, sharded)
+    return Loaders(limits, error, certain, planned, [_full_batches(loader) for loader in loaders], stateful, sharded)
+
+
+def _full_batches(loader: Any) -> tuple[int, int] | None:
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    size, samples = loader.batch_sampler.batch_size, sized_len(loader.batch_sampler.sampler)
+    return (size, samples // size) if is_length_certain(loader) and samples is not None else None
+
+
+def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
+    """Return for how many steps, from an epoch's begin, all ranks surely have batches of the same size."""
+    steps: list[int] = []
+    for place in places:
+        full = [each.full[place] for each in everyone]
+        known = [each for each in full if each is not None]
+        if len(known) < len(full) or len({size for size, _ in known}) > 1:
+            return 0
+        steps += [count for _, count in known]
+    return min(steps, default=0)
 
 
 def measure_again(stage: RunningStage, loader: CombinedLoader, limit: int | float) -> Loaders:
