@@ -1,7 +1,8 @@
 """What an accelerator does differently in the context."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import accelerate
@@ -10,10 +11,45 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.state import GradientState
 
 from accelerate_join import _compat
+from accelerate_join._batches import finish
 from accelerate_join._loaders import remainder
 from accelerate_join._operations import Operations
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
+
+_Method = Callable[..., Any]
+
+
+def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
+    """Have a method first end a loop over `join_batches` that was left, and then be what it is outside of one.
+
+    Args:
+        method: What it does in the context.
+        at_end: See `finish`.
+    """
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Or it has ended since the method was looked up: `accelerator.save(accelerator.unwrap_model(model))`.
+        if finish(self, at_end=at_end) or not isinstance(self, _InContext):
+            return getattr(self, method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _naming_failures(name: str) -> _Method:
+    """Return Accelerate's method of this name; its errors say which rank has failed, as no `with` may see them."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._operations.naming_failures():
+            return getattr(super(_InContext, self), name)(*args, **kwargs)
+
+    call.__name__ = name
+    return _after_the_loop(call)
+
+
+_at_the_end = partial(_after_the_loop, at_end=True)
 
 
 class _InContext:
@@ -21,38 +57,72 @@ class _InContext:
 
     _operations: ClassVar[Operations]
 
+    backward = _naming_failures("backward")
+    clip_grad_norm_ = _naming_failures("clip_grad_norm_")
+    clip_grad_value_ = _naming_failures("clip_grad_value_")
+    gather = _naming_failures("gather")
+    reduce = _naming_failures("reduce")
+    wait_for_everyone = _naming_failures("wait_for_everyone")
+    check_trigger = _naming_failures("check_trigger")
+
+    @_after_the_loop
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        with self._operations.gathering_for_metrics():
+        with self._operations.naming_failures(), self._operations.gathering_for_metrics():
             return super().gather_for_metrics(*args, **kwargs)  # type: ignore[misc]
 
+    @_after_the_loop
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         return self._operations.save_state(*args, **kwargs)
 
+    @_after_the_loop
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         self._operations.load_state(*args, **kwargs)
 
+    @_after_the_loop
     def log(self, *args: Any, **kwargs: Any) -> None:
         self._operations.log(*args, **kwargs)
 
+    @_after_the_loop
     def print(self, *args: Any, **kwargs: Any) -> None:
         with self._operations.acting_for_main_process():
             super().print(*args, **kwargs)  # type: ignore[misc]
 
+    @_after_the_loop
     def save(self, *args: Any, **kwargs: Any) -> None:
         with self._operations.acting_for_main_process():
             super().save(*args, **kwargs)  # type: ignore[misc]
 
+    @_after_the_loop
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         self._operations.save_model(*args, **kwargs)
 
+    @_after_the_loop
     def get_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._operations.get_state_dict(*args, **kwargs)
 
+    @_after_the_loop
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        return super().prepare(*args, **kwargs)  # type: ignore[misc]
+
+    @_after_the_loop
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         raise JoinError(
-            "A model was prepared inside of join_uneven_inputs, which cannot serve it any more. Prepare all models"
-            " before the context begins."
+            "A model was prepared inside of join_uneven_inputs, or of a loop over join_batches, which cannot serve it"
+            " any more. Prepare all models before. A loop whose iterator is held in a variable has not ended: `del` it."
         )
+
+    @_after_the_loop
+    def unwrap_model(self, *args: Any, **kwargs: Any) -> Any:
+        self._operations.finish_loop()  # what it returns is to be of the last state, and is saved as a rule
+        return super().unwrap_model(*args, **kwargs)  # type: ignore[misc]
+
+    @_at_the_end
+    def free_memory(self, *args: Any) -> Any:
+        return super().free_memory(*args)  # type: ignore[misc]
+
+    @_at_the_end
+    def end_training(self) -> None:
+        super().end_training()  # type: ignore[misc]
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> Any:

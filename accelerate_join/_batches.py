@@ -1,9 +1,11 @@
 """A loop over one loader that is a context of its own, so that no line of it need be indented anew."""
 
 import atexit
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -12,6 +14,7 @@ import accelerate
 
 from accelerate_join._prepared import check_supported
 from torch_join import Join, JoinError
+from torch_join.integration import driver_of
 
 T = TypeVar("T")
 
@@ -27,23 +30,28 @@ class Loop(Generic[T]):
 
     Attributes:
         context: That of the loop, as long as it is open.
+        join: What that context has given.
         left: Whether it was left by `break`, so that its context is still open.
+        handled: What exception was being handled when it began.
     """
 
     accelerator: accelerate.Accelerator
     loader: Iterable[T]
     new_context: Callable[[], AbstractContextManager[Join]]
     context: AbstractContextManager[Join] | None = None
+    join: Join | None = None
     left: bool = False
+    handled: BaseException | None = None
 
     def __iter__(self) -> Iterator[T]:
-        finish(self.accelerator)
+        finish(self.accelerator, also_held=True)
         context = self.new_context()
         join = context.__enter__()
-        self.context, self.left = context, False
+        self.context, self.join, self.left, self.handled = context, join, False, sys.exc_info()[1]
         if check_supported(self.accelerator):  # in a single process no one waits for the context's end
-            _leave_at_exit()
+            _end_at_exit()
             _loops[self.accelerator] = self
+            driver_of(join).end_with_loop = self.leave
         try:
             yield from join.batches(self.loader)
         except GeneratorExit:
@@ -61,32 +69,76 @@ class Loop(Generic[T]):
     def leave(self, error: BaseException | None = None) -> None:
         """End the context, by `error` if there is one."""
         context, self.context = self.context, None
+        if context is None:
+            return
         _loops.pop(self.accelerator, None)
-        if context is not None:
+        assert self.join is not None
+        driver, self.join = driver_of(self.join), None
+        driver.end_with_loop = None
+        try:
             context.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
+        finally:
+            driver.tails.refusal = None
+
+    def refuse_to_serve(self, why: BaseException) -> None:
+        """From here on, raise `why` on all ranks where others go on, whose steps this rank would have to follow."""
+        if self.join is not None:
+            driver_of(self.join).tails.refusal = why
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is a batch that was not asked for; the next one is read for this."""
+        reader = None if self.join is None else driver_of(self.join).reader
+        return reader is not None and reader.has_next()
 
 
 # The loops whose context is open. Until it ends, Accelerate's functions are replaced by ones that hold the accelerator.
 _loops: dict[accelerate.Accelerator, Loop[Any]] = {}
 
 
-def finish(accelerator: accelerate.Accelerator) -> None:
-    """End the context of a loop that was left by `break`."""
+def finish(accelerator: accelerate.Accelerator, also_held: bool = False, at_end: bool = False) -> bool:
+    """End the context of a loop that was left, before this process does anything else with others.
+
+    Args:
+        accelerator: Whose loop it may be.
+        also_held: Whether a loop by `iter` and `next` counts as left that has no batch any more.
+        at_end: Whether any does whose iterator is held in a variable: training has ended.
+
+    Returns:
+        Whether there was one.
+    """
     loop = _loops.get(accelerator)
-    if loop is not None and loop.left:
-        loop.leave()
+    if loop is None or not (loop.left or at_end or (also_held and not loop.has_next)):
+        return False
+    error = sys.exc_info()[1]  # in a `finally`, perhaps, where the others hear best what it was
+    loop.leave(error if error is not loop.handled else None)
+    return True
 
 
 @cache
-def _leave_at_exit() -> None:
-    atexit.register(_fail_open_loops)
+def _end_at_exit() -> None:
+    atexit.register(_end_open_loops)
 
 
-def _fail_open_loops() -> None:
-    """Tell others that may wait for this process that it ends, and why."""
-    error = getattr(sys, "last_value", None) or JoinError(
-        "The process ended after it had left a loop over join_batches. Call accelerator.end_training() at the end."
-    )
+def _end_open_loops() -> None:
+    """Finish loops that were left, as the process ends; tell others that may wait for it if it ends by an error."""
+    error = getattr(sys, "last_value", None)
     for loop in list(_loops.values()):
-        with suppress(BaseException):
+        if error is None:
+            loop.refuse_to_serve(
+                JoinError(
+                    "The process ended after it had left a loop over join_batches, which others went on with, so that"
+                    " what it did after the loop was done with old parameters. Call accelerator.end_training(), or"
+                    " anything else that processes do together, after the loop."
+                )
+            )
+        try:
             loop.leave(error)
+        except BaseException as found:
+            if found is error:
+                continue
+            traceback.print_exception(found)
+            if error is None:  # which the interpreter would end well
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)

@@ -78,6 +78,16 @@ def gather(tensor: Any) -> Any:
 _own_gather = operations._gpu_gather
 
 
+def current_gather(data: Any) -> Any:
+    """Do what Accelerate's `gather` does now."""
+    return operations._gpu_gather(data)
+
+
+def current_gather_object(data: Any) -> list[Any]:
+    """Do what Accelerate's `gather_object` does now."""
+    return operations._gpu_gather_object(data)  # type: ignore[no-any-return]
+
+
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Set attributes of a class or module, and set them back."""

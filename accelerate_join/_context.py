@@ -59,6 +59,7 @@ def join_uneven_inputs(
         JoinError: A prepared model has several wrappers, so that nobody knows which the loop calls.
         JoinTypeError: There is no such argument, and no hook that could take it.
     """
+    finish(accelerator, also_held=True)
     distributed = check_supported(accelerator)
     given = [] if joinables is None else listed(joinables)
     if weighting == "world" and "divide_by_initial_world_size" in kwargs:
@@ -113,8 +114,8 @@ def join_batches(
             ...
     ```
 
-    The context ends with the loop, or, after a `break`, with the next such loop or `end_training`: until then what
-    the accelerator does is in it.
+    The context ends with the loop, or, after a `break`, with the next thing that is done with other processes, or
+    that saves, looks at or prepares a model. `end_training` and the end of the process end it too.
 
     Args:
         accelerator: What has prepared the models, optimizers, schedulers and loaders.
@@ -154,15 +155,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs.
             **kwargs: What else `torch_join.Join` takes.
         """
-        finish(self)
         options = {"weighting": weighting, "throw_on_early_termination": throw_on_early_termination, **kwargs}
         return join_uneven_inputs(self, joinables, even_batches, **options)
 
     join_batches = join_batches  # the function above, with `self` as its accelerator
 
     def end_training(self) -> None:
-        """Finish a loop over `join_batches` that was left by `break`, and do what Accelerate's method does."""
-        finish(self)
+        """Finish a loop over `join_batches` that was left, and do what Accelerate's method does."""
+        finish(self, at_end=True)
         super().end_training()
 
 
@@ -187,6 +187,7 @@ class AcceleratorContext:
     operations: Operations
 
     def __init__(self, accelerator: accelerate.Accelerator, given: Sequence[Any], enable: bool, **options: Any) -> None:
+        self._accelerator = accelerator
         given = [unwrap(thing) for thing in given]
         if any(map(is_prepared, given)):
             raise JoinTypeError(
@@ -212,6 +213,9 @@ class AcceleratorContext:
         return self._driver.at_last_step
 
     def iterate(self, loader: PreparedLoader, own_iter: Callable[[PreparedLoader], Iterator[Any]]) -> Iterator[Any]:
+        if finish(self._accelerator):  # this loop is none of the context's
+            yield from loader
+            return
         reader = self._driver.reader
         if reader is not None and reader.pulling:  # a loop over something that holds it, such as a zip
             yield from own_iter(loader)

@@ -18,10 +18,11 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat
+from accelerate_join._batches import finish
 from accelerate_join._prepared import Progress
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import LoopDriver, Part, is_sharded_model
+from torch_join.integration import LoopDriver, Part, is_communication_error, is_sharded_model, telling_failures
 
 _MAIN = 0
 _CALL, _SAVE, _OF_MODEL = "call", "save_state", "of a model"
@@ -67,7 +68,22 @@ class Operations(Part):
         with _compat.operations_replaced(self.gather, self.gather_object, self.broadcast, self.reduce):
             yield
 
+    @contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Within, an error of a broken collective becomes one that says which rank has failed, and why."""
+        try:
+            yield
+        except Exception as error:
+            if not is_communication_error(error):
+                raise
+            with telling_failures(self.server.channel):
+                raise
+
     # ------------------------------------------------------------ operations
+
+    def finish_loop(self) -> None:
+        """Finish a loop in the `with` that this rank has left by `break`."""
+        self._loop.finish_left()
 
     def gather(self, data: Any) -> Any:
         """Return the active ranks' rows of each tensor in `data`, by rank.
@@ -75,6 +91,8 @@ class Operations(Part):
         Raises:
             JoinError: The ranks' tensors differ in more than their number of rows.
         """
+        if finish(self._accelerator):
+            return _compat.current_gather(data)
         tensors: list[Tensor] = []
         recursively_apply(tensors.append, data, error_on_other_type=True)
         if not tensors:
@@ -88,6 +106,8 @@ class Operations(Part):
 
     def gather_object(self, data: Any) -> list[Any]:
         """Return what is in the active ranks' lists, by rank."""
+        if finish(self._accelerator):
+            return _compat.current_gather_object(data)
         self.announce("gather_object", self._for_metrics)
         with self.server.own_collectives():
             everyone = self._gather_object(data)
@@ -95,11 +115,13 @@ class Operations(Part):
 
     def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
         """Send what rank `src` has to all, or what the lowest active rank has if that one has joined."""
+        if finish(self._accelerator):
+            return own(data, src=src)
         return own(data, src=src if src in self._loop.met.active else self.members.leader)
 
     def reduce(self, own: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         """Reduce over the active ranks: others add nothing, and do not count in a mean."""
-        count = len(self._loop.met.active)
+        count = self._accelerator.num_processes if finish(self._accelerator) else len(self._loop.met.active)
         if reduction != "mean" or count == self._accelerator.num_processes:
             return own(tensor, reduction, scale)
         return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))

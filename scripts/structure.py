@@ -46,8 +46,8 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "_prepared": ("_compat", "_protocol"),
         "_batches": ("_prepared",),
         "_loaders": ("_compat", "_protocol"),
-        "_operations": ("_compat", "_prepared", "_protocol"),
-        "_accelerator": ("_compat", "_loaders", "_operations", "_protocol"),
+        "_operations": ("_batches", "_compat", "_prepared", "_protocol"),
+        "_accelerator": ("_batches", "_compat", "_loaders", "_operations", "_protocol"),
     },
 }
 # The files beside these folders, which may import all of them.

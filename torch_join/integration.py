@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
 from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
@@ -57,6 +58,7 @@ __all__ = [
     "follow_sharded_model",
     "group_options",
     "in_backward",
+    "is_communication_error",
     "is_length_certain",
     "is_sharded_model",
     "leads_to",

@@ -478,6 +478,13 @@ def accelerate_loops() -> Any:
     return _batches._loops
 
 
+def end_accelerate_loops() -> None:
+    """What is done as the process ends."""
+    from accelerate_join import _batches
+
+    _batches._end_open_loops()
+
+
 def installed_tap() -> CollectiveTap | None:
     return CollectiveTap._installed
 

@@ -37,7 +37,13 @@ class LoopDriver(Meetings):
         enable: `False` has ranks know nothing of each other.
         throws: Whether to raise when the first rank runs out of inputs while others have some.
         options: What else was given to `Join`: arguments for hooks.
+
+    Attributes:
+        end_with_loop: Ends the `with`, where that is to end with its only loop: called when this rank, which has left
+            the loop by `break`, is about to do something with others.
     """
+
+    end_with_loop: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -116,6 +122,10 @@ class LoopDriver(Meetings):
             self._forget()
             self._planned.rebalancing.close()
             self.server.channel.finish()
+
+    def finish_left(self) -> None:
+        """Finish a loop that this rank has left by `break`, if there is one."""
+        self._return_to_loop()
 
     def leave(self) -> None:
         """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
@@ -225,6 +235,9 @@ class LoopDriver(Meetings):
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Meet the other ranks, if this forward stands outside of `batches`; see `Driver`."""
         self._steps_in = threading.get_ident()
+        self._return_to_loop()
+        if not _nesting.is_entered(self):
+            return  # the `with` has ended in this
         if not self.in_loop and not self._is_read_elsewhere:
             self._heartbeat(samples)
             if self.members.weighting == "samples":
@@ -264,6 +277,9 @@ class LoopDriver(Meetings):
 
     def before_notice(self, part: Part) -> None:
         """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""
+        self._return_to_loop()
+        if not _nesting.is_entered(self):
+            return
         first = next(one for one in self.server.parts if isinstance(one, CustomPart))
         if not self.in_loop and not self.server.models() and part is first:
             self._heartbeat(0)
@@ -292,13 +308,20 @@ class LoopDriver(Meetings):
         self.place = move(self.place, Place.LEFT)
         if self._due is not None and not self._due.said:  # nobody counts on this step
             self._due, loop.stepped = None, True
-        if not (in_tail or self.members.may_break):  # else whatever comes next with others finishes the loop first
+        # Others may go on, or wait at the end of the `with`: what comes next with them is to finish the loop first.
+        if in_tail or self.members.may_break or self.end_with_loop is not None:
+            self.server.tap.install()
+        else:
             self.server.tap.remove()
 
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left by `break`."""
         loop = self._loop
         if self.place is not Place.LEFT or self.members.serves or loop is None:
+            return
+        end, self.end_with_loop = self.end_with_loop, None
+        if end is not None:
+            end()
             return
         self.place = move(self.place, Place.FINISHING)
         try:

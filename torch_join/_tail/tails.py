@@ -33,7 +33,10 @@ class Tails:
         server: The ranks' server.
         departure: How this rank has left its loop by `break`, if it has.
         changes_freely: What a rank may change between a `break` and the next meeting.
+        refusal: Why this rank, whose own code is at its end, cannot serve any more.
     """
+
+    refusal: BaseException | None = None
 
     def __init__(self, objects: Sequence[Any], often: Often, hands_over_ignored: bool | None) -> None:
         self._objects = objects
@@ -80,6 +83,8 @@ class Tails:
     @torch.inference_mode(False)
     def serve(self, at_top: bool) -> None:
         """Do what the active ranks announce, with nothing, until they have joined too; see `begin_tail`."""
+        if self.refusal is not None:
+            raise self.refusal
         members, channel = self.server.members, self.server.channel
         if not members.announces:
             self._look(at_top)

@@ -1,0 +1,215 @@
+"""How a loop over `join_batches` ends that was left, or whose iterator is held: at the next thing done with others."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import broadcast, gather_object
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.support.accelerated import accelerator_of
+from tests.support.inside import accelerate_loops, end_accelerate_loops
+from tests.support.workers import Workers
+
+EPOCHS = 2
+LIMIT = timedelta(seconds=20)  # of a wait for another rank, which none of these comes to
+
+
+class Rows(IterableDataset[Tensor]):
+    """A stream."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def rows(rank: int, length: int) -> Tensor:
+    return torch.randn(2 * length, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def network() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1).double()
+
+
+def exact(lengths: Sequence[int], last: int | None = None) -> list[list[float]]:
+    """Return what a single process makes of the steps of all ranks, up to one of that number in each epoch."""
+    net = network()
+    adam = torch.optim.Adam(net.parameters(), lr=0.1)
+    batches = [rows(rank, length).split(2) for rank, length in enumerate(lengths)]
+    for _ in range(EPOCHS):
+        for step in range(max(lengths))[:last]:
+            losses = [net(mine[step]).pow(2).mean() for mine in batches if step < len(mine)]
+            (sum(losses) / len(lengths)).backward()  # type: ignore[union-attr]
+            adam.step()
+            adam.zero_grad()
+    return net.weight.tolist()  # type: ignore[no-any-return]
+
+
+def do_next(accelerator: Any, model: Any, what: str) -> Any:
+    """Do what comes after a loop, in scripts."""
+    world_size = accelerator.num_processes
+    if what == "wait":
+        accelerator.wait_for_everyone()
+    elif what == "reduce":
+        dist.all_reduce(total := torch.ones(1))
+        assert total == world_size
+        assert accelerator.reduce(torch.ones(1), "mean") == 1
+    elif what == "gather":
+        assert len(accelerator.gather(torch.ones(1))) == world_size
+    elif what == "objects":
+        assert gather_object([dist.get_rank()]) == [*range(world_size)]
+    elif what == "broadcast":
+        assert broadcast(torch.tensor([dist.get_rank()])) == 0
+    elif what == "save" and accelerator.is_main_process:
+        with tempfile.TemporaryDirectory() as folder:
+            accelerator.save(accelerator.unwrap_model(model).state_dict(), path := Path(folder) / "model")
+            return torch.load(path)["weight"].tolist()
+    elif what == "save_state" and accelerator.is_main_process:
+        with tempfile.TemporaryDirectory() as folder:
+            accelerator.save_state(folder)
+    elif what == "prepare":
+        accelerator.prepare(nn.Linear(4, 1))
+    elif what == "free_memory":
+        accelerator.free_memory()
+        accelerator.prepare(nn.Linear(4, 1))
+    elif what == "evaluate":
+        loader = accelerator.prepare(DataLoader(torch.arange(13.0), batch_size=2))  # type: ignore[arg-type]
+        assert sum(len(accelerator.gather_for_metrics(x)) for x in loader) == 13
+    elif what == "forward":
+        with torch.no_grad():
+            model(torch.ones(2, 4, dtype=torch.float64))
+        accelerator.wait_for_everyone()
+    elif what == "trigger":
+        accelerator.set_trigger()
+        assert accelerator.check_trigger()
+    return None
+
+
+def go_through(batches: Any, step: Any, how: str, done: list[int], most: int, own: int) -> Any:
+    """Go through a loop, and leave it in one of several ways; return what holds it."""
+    if how in ("held", "held to the end"):
+        iterator = iter(batches)
+        for _ in range(own):
+            step(next(iterator))
+        return iterator
+    for index, x in enumerate(batches):
+        step(x)
+        done.append(index)
+        if (how == "total" and len(done) == most) or (how == "own" and index + 1 == own) or (how == 1 and index == 1):
+            break
+    return None
+
+
+def leave(rank: int, lengths: Sequence[int], how: str, what: str, streams: bool, ends: str) -> tuple[Any, Any]:
+    with accelerator_of(rank) as accelerator:
+        net = network()
+        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+        mine = rows(rank, lengths[rank])
+        loader: Any = DataLoaderShard(Rows(mine) if streams else mine, batch_size=2)  # type: ignore[arg-type]
+
+        def step(x: Tensor) -> None:
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        done: list[int] = []
+        for _ in range(EPOCHS):
+            batches = accelerator.join_batches(loader, timeout=LIMIT)
+            held = go_through(batches, step, how, done, EPOCHS * max(lengths), lengths[rank])
+        found = do_next(accelerator, model, what)
+        if ends == "exit":
+            end_accelerate_loops()
+        else:
+            accelerator.end_training()
+        del held
+        assert not accelerate_loops()
+        return net.weight.tolist(), found
+
+
+AFTER = ["wait", "reduce", "gather", "objects", "broadcast", "save", "save_state", "prepare", "free_memory"]
+AFTER += ["evaluate", "forward", "trigger", ""]
+
+
+@pytest.mark.parametrize("what", AFTER)
+@pytest.mark.parametrize("how", ["total", "own"])
+@pytest.mark.parametrize("lengths", [(7, 3), (3, 7)])
+def test_what_comes_next_with_others_ends_it(workers: Workers, lengths: Any, how: str, what: str) -> None:
+    streams = len(what) % 2 == 0 and how == "total"  # which may be left by all at the same step
+    for weights, saved in workers.run(2, leave, lengths, how, what, streams, "end"):
+        assert weights == exact(lengths)
+        assert saved in (None, weights)
+
+
+@pytest.mark.parametrize(("lengths", "how"), [((7, 3, 5), "total"), ((0, 5, 3), "own"), ((5, 4), 1)])
+@pytest.mark.parametrize("ends", ["end", "exit"])
+def test_on_three_ranks_and_where_all_leave(workers: Workers, lengths: Any, how: Any, ends: str) -> None:
+    for weights, _ in workers.run(len(lengths), leave, lengths, how, "wait", False, ends):
+        assert torch.tensor(weights) == pytest.approx(torch.tensor(exact(lengths, 2 if how == 1 else None)), abs=1e-12)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("lengths", [(7, 3), (3, 7)])
+def test_a_held_iterator_is_finished_by_end_training(workers: Workers, lengths: Any, streams: bool) -> None:
+    for weights, _ in workers.run(2, leave, lengths, "held", "", streams, "end"):
+        assert weights == exact(lengths)
+
+
+@pytest.mark.parametrize("lengths", [(7, 3), (3, 7)])
+def test_a_process_that_ends_with_old_parameters_fails(workers: Workers, lengths: Any) -> None:
+    short = lengths.index(3)
+    outcomes = workers.outcomes(2, leave, lengths, "held", "", False, "exit")
+    assert outcomes[short].trace == "exit code 1\n"
+    assert f"Rank {short}: JoinError: The process ended after it had left" in outcomes[1 - short].error
+
+
+def fail(rank: int, how: str) -> None:
+    """Leave a loop in its body on rank 1, and wait there on rank 0."""
+    with accelerator_of(rank) as accelerator:
+        net = network()
+        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+        loader: Any = DataLoaderShard(rows(rank, (7, 5)[rank]), batch_size=2)  # type: ignore[arg-type]
+        try:
+            for step, x in enumerate(accelerator.join_batches(loader, timeout=timedelta(seconds=2))):
+                if (rank, step) == (1, 2):
+                    if how == "break":
+                        break
+                    raise ValueError("bad sample 17")
+                accelerator.backward(model(x).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        except ValueError as error:
+            if how == "end":
+                sys.last_value = error
+                end_accelerate_loops()
+                os._exit(1)  # as a process that nobody catches it in
+            raise
+        finally:
+            accelerator.end_training()
+
+
+@pytest.mark.parametrize("how", ["raise", "end"])
+def test_an_error_in_the_body_is_told_to_the_others(workers: Workers, how: str) -> None:
+    first, second = workers.outcomes(2, fail, how, timeout=3.0)
+    assert "PeerFailedError: Rank 1 failed, so rank 0 cannot go on. Rank 1: ValueError: bad sample 17" in first.error
+    assert second.error == ("the process ended" if how == "end" else "ValueError: bad sample 17")
+
+
+def test_breaks_at_different_steps_are_named(workers: Workers) -> None:
+    first, second = workers.outcomes(2, fail, "break", timeout=3.0)
+    assert "a `break` at different steps" in first.error
+    assert "a `break` at different steps" in second.error
