@@ -23,6 +23,7 @@ from torch_join._base.errors import name_ranks
 from torch_join._base.tree import Keep, Nested, Pickled, Place, Slot
 from torch_join._control.channel import Channel
 from torch_join._handover.digest import checksums
+from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.reachable import reachable
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture
@@ -42,10 +43,18 @@ class Audit:
         objects: Everything that was given to `Join`, without metrics.
         often: `"tail"` for each loop in which some rank joins before another, `True` for all loops, `False`.
         hands_over_ignored: Whether parameters that DDP ignores are handed over: `None` where all ranks hold the same.
+        forgotten: What may have been left out, and where it is looked for.
     """
 
-    def __init__(self, objects: Sequence[Any], often: Often, hands_over_ignored: bool | None) -> None:
+    def __init__(
+        self,
+        objects: Sequence[Any],
+        often: Often,
+        hands_over_ignored: bool | None,
+        forgotten: Forgotten | None = None,
+    ) -> None:
         self._objects = objects
+        self._forgotten = forgotten or Forgotten(objects)
         self._often = often
         self._hands_over_ignored = hands_over_ignored
         self._forget()
@@ -54,6 +63,7 @@ class Audit:
         self._before: dict[str, Items] = {}
         self._ignored: list[int] | None = None  # checksums
         self._joined: list[int] = []
+        self._forgotten.clear()
 
     def begin(self, joined: Sequence[int], settled: bool, untouched: bool = True) -> None:
         """Look at what there is, on every rank, at the step at which the first ones join.
@@ -68,6 +78,7 @@ class Audit:
         if self._hands_over_ignored is None and (ignored := ignored_parameters(self._objects)):
             self._ignored = checksums(list(ignored.values()))
         if self._often:
+            self._forgotten.look()
             self._before = {**(self._look(settled) if untouched else {}), "found": self._found(exact=False)}
 
     def local(self, channel: Channel) -> frozenset[int]:
@@ -90,12 +101,13 @@ class Audit:
             has_gradients: Whether the last backward has averaged the gradients.
         """
         before, joined = self._before, self._joined
-        self._forget()
         if not self._often:
+            self._forget()
             return
         parameters, rest = self._captured(local, exact=True, takes=True)
         after = {"handed over": parameters | rest, "found": self._found(exact=True)}
         after["gradients"] = self._gradients() if has_gradients else {}
+        self._forget()
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after)
         texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY), found, strict=True)
@@ -169,6 +181,9 @@ class Audit:
             for path, value in values.items():
                 leaves[path] = Slot(len(tensors)) if isinstance(value, Tensor) else value
                 tensors += [value] if isinstance(value, Tensor) else []
+        for path, tensor in self._forgotten.values():
+            leaves[path] = Slot(len(tensors))
+            tensors.append(tensor)
         return _described(leaves, tensors, exact)
 
     def _gradients(self) -> Items:
@@ -193,8 +208,8 @@ _LOSSY = (
 )
 _STALE = (
     "After the tail of a loop the ranks differ in {what}, where they were the same before it: ranks that had"
-    " joined did not run your code. If it has a part in training they will drift apart: keep it in an object with"
-    " state_dict and load_state_dict, and give that to Join."
+    " joined did not run your code. If it has a part in training they will drift apart: give it to Join, or keep it in"
+    " an object with state_dict and load_state_dict, and give it that: Join([model, optimizer, it])."
 )
 _EMPTY = (
     "After the tail of a loop the ranks differ in {what}: an optimizer steps what has a gradient, even one of zeros,"

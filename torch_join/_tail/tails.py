@@ -11,6 +11,7 @@ from torch_join._base.hyperparameters import Steps, Words
 from torch_join._handover.audit import Audit, Often
 from torch_join._handover.compat import is_sharded
 from torch_join._handover.departure import Departure, Word, check
+from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
 from torch_join._tail.records import END
 from torch_join._tail.server import Server
@@ -41,7 +42,7 @@ class Tails:
     def __init__(self, objects: Sequence[Any], often: Often, hands_over_ignored: bool | None) -> None:
         self._objects = objects
         self.hands_over_ignored = hands_over_ignored
-        self._audit = Audit(stateful(objects), often, hands_over_ignored)
+        self._audit = Audit(stateful(objects), often, hands_over_ignored, Forgotten(objects))
         self.server: Server
         self.changes_freely: object = None
 

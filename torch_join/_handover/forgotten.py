@@ -1,0 +1,189 @@
+"""What follows a given model and was not given to `Join`: a teacher, a target network, an average of the parameters.
+
+Nothing given refers to such a thing: it is a variable of the loop's, or an attribute of its `self`. So where a first
+rank joins, and nowhere else, the variables of whoever asks for batches are looked through, and of those that called it:
+for modules, and for containers of tensors, with the shapes of a given model. Whether one is forgotten shows as for all
+that the audit finds: it was the same on all ranks there, and is another one after the tail.
+
+What a loop only reads is the same then as well. What a rank keeps or trains for itself differed before. A copy that the
+loop makes takes the place of another one, and changes none.
+"""
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from inspect import CO_OPTIMIZED
+from types import FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_join._base.compat import is_shard
+from torch_join._base.specs import flaw
+from torch_join._handover.optimizers import is_optimizer
+
+_FRAMES = 16  # whose variables are looked through
+_DEPTH = 3  # of attributes and items: `self.trainer.averages["fast"]`
+_ITEMS = 256  # of one container
+_OBJECTS = 2**14
+# Whose objects and functions hold nothing of the user's that they were not given.
+_PASSED_OVER = {"torch", "torch_join", "lightning_join", "accelerate_join", "lightning", "accelerate", "contextlib"}
+_PLAIN = (str, bytes, int, float, complex, type(None), type, Tensor, ModuleType, FunctionType, MethodType)
+
+
+class Forgotten:
+    """Things with a given model's shapes among somebody's variables.
+
+    Args:
+        given: Everything that was given to `Join`.
+    """
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        self._given = given
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self._found: dict[str, tuple[Any, set[int]]] = {}
+
+    def look(self, frame: FrameType | None = None) -> None:
+        """Look for them.
+
+        Args:
+            frame: Where: among its variables and those of its callers; by default of whoever calls this.
+        """
+        self.clear()
+        with suppress(Exception):  # somebody's class may raise whatever it is asked
+            self._look(_frames(sys._getframe(1) if frame is None else frame))
+
+    def _look(self, frames: Sequence[FrameType]) -> None:
+        seen: set[int] = set()
+        held = [found for thing in self._given for _, found in _objects(thing, "", seen, _DEPTH + 1)]
+        models = [thing for thing in held if isinstance(thing, nn.Module)]
+        own = {id(t) for model in models for t in (*model.modules(), *model.parameters(), *model.buffers())}
+        groups = [group for one in self._given if is_optimizer(one) for group in one.param_groups]
+        own |= {id(p) for group in groups for p in group["params"]}
+        wanted = _Shapes(thing for thing in self._given if isinstance(thing, nn.Module))
+        if not wanted.whole:
+            return
+        variables = _variables(frames)
+        found = ((where, *one) for where, name, value in variables for one in _objects(value, name, seen, _DEPTH))
+        for where, name, thing in itertools.islice(found, _OBJECTS):
+            for one, place in _alike(thing, wanted, own):
+                kind = "" if isinstance(one, (dict, list, tuple)) else f" ({type(one).__name__})"
+                self._found.setdefault(f"{name}{place}{kind}{where}, which was not given to Join", (one, own))
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each tensor in them, which says what holds it, and the tensor as it is now."""
+        for name, (thing, own) in self._found.items():
+            for key, tensor in _tensors(thing, own):
+                yield f"{name}: {key}", tensor
+
+
+class _Shapes:
+    """The shapes of the tensors that are kept of a model: of all parameters, of those that are trained, of a state."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self.whole: list[Counter[Any]] = []
+        for model in models:
+            parameters, buffers = list(model.parameters()), list(model.buffers())
+            trained = [p for p in parameters if p.requires_grad]
+            for tensors in (parameters, trained, [*parameters, *buffers]):
+                if tensors and (shapes := _shapes(tensors)) not in self.whole:
+                    self.whole.append(shapes)
+        self.fewest = min((shapes.total() for shapes in self.whole), default=0)
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        return len(tensors) >= self.fewest and _shapes(tensors) in self.whole
+
+    def contain(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether they may be a part of a model's (a target network lacks the predictor) that nothing trains."""
+        untrained = all(tensor.grad is None for tensor in tensors)
+        return untrained and any(_shapes(tensors) <= shapes for shapes in self.whole)
+
+
+def _shapes(tensors: Iterable[Tensor]) -> "Counter[Any]":
+    return Counter(tuple(tensor.shape) for tensor in tensors)
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """Return the user's, from the outermost: ranks that have gone to other places meet in that one."""
+    found: list[FrameType] = []
+    while frame is not None and len(found) < _FRAMES:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PASSED_OVER:
+            found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, str, Any]]:
+    """Yield of which function a variable is, its name and its value."""
+    for frame in frames:
+        code, names = frame.f_code, frame.f_globals
+        where = "" if code.co_name == "<module>" else f" in {code.co_name}()"
+        found = frame.f_locals
+        yield from [(where, name, value) for name, value in [*found.items()]]
+        # Before Python 3.13 a frame keeps what it was asked for, a batch too, until its function returns.
+        if code.co_flags & CO_OPTIMIZED and type(found) is dict and sys.getrefcount(found) <= 3:
+            found.clear()
+        yield from [("", name, names[name]) for name in code.co_names if name in names]
+
+
+def _objects(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield modules and containers that hang on a value, each once."""
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield name, value
+        return
+    if isinstance(value, (dict, list, tuple)):
+        yield name, value
+    elif is_optimizer(value) or type(value).__module__.partition(".")[0] in _PASSED_OVER:
+        return
+    if depth:
+        for key, item in itertools.islice(_items(value), _ITEMS):
+            yield from _objects(item, f"{name}{key}", seen, depth - 1)
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):  # past what a class of the user's makes of it
+        return [(f"[{key!r}]" if type(key) in (str, int) else "[...]", item) for key, item in dict.items(value)]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    attributes = getattr(value, "__dict__", None)
+    return [(f".{key}", item) for key, item in attributes.items()] if isinstance(attributes, dict) else []
+
+
+def _alike(thing: Any, wanted: _Shapes, own: set[int]) -> Iterator[tuple[Any, str]]:
+    """Yield what has the shapes of a given model, `thing` or modules in it, and where it is there."""
+    if not isinstance(thing, nn.Module):
+        if len(thing) >= wanted.fewest and wanted.are(list(dict(_tensors(thing, own)).values())):
+            yield thing, ""
+        return
+    tensors = [tensor for _, tensor in _tensors(thing, own)]
+    if tensors and (wanted.are(tensors) or wanted.contain(tensors)):
+        yield thing, ""
+        return
+    inner = [(name, module) for name, module in thing.named_children() if id(module) not in own]
+    while inner:
+        name, module = inner.pop()
+        tensors = [tensor for _, tensor in _tensors(module, own)]
+        if wanted.are(tensors):
+            yield module, f".{name}"
+        elif len(tensors) > wanted.fewest:
+            inner += [(f"{name}.{key}", child) for key, child in module.named_children() if id(child) not in own]
+
+
+def _tensors(thing: Any, own: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a module has of parameters, or a container of tensors, if it has nothing else, that are not given."""
+    if isinstance(thing, nn.Module):
+        found: list[tuple[str, Any]] = list(thing.named_parameters())
+    else:
+        items = dict.items(thing) if isinstance(thing, dict) else enumerate(thing)
+        found = [(str(key), item) for key, item in [*items]]
+        if not all(isinstance(item, Tensor) and id(item) not in own for _, item in found):
+            return
+    yield from ((name, t) for name, t in found if id(t) not in own and flaw(t) is None and not is_shard(t))
