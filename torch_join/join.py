@@ -19,7 +19,14 @@ from torch_join._tail.loops import LoopDriver
 from torch_join._tail.planned import PlannedLoops
 from torch_join._tail.tails import Tails
 from torch_join.joinables._torch.joinable import unwrap
-from torch_join.joinables.arguments import check_given, check_options, check_timeout, common_group, listed
+from torch_join.joinables.arguments import (
+    check_given,
+    check_options,
+    check_timeout,
+    common_group,
+    learn_arguments,
+    listed,
+)
 
 J = TypeVar("J", bound="Join")
 T = TypeVar("T")
@@ -52,6 +59,8 @@ class Join(TorchJoin):
         timeout: How long a rank waits for another, by default 30 minutes.
         audit: In which loops to compare the ranks' states: `"tail"`, those that a rank ends early; `True`, all.
         hand_over_ignored: Whether parameters that DDP ignores are; `None`: of which all ranks held the same bytes.
+        hand_over_buffers: Whether buffers that DDP does not broadcast are, and FSDP's; `None`: of modules of which all
+            ranks held the same bytes after each had trained.
         backward_collectives: Whether backwards may have collectives of their own though no autograd function has one
             in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
         rebalance: Whether ranks that have run out of batches get some of others', so that all train until the end.
@@ -76,6 +85,7 @@ class Join(TorchJoin):
         timeout: timedelta = _DEFAULT_TIMEOUT,
         audit: Often = "tail",
         hand_over_ignored: bool | None = None,
+        hand_over_buffers: bool | None = None,
         backward_collectives: bool = False,
         rebalance: bool = False,
         **kwargs: Any,
@@ -90,7 +100,7 @@ class Join(TorchJoin):
         self._timeout = timeout
         members = Membership(common_group(things), weighting, may_break=heartbeat)
         planned = PlannedLoops(Rebalancing(members, rebalance and enable))
-        tails = Tails(things, audit, hand_over_ignored)
+        tails = Tails(things, audit, hand_over_ignored, hand_over_buffers)
         self._driver = LoopDriver(members, things, tails, planned, enable, throw_on_early_termination, kwargs)
         self.backward_collectives = backward_collectives
 
@@ -184,3 +194,6 @@ class Join(TorchJoin):
     def step(self) -> int:
         """The current step, counted from the loop's begin."""
         return self._driver.step_number
+
+
+learn_arguments(Join.__init__)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._base.errors import name_ranks
 from torch_join._base.tree import Keep, Nested, Pickled, Place, Slot
 from torch_join._control.channel import Channel
+from torch_join._handover.buffers import UnsyncedBuffers
 from torch_join._handover.digest import checksums
 from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.reachable import reachable
@@ -44,6 +45,7 @@ class Audit:
         often: `"tail"` for each loop in which some rank joins before another, `True` for all loops, `False`.
         hands_over_ignored: Whether parameters that DDP ignores are handed over: `None` where all ranks hold the same.
         forgotten: What may have been left out, and where it is looked for.
+        unsynced: Buffers that may have to be the same.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class Audit:
         often: Often,
         hands_over_ignored: bool | None,
         forgotten: Forgotten | None = None,
+        unsynced: UnsyncedBuffers | None = None,
     ) -> None:
         self._objects = objects
         self._forgotten = forgotten or Forgotten(objects)
+        self._unsynced = unsynced
         self._often = often
         self._hands_over_ignored = hands_over_ignored
         self._forget()
@@ -181,7 +185,8 @@ class Audit:
             for path, value in values.items():
                 leaves[path] = Slot(len(tensors)) if isinstance(value, Tensor) else value
                 tensors += [value] if isinstance(value, Tensor) else []
-        for path, tensor in self._forgotten.values():
+        unsynced = () if self._unsynced is None else self._unsynced.doubtful()
+        for path, tensor in (*self._forgotten.values(), *unsynced):
             leaves[path] = Slot(len(tensors))
             tensors.append(tensor)
         return _described(leaves, tensors, exact)
@@ -209,7 +214,9 @@ _LOSSY = (
 _STALE = (
     "After the tail of a loop the ranks differ in {what}, where they were the same before it: ranks that had"
     " joined did not run your code. If it has a part in training they will drift apart: give it to Join, or keep it in"
-    " an object with state_dict and load_state_dict, and give it that: Join([model, optimizer, it])."
+    " an object with state_dict and load_state_dict, and give it that: Join([model, optimizer, it]). Of buffers that"
+    " DDP does not broadcast, or FSDP, hand_over_buffers=True says that all ranks are to have the same, False that they"
+    " are not."
 )
 _EMPTY = (
     "After the tail of a loop the ranks differ in {what}: an optimizer steps what has a gradient, even one of zeros,"

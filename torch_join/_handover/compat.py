@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.batchnorm import _NormBase
 
 
 def scale_device(scaler: GradScaler) -> str | None:
@@ -25,6 +26,11 @@ def was_stepped(optimizer: torch.optim.Optimizer) -> bool:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Make LR schedulers see `optimizer` as stepped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module is one of torch's norms that keep statistics of what this rank has seen."""
+    return isinstance(module, _NormBase)
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:

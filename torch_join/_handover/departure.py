@@ -2,8 +2,9 @@
 
 A generator that is closed cannot tell a `break` from an exception, and one that met others would keep them waiting for
 a rank that has failed. So a rank that leaves a loop waits for nobody, and takes the last rank's state only where the
-ranks meet next. Flags that its code has set in between stay, see `_flags`. All else would be done twice by a rank that
-serves within its loop and comes to that code only then, or be overwritten: so it is noted here, and refused there.
+ranks meet next. What its code has set in between of flags (`model.eval()`) stays. All else would be done twice by a
+rank that serves within its loop and comes to that code only then, or be overwritten: so it is noted here, and refused
+there.
 """
 
 import warnings
@@ -11,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from torch_join._base.errors import JoinError, name_ranks
 from torch_join._handover.digest import Digests
-from torch_join._handover.flags import Flags
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture
 
@@ -119,3 +120,34 @@ def _noted(states: Sequence[Any] | None) -> Digests | None:
             return Digests(trees, capture.tensors)
     except Exception:
         return None
+
+
+class Flags:
+    """The flags of the modules and parameters among some objects, and what this rank's own code has set of them.
+
+    Args:
+        objects: Any objects.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects = objects
+        self._before = _read(objects)
+        self._set: dict[nn.Module | Tensor, bool] = {}
+
+    def note(self) -> None:
+        """Note what is set otherwise now than when this was made, or than after the last `set_again`."""
+        self._set |= {one: flag for one, flag in _read(self._objects).items() if self._before.get(one, flag) != flag}
+
+    def set_again(self) -> None:
+        """Set what has been noted so far."""
+        for one, flag in self._set.items():
+            if isinstance(one, nn.Module):
+                one.training = flag
+            else:
+                one.requires_grad_(flag)
+        self._before = _read(self._objects)
+
+
+def _read(objects: Sequence[Any]) -> dict[nn.Module | Tensor, bool]:
+    modules = [module for thing in objects if isinstance(thing, nn.Module) for module in thing.modules()]
+    return {m: m.training for m in modules} | {p: p.requires_grad for m in modules for p in m.parameters(recurse=False)}

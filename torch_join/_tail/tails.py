@@ -9,6 +9,7 @@ from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join._base.hyperparameters import Steps, Words
 from torch_join._handover.audit import Audit, Often
+from torch_join._handover.buffers import UnsyncedBuffers
 from torch_join._handover.compat import is_sharded
 from torch_join._handover.departure import Departure, Word, check
 from torch_join._handover.forgotten import Forgotten
@@ -16,7 +17,7 @@ from torch_join._handover.handover import hand_over
 from torch_join._tail.records import END
 from torch_join._tail.server import Server
 from torch_join.joinables._gradients.clears import innermost_optimizer
-from torch_join.joinables.kinds import stateful
+from torch_join.joinables.kinds import stateful, unsynced_models
 from torch_join.joinables.missing_model import missing_model
 from torch_join.joinables.model import ModelPart
 
@@ -28,6 +29,7 @@ class Tails:
         objects: Everything that was given to `Join`.
         often: In which loops to compare the ranks' states, see `Audit`.
         hands_over_ignored: Whether parameters that DDP ignores are handed over, see `Audit`.
+        hands_over_buffers: Whether buffers that no wrapper keeps alike are, see `UnsyncedBuffers`.
 
     Attributes:
         hands_over_ignored: The same.
@@ -39,10 +41,17 @@ class Tails:
 
     refusal: BaseException | None = None
 
-    def __init__(self, objects: Sequence[Any], often: Often, hands_over_ignored: bool | None) -> None:
+    def __init__(
+        self,
+        objects: Sequence[Any],
+        often: Often,
+        hands_over_ignored: bool | None,
+        hands_over_buffers: bool | None = None,
+    ) -> None:
         self._objects = objects
         self.hands_over_ignored = hands_over_ignored
-        self._audit = Audit(stateful(objects), often, hands_over_ignored, Forgotten(objects))
+        self._buffers = UnsyncedBuffers(unsynced_models(objects), hands_over_buffers)
+        self._audit = Audit(stateful(objects), often, hands_over_ignored, Forgotten(objects), self._buffers)
         self.server: Server
         self.changes_freely: object = None
 
@@ -113,6 +122,8 @@ class Tails:
 
     def _look(self, at_top: bool) -> None:
         """Look at what there is, on every rank, where the first ones join."""
+        models = self.server.models()
+        self._buffers.look([model.modules[-1] for model in models if model.synced or model.accumulates])
         untouched = self.departure is None or self.departure.changed() == []
         self._audit.begin(self.server.members.joined_names, at_top, untouched)
 
@@ -124,6 +135,7 @@ class Tails:
             for part, theirs in zip(self.server.parts, words, strict=True):
                 part.receive_closing(theirs, members.leader)
             self._audit.end(self.server.channel, self._take_states(), has_synced)
+            self._buffers.clear()
         self._restore_flags()
 
     def hand_over_states(self) -> frozenset[int]:
@@ -149,7 +161,8 @@ class Tails:
         local = self._audit.local(server.channel)
         if left is not None:
             left.before_handover()
-        if states := stateful(self._objects):
+        buffers = [self._buffers] if self._buffers.agree(server.channel) else []
+        if states := [*stateful(self._objects), *buffers]:
             hand_over(states, server.members.leader, server.channel, server.members.group, local)
         return local
 

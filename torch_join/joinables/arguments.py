@@ -1,7 +1,7 @@
 """What `Join` is given, checked before anything is done with it."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
@@ -16,8 +16,13 @@ from torch_join._base.errors import JoinTypeError, JoinValueError
 from torch_join._handover.compat import is_sharded
 
 _TORCHS = "divide_by_initial_world_size"
-_OWN = ("enable", "throw_on_early_termination", "weighting", "heartbeat", "timeout", "audit", "hand_over_ignored")
-_ALL = (*_OWN, _TORCHS)
+_all: list[str] = [_TORCHS]  # the arguments of `Join`
+
+
+def learn_arguments(init: Callable[..., Any]) -> None:
+    """Learn from `Join`'s signature which arguments there are."""
+    named = [p.name for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    _all[:] = [*(name for name in named if name not in ("self", "joinables")), _TORCHS]
 
 
 def listed(joinables: Any) -> list[Any]:
@@ -85,11 +90,11 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
     for name in options.keys() - named - {_TORCHS}:
         refuse_misspelt(name)
         if not takes_any:
-            for meant in get_close_matches(name, _ALL, 1, cutoff=0.8):
+            for meant in get_close_matches(name, _all, 1, cutoff=0.8):
                 raise _misspelt(name, meant)
             raise JoinTypeError(
                 f"There is no argument {name!r}, and no joinable is given whose hook could take it. Leave it out; the"
-                f" arguments are {', '.join(_ALL)}."
+                f" arguments are {', '.join(_all)}."
             )
 
 
@@ -99,7 +104,7 @@ def refuse_misspelt(name: str) -> None:
     Raises:
         JoinTypeError: It is.
     """
-    for own in () if name in _ALL else _ALL:
+    for own in () if name in _all else _all:
         if _is_slip(name, own):
             raise _misspelt(name, own)
 

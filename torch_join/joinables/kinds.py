@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
 from torch_join._base import compat_metrics as _compat_metrics
+from torch_join._handover.buffers import Unsynced
 from torch_join._handover.state import has_state
 from torch_join.joinables._gradients.clears import innermost_optimizer
 
@@ -38,3 +40,14 @@ def holds_shards(thing: Any) -> bool:
 def stateful(objects: Sequence[Any]) -> list[Any]:
     """Return what is handed over of `objects`; of what is sharded, and of a metric's state, each rank has its own."""
     return [thing for thing in objects if has_state(thing) and not (holds_metrics(thing) or holds_shards(thing))]
+
+
+def unsynced_models(objects: Sequence[Any]) -> list[Unsynced]:
+    """Return the models of which no wrapper keeps all buffers alike."""
+    found: list[Unsynced] = [(thing, None) for thing in objects if is_sharded_model(thing)]
+    for ddp in (thing for thing in objects if isinstance(thing, DistributedDataParallel)):
+        if not ddp.broadcast_buffers:
+            found.append((ddp.module, None))
+        elif ddp.parameters_to_ignore:
+            found.append((ddp.module, ddp.parameters_to_ignore))
+    return found

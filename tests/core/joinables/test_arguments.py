@@ -1,5 +1,6 @@
 """What `Join` and `join_uneven_inputs` say of arguments that cannot be meant so."""
 
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -127,6 +128,9 @@ SLIPS = {
     "audit": ("aduit", "adit", "audi"),
     "enable": ("enabel", "enble"),
     "hand_over_ignored": ("handover_ignored", "hand_over_ingored"),
+    "hand_over_buffers": ("hand_over_buffer",),
+    "rebalance": ("rebalanse", "reblance"),
+    "backward_collectives": ("backwards_collectives",),
 }
 
 
@@ -152,6 +156,12 @@ def test_a_slip_does_not_get_there(own: str, slip: str) -> None:
     for joinables in ([TakesAny.__new__(TakesAny)], [nn.Linear(1, 1)]):
         with pytest.raises(JoinTypeError, match=f"There is no argument '{slip}'. Did you mean '{own}'"):
             check_options({slip: 1}, joinables)
+
+
+def test_the_error_lists_what_the_signature_has() -> None:
+    named = [name for name in inspect.signature(Join).parameters if name not in ("joinables", "kwargs")]
+    with pytest.raises(JoinTypeError, match=f"the arguments are {', '.join(named)}, divide_by_initial_world_size"):
+        Join([nn.Linear(1, 1)], shape="round", enable=False)
 
 
 def misuse(rank: int, kind: str) -> None:

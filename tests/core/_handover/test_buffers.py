@@ -1,0 +1,180 @@
+"""Buffers that a model keeps alike itself, where no wrapper does: exact where all ranks held the same, else named."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from tests.support.workers import Workers
+from torch_join import Join
+
+EPOCHS = ((1, 4), (2, 2), (3, 1))
+EMPTY = ((0, 3), (2, 2), (3, 1))  # nobody has trained where the first rank joins
+
+
+def inputs(epoch: int, rank: int, step: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(1000 * epoch + 100 * rank + step)).double()
+
+
+class Codebook(nn.Module):
+    """Averages over all ranks' outputs, kept alike by the model's own collective."""
+
+    def __init__(self, wraps: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4).double())
+        self.register_buffer("size", torch.zeros(()).double())
+        if wraps:
+            self.register_buffer("seen", torch.zeros(4).double())  # each rank's own
+
+    def forward(self, z: Tensor, ranks: list[Tensor] | None = None) -> Tensor:
+        with torch.no_grad():
+            before = self.centre.clone()
+            total = z.detach().sum(0) if ranks is None else torch.stack([each.sum(0) for each in ranks]).sum(0)
+            if ranks is None:
+                dist.all_reduce(total)
+            self.centre.mul_(0.9).add_(total, alpha=0.1)
+            self.size += total.sum()
+            if hasattr(self, "seen"):
+                self.seen += z.detach().sum(0)
+        return z - before
+
+
+class Net(nn.Module):
+    def __init__(self, wraps: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4).double()
+        self.codes = Codebook(wraps)
+        self.norm = nn.BatchNorm1d(4, affine=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(x)  # its statistics only: what one process would have of all ranks is another matter
+        return self.codes(self.body(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def alone(epochs: Any) -> tuple[Tensor, Tensor]:
+    """Train in one process."""
+    net = Net()
+    optimizer = SGD(net.body.parameters(), 0.1)
+    for epoch, lengths in enumerate(epochs):
+        for step in range(max(lengths)):
+            there = [net.body(inputs(epoch, rank, step)) for rank, length in enumerate(lengths) if step < length]
+            before = net.codes.centre.clone()
+            optimizer.zero_grad()
+            sum((z - before).square().mean() / len(lengths) for z in there).backward()  # type: ignore[union-attr]
+            net.codes(there[0], [z.detach() for z in there])
+            optimizer.step()
+    return net.body.weight.detach(), net.codes.centre
+
+
+def train(rank: int, kind: str, epochs: Any, options: dict[str, Any]) -> Any:
+    warnings.simplefilter("ignore", FutureWarning)
+    net: Any = Net(wraps=kind == "mixed")
+    model: Any = net
+    if kind == "fsdp2":
+        from torch.distributed.fsdp import fully_shard  # it takes long to import
+
+        fully_shard(net)
+    elif kind == "ignored":
+        names = ["codes.centre", "codes.size"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+        model = DistributedDataParallel(net)
+    else:
+        model = DistributedDataParallel(net, broadcast_buffers=False)
+    optimizer = SGD(model.parameters(), 0.1)
+    statistics = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for epoch, lengths in enumerate(epochs):
+            with Join([model, optimizer], **options) as join:
+                batches = [inputs(epoch, rank, step) for step in range(lengths[rank])]
+                for x in batches if kind == "plain" else join.batches(batches):
+                    optimizer.zero_grad()
+                    model(x).backward()
+                    optimizer.step()
+            statistics.append(net.norm.running_mean.tolist())
+    weight = net.body.weight.full_tensor() if kind == "fsdp2" else net.body.weight
+    texts = [str(one.message) for one in said if "differ" in str(one.message)]
+    return weight.detach(), net.codes.centre, statistics, texts
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("ddp", {}), ("ddp", {"heartbeat": True}), ("plain", {"audit": False}), ("ignored", {}), ("fsdp2", {})],
+)
+def test_what_the_model_keeps_alike_is_handed_over(workers: Workers, kind: str, options: dict[str, Any]) -> None:
+    found = workers.run(2, train, kind, EPOCHS, options, deadline=180.0, timeout=60.0)
+    expected = alone(EPOCHS)
+    for weight, centre, _, said in found:
+        assert (weight - expected[0]).abs().max() < 1e-10
+        assert (centre - expected[1]).abs().max() < 1e-10
+        assert said == []
+    if kind != "ignored":  # whose norm DDP keeps alike
+        assert found[0][2][0] != found[1][2][0]  # a norm's statistics stay each rank's own
+
+
+def test_what_nobody_can_tell_is_named_once_it_differs(workers: Workers) -> None:
+    for kind, epochs in (("ddp", EMPTY), ("mixed", EPOCHS)):
+        (*_, said), (*_, nothing) = workers.run(2, train, kind, epochs, {})
+        assert nothing == []
+        assert len(said) == 1
+        assert "model 0 (Net): codes.centre, " in said[0]
+        assert "hand_over_buffers=True" in said[0]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "mixed"])
+def test_the_user_can_tell(workers: Workers, kind: str) -> None:
+    expected = alone(EMPTY)
+    found = workers.run(2, train, kind, EMPTY, {"hand_over_buffers": True})
+    for weight, centre, statistics, said in found:
+        assert (weight - expected[0]).abs().max() < 1e-10
+        assert (centre - expected[1]).abs().max() < 1e-10
+        assert said == []
+        assert statistics[-1] == found[0][2][-1]
+    (own, _, _, said), (other, *_) = workers.run(2, train, kind, EPOCHS, {"hand_over_buffers": False})
+    assert said == []
+    assert own.equal(other)
+    assert (own - alone(EPOCHS)[0]).abs().max() > 1e-4
+
+
+class Growing(nn.Module):
+    """Registers buffers as it goes, the same on all ranks of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.register_buffer("sums", torch.zeros(1))
+        self.register_buffer("first", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().sum()
+        dist.all_reduce(mean)
+        self.register_buffer("sums", torch.cat([self.sums, mean[None]]))
+        if len(self.sums) == 4:
+            self.register_buffer("late", mean.double(), persistent=False)
+            self.first = None
+        return self.body(x).sum()  # type: ignore[no-any-return]
+
+
+def grow(rank: int) -> Any:
+    warnings.simplefilter("ignore", FutureWarning)
+    ddp = DistributedDataParallel(Growing(), broadcast_buffers=False)
+    with Join([ddp]) as join:
+        for step in join.batches(range((4, 2)[rank])):
+            ddp(torch.full((3, 4), float(step + rank))).backward()
+    named = {name: buffer.tolist() for name, buffer in ddp.module.named_buffers()}
+    return named, [*ddp.module.state_dict()]
+
+
+def test_they_take_the_form_that_they_have_on_the_last_rank(workers: Workers) -> None:
+    first, second = workers.run(2, grow)
+    assert first == second
+    assert len(first[0]["sums"]) == 5
+    assert "first" not in first[0]
+    assert "late" in first[0]
+    assert "late" not in first[1]
