@@ -60,6 +60,7 @@ class LockstepJoin(Lockstep):
         return self._shadow.first.fired
 
     def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
+        self._shadow.news.forget()
         for fired in known:
             self._shadow.first.note_fired(fired)
         if has_batch:
@@ -74,7 +75,8 @@ class LockstepJoin(Lockstep):
             yield
         # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward: so it must
         # always hold the newest. (Between forward and backward this would disturb autograd.)
-        if 0 not in self.active_ranks and not self.keeps_buffers:
+        has_news, self._model.has_news = self._model.has_news, False
+        if (has_news or 0 not in self.active_ranks) and not self.keeps_buffers:
             # Amid an accumulation an active rank keeps its own, as in DDP.
             own = not self.joined and not self._shadow.ddp.require_forward_param_sync
             self._shadow.sync_buffers(self.active_ranks[0], keeps=own)
@@ -94,7 +96,8 @@ class LockstepJoin(Lockstep):
             plumbing.enter_context(self.driver.server.own_collectives())
             inside = self._shadow.inner.register_forward_pre_hook(lambda *_: plumbing.close())
             try:
-                yield
+                with self._model.telling_buffers():
+                    yield
             finally:
                 inside.remove()
 

@@ -72,6 +72,19 @@ def wrap(ddp: DistributedDataParallel, module: nn.Module) -> None:
     ddp._modules["module"] = module
 
 
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether `module`'s own buffer `name` is part of its state dict."""
+    return name not in module._non_persistent_buffers_set
+
+
+def set_buffer(module: nn.Module, name: str, buffer: Tensor | None, persistent: bool) -> None:
+    """Put a buffer of `module`'s own in the last place, whatever was there; `None` stays where it is."""
+    if buffer is not None:
+        module._buffers.pop(name, None)
+    module._buffers[name] = buffer
+    (set.discard if persistent else set.add)(module._non_persistent_buffers_set, name)
+
+
 def wait_for_device(kind: str) -> None:
     """Wait until an accelerator has done all that was queued: its collectives return before they have run."""
     if kind != "cpu":

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from torch_join._base import compat as _compat
 from torch_join._base.compat_metrics import is_metric
 from torch_join._base.specs import TensorSpec, flaw
 from torch_join._control.channel import Channel
@@ -80,7 +81,7 @@ class UnsyncedBuffers:
         """Return what is handed over, by module, and which of it is saved with the model."""
         modules = {path: its for path, its in self._modules().items() if self._always or path in self._alike}
         return {
-            path: (buffers, [name for name in buffers if _compat_state.is_persistent(module, name)])
+            path: (buffers, [name for name in buffers if _compat.is_persistent(module, name)])
             for path, (module, buffers) in modules.items()
         }
 

@@ -33,11 +33,6 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase)
 
 
-def is_persistent(module: nn.Module, name: str) -> bool:
-    """Whether `module`'s own buffer `name` is part of its state dict."""
-    return name not in module._non_persistent_buffers_set
-
-
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` is a `ZeroRedundancyOptimizer`, without importing it (which warns)."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")

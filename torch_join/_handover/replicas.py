@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinTypeError, JoinValueError
 from torch_join._base.tree import Captured
 from torch_join._handover import compat as _compat_state
@@ -98,7 +99,7 @@ def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 def _capture_model(model: nn.Module, capture: Capture, name: str) -> Captured:
     parameters, buffers = _named_tensors(model, capture.local)
-    persistent = [key for key in buffers if _compat_state.is_persistent(*_owner(model, key))]
+    persistent = [key for key in buffers if _compat.is_persistent(*_owner(model, key))]
     return Captured(
         {
             "parameters": {key: capture.tensor(p, f"{name}: {key}") for key, p in parameters.items()},

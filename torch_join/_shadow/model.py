@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinTypeError, UnsupportedError
+from torch_join._shadow.buffers import BufferNews
 from torch_join._shadow.first_iteration import FirstIteration
 from torch_join._shadow.reach import leads_to
 from torch_join._shadow.streams import accumulators, streams_waiting
@@ -38,6 +39,7 @@ class ModelShadow:
     Attributes:
         accumulated: Whether this rank has run a backward without a sync since the last one with.
         first: The model's first iteration.
+        news: What other ranks have been told of the model's buffers.
         parameters: Those that DDP averages, in its order.
 
     Raises:
@@ -54,6 +56,7 @@ class ModelShadow:
         self.ddp = ddp
         self.accumulated = False
         self._stand_in = _StandIn()  # one, since it is made use of in each step
+        self.news = BufferNews()
         self.parameters = _compat.averaged_parameters(ddp)
         self._ids = frozenset(map(id, self.parameters))
         self.sparse = frozenset(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from torch_join._base import compat as _compat
+from torch_join._shadow.buffers import Buffer, take
 from torch_join._shadow.model import ModelShadow
 from torch_join.joinables._gradients.pieces import FIRED, Pieces
 from torch_join.joinables.part import Driver, Part
@@ -23,14 +24,16 @@ class LockstepModelPart(Part):
 
     Attributes:
         shadow: What runs in place of the model's step.
+        has_news: Whether this step has brought buffers of another form, of which joined ranks have no contents.
     """
 
-    kinds: ClassVar[dict[str, Any]] = Pieces.kinds
+    kinds: ClassVar[dict[str, Any]] = {**Pieces.kinds, "buffers": list[Buffer]}
     in_pieces = True
 
     def __init__(self, driver: Driver, index: int, shadow: ModelShadow) -> None:
         super().__init__(driver, index)
         self.use(shadow)
+        self.has_news = False
         self._output: Tensor | None = None
 
     def use(self, shadow: ModelShadow) -> None:
@@ -45,6 +48,17 @@ class LockstepModelPart(Part):
     def exit(self) -> None:
         super().exit()
         self._pieces.reset()
+
+    @contextmanager
+    def telling_buffers(self) -> Iterator[None]:
+        """Put around an active rank's forward: joined ranks hear of what it does to buffers that DDP broadcasts."""
+        broadcasts = _compat.broadcasts_buffers(self.shadow.ddp)
+        if broadcasts:
+            self.shadow.news.begin(self.shadow.inner)
+        yield
+        if broadcasts and (news := self.shadow.news.since(self.shadow.inner)) is not None:
+            self.has_news = True
+            self.announce("buffers", news)
 
     @contextmanager
     def backward_in_pieces(self) -> Iterator[None]:
@@ -84,6 +98,9 @@ class LockstepModelPart(Part):
     def answer(self, kind: str, payload: Any) -> None:
         if kind == FIRED:
             self._pieces.answer(payload)
+        elif kind == "buffers":
+            self.has_news = True
+            take(payload, self.shadow.inner, self.shadow.parameters[0].device)
         elif kind == "forward":
             self._output = self.shadow.forward()
         else:

@@ -100,6 +100,7 @@ class ModelPart(Part):
         self._gradients.remember(self._shadowed.accumulates)
 
     def enter_tail(self) -> None:
+        self._shadow.news.forget()
         if self.driver.in_loop and not self.members.may_break:
             self.remember()
         if not self._watch.is_on:
@@ -146,7 +147,9 @@ class ModelPart(Part):
             authority = 0
         self._announce_deferred()
         frozen = self._shadow.frozen if self.server.in_tail else []
-        self.announce("forward", (grad, sync, authority, frozen))
+        told = self.server.in_tail and _compat.broadcasts_buffers(self.ddp)
+        buffers = self._shadow.news.since(self.ddp.module) if told else None
+        self.announce("forward", (grad, sync, authority, frozen, buffers))
         # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
         self._plumbing.enter_context(self.server.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
@@ -157,7 +160,7 @@ class ModelPart(Part):
     def _announce_deferred(self) -> None:
         while self.deferred:
             self.deferred -= 1
-            self.announce("forward", (True, True, 0, self._frozen), hold=True)
+            self.announce("forward", (True, True, 0, self._frozen, None), hold=True)
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -304,7 +307,9 @@ class ModelPart(Part):
         if not self.ddp.broadcast_buffers:
             sync_norms(self.ddp, source, self.members.group)
         if deferred is not None and not self.members.last_joiner:
-            self.answer("forward", (True, True, 0, deferred))  # DDP averages in the next backward, in whichever loop
+            self.answer(
+                "forward", (True, True, 0, deferred, None)
+            )  # DDP averages in the next backward, in whichever loop
         mine = self._shadowed.accumulates
         settle(self.driver, self.ddp.process_group, self._gradients, states, source, accumulates, mine)
         self._shadowed.forget()

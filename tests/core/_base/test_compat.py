@@ -38,6 +38,17 @@ def test_torchs_ddp() -> None:
     assert [*model.children()] == [model.module] == [other]
 
 
+def test_torchs_buffers() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("a", torch.ones(1), persistent=False)
+    module.register_buffer("b", torch.ones(1))
+    torch_compat.set_buffer(module, "a", torch.ones(2), persistent=True)
+    torch_compat.set_buffer(module, "c", torch.ones(3), persistent=False)
+    torch_compat.set_buffer(module, "b", None, persistent=True)
+    assert [(name, len(buffer)) for name, buffer in module.named_buffers()] == [("a", 2), ("c", 3)]
+    assert [torch_compat.is_persistent(module, name) for name in "abc"] == [True, True, False]
+
+
 def test_torchs_reducer() -> None:
     for name in ("_check_reducer_finalized", "_get_local_used_map", "_rebuild_buckets"):
         assert callable(getattr(torch.distributed.Reducer, name))

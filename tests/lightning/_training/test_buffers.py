@@ -42,21 +42,53 @@ class Shifted(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(rank: int) -> list[float]:
-    model = Shifted()
+class Growing(Shifted):
+    """Multiplies by a cache that is as long as the longest batch so far, and is made anew for it."""
+
+    def training_step(self, x: Tensor) -> Tensor:
+        length = 1 + int(x.shape[0])
+        if self.mean.ndim == 0 or len(self.mean) < length:
+            self.register_buffer("mean", torch.arange(length) / 4.0, persistent=False)
+        return (self.linear(x) * self.mean[:-1, None][: len(x)]).square().mean()  # type: ignore[no-any-return]
+
+    def train_dataloader(self) -> Any:
+        lengths = (1, 4, 2) if self.trainer.current_epoch else (4, 1, 0)
+        steps = range(lengths[self.trainer.global_rank])
+        x = torch.ones(9, 1, dtype=torch.float64)
+        return DataLoader([x[: 1 + step + self.trainer.current_epoch] for step in steps], batch_size=None)  # type: ignore[arg-type]
+
+
+def fitted(model: Shifted, epochs: int) -> Shifted:
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(
         strategy=DDPJoinStrategy(),
         accelerator=lightning_accelerator(),
         devices=len(LENGTHS),
-        max_epochs=1,
+        max_epochs=epochs,
+        reload_dataloaders_every_n_epochs=1,
         accumulate_grad_batches=WINDOW,
         enable_checkpointing=False,
         use_distributed_sampler=False,
         **quiet,
     )
     trainer.fit(model)
-    return [p.item() for p in model.parameters()]
+    return model
+
+
+def fit(rank: int) -> list[float]:
+    return [p.item() for p in fitted(Shifted(), 1).parameters()]
+
+
+def grow(rank: int) -> Any:
+    model = fitted(Growing(), 2)
+    return [p.item() for p in model.parameters()], model.mean.tolist(), "mean" in model.state_dict()
+
+
+def test_a_buffer_that_grows_is_as_long_on_a_rank_that_has_joined(workers: Workers) -> None:
+    found = workers.run(len(LENGTHS), grow)
+    assert [cache for _, cache, _ in found] == [[step / 4 for step in range(6)]] * len(LENGTHS)
+    assert found == found[:1] * len(LENGTHS)
+    assert not found[0][2]
 
 
 def test_each_rank_keeps_its_own_until_the_next_sync(workers: Workers) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
+from torch_join._shadow.buffers import Buffer, take
 from torch_join._shadow.model import ModelShadow
 from torch_join.joinables._gradients.evidence import Gradients, holds_something
 from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
@@ -33,7 +34,7 @@ class ShadowedSteps:
     """
 
     kinds: ClassVar[dict[str, Any]] = {
-        "forward": tuple[bool, bool, int, list[int]],
+        "forward": tuple[bool, bool, int, list[int], list[Buffer] | None],
         **dict.fromkeys(("backward", "gradients", "begin"), Runs),
         "ended": type(None),
         **Pieces.kinds,
@@ -55,6 +56,7 @@ class ShadowedSteps:
         """Forget what waits for a backward: the tail is over."""
         self._pending.clear()
         self.others.reset()
+        self.shadow.news.forget()
 
     def answer(self, kind: str, payload: Any) -> None:
         """See `Part.answer`."""
@@ -84,10 +86,11 @@ class ShadowedSteps:
         _compat.wait_for_device(self._parameters[0].device.type)
         return True
 
-    def _forward(self, grad: bool, sync: bool, authority: int, frozen: list[int]) -> None:
+    def _forward(self, grad: bool, sync: bool, authority: int, frozen: list[int], buffers: list[Buffer] | None) -> None:
         self.authority = self._members.leader
         # What another forward has trained still gets its gradient, in the backward that it waits for.
         self.shadow.freeze([place for place in frozen if not (self._pending and self._parameters[place].requires_grad)])
+        take(buffers, self.shadow.inner, self._parameters[0].device)
         if authority:
             self.shadow.sync_buffers(authority)
         before = self._ddp.require_backward_grad_sync
