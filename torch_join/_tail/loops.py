@@ -235,13 +235,14 @@ class LoopDriver(Meetings):
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Meet the other ranks, if this forward stands outside of `batches`; see `Driver`."""
         self._steps_in = threading.get_ident()
-        self._return_to_loop()
-        if not _nesting.is_entered(self):
-            return  # the `with` has ended in this
-        if not self.in_loop and not self._is_read_elsewhere:
-            self._heartbeat(samples)
-            if self.members.weighting == "samples":
-                self.server.tap.install()
+        if self.place is not Place.LOOP:
+            self._return_to_loop()
+            if not _nesting.is_entered(self):
+                return  # the `with` has ended in this
+            if not self._is_read_elsewhere:
+                self._heartbeat(samples)
+                if self.members.weighting == "samples":
+                    self.server.tap.install()
         if self._loop is not None:
             self._loop.stepped = self._loop.forwarded = True
         # As long as the tap listens, nothing that others take part in can come before the answer is asked for. Where
@@ -259,14 +260,14 @@ class LoopDriver(Meetings):
     @property
     def loop_number(self) -> int:
         """See `Driver`."""
-        return self._loop.number if self.in_loop and self._loop is not None else 0
+        return self._loop.number if self.place is Place.LOOP and self._loop is not None else 0
 
     def before_backward(self, loop: int = 0) -> None:
         """See `Driver`."""
         here = self._loop
         if here is None:
             return
-        if self.in_loop and loop == here.number:
+        if self.place is Place.LOOP and loop == here.number:
             here.trains = True
         elif loop in self._uneven_loops:
             with self._telling():
