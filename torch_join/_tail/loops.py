@@ -179,7 +179,7 @@ class LoopDriver(Meetings):
                 model.check_can_train(reader.has_next)
             length = None if self.members.may_break else reader.certain_length()
             how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
-            said = self.server.channel.gather((length, hyperparameters(self._objects), how), True, _BEGIN)
+            said = self.server.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
             compare([theirs for _, theirs, _ in said], self.members.global_ranks)
             lengths = [theirs for theirs, _, _ in said]
             self._forget()

@@ -113,7 +113,7 @@ class Meetings:
     @property
     def in_plain_loop(self) -> bool:
         """See `Driver`."""
-        return self.place not in (Place.LOOP, Place.ENDED)
+        return self.place is not Place.LOOP
 
     @property
     def awaits_others(self) -> bool:

@@ -90,7 +90,7 @@ class Driver(Protocol):
 
     @property
     def in_plain_loop(self) -> bool:
-        """Whether this rank may be in, or after, a loop in which they find out at a forward."""
+        """Whether another rank may be at a meeting: at a forward outside of `batches`, or at the end of its `with`."""
 
     @property
     def awaits_others(self) -> bool:
