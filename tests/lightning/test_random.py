@@ -1,0 +1,98 @@
+"""A random search over Lightning's trainings: uneven ones end as one process does, even ones also as under `ddp`.
+
+`-m long` runs 300 of them, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.support.cases import Batch, Case, EpochSampler, Module, Result, Shard, assert_exact, build_trainer, result_of
+from tests.support.workers import Workers
+
+FEW = range(6)
+FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
+CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
+
+
+class PlannedSampler(EpochSampler):
+    """Plans an epoch's batches when it is iterated; until then it says how many there were in the one before."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        self.epoch, places = self.epoch + 1, [(self.epoch, index) for index in range(len(self))]
+        return iter(places)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class PlannedModule(Module):
+    def train_dataloader(self) -> DataLoader[Batch]:
+        rank = self.trainer.global_rank
+        return DataLoader(Shard(self.case, rank), batch_size=None, sampler=PlannedSampler(self.case, rank))
+
+
+def draw(seed: int) -> tuple[Case, bool]:
+    """Return a run, and whether its loaders plan their epochs late."""
+    r = random.Random(seed)
+    size, epochs = r.choice((2, 2, 3)), r.choice((2, 3))
+    is_even, changes = r.random() < 0.3, r.random() < 0.4
+
+    def lengths() -> tuple[int, ...]:
+        return (r.randint(1, 5),) * size if is_even else tuple(r.randint(0, 5) for _ in range(size))
+
+    case = Case(
+        tuple(lengths() for _ in range(epochs)) if changes else lengths(),
+        epochs=epochs,
+        model=r.choice(("mlp", "mlp", "unused", "turns", "sparse")),
+        optimizer=r.choice(("sgd", "adam", "adamw", "plain")),
+        weighting="world" if is_even else r.choice(("world", "active", "samples")),
+        accumulate=r.choice((1, 1, 2, 3)),
+        clip=r.choice((None, 0.3)),
+        scheduler=r.choice((None, "step", "epoch")),
+        iterable=r.random() < 0.4,
+        ragged=not is_even and r.random() < 0.5,
+        zeros=r.random() < 0.2,
+        ddp={},
+    )
+    options = {"find_unused_parameters": True} if case.model in ("unused", "turns") else {}
+    if case.model == "sparse":
+        options, case = {}, replace(case, optimizer="plain", clip=None, zeros=False)
+    return replace(case, ddp=options), not case.iterable and r.random() < 0.4
+
+
+def fit(rank: int, case: Case, is_planned: bool, strategy: str | None = None) -> Result:
+    module = (PlannedModule if is_planned else Module)(case)
+    if strategy is not None and case.ddp:
+        strategy += "_find_unused_parameters_true"
+    trainer = build_trainer(case, strategy=strategy) if strategy else build_trainer(case)
+    trainer.fit(module)
+    return result_of(trainer, module)
+
+
+def check(workers: Workers, seed: int) -> None:
+    case, is_planned = draw(seed)
+    size = case.world_size
+    found: list[Result] = workers.run(size, fit, case, is_planned)
+    assert_exact(case, found)
+    if all(len(set(case.lengths_in(epoch))) == 1 for epoch in range(case.epochs)) and not case.ragged:
+        plain: list[Result] = workers.run(size, fit, case, is_planned, "ddp")
+        if [result.trained for result in plain] == [result.trained for result in found]:  # ddp keeps the first length
+            for mine, its in zip(found[0].parameters, plain[0].parameters, strict=True):
+                assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_few(workers: Workers, seed: int) -> None:
+    check(workers, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
+def test_many(workers: Workers, seed: int) -> None:
+    check(workers, seed)
