@@ -69,6 +69,10 @@ def unpack(skeleton: Skeleton, contents: Sequence[Tensor]) -> Any:
     return _Unpickler(skeleton, contents).load()
 
 
+def _storage_of(content: Tensor) -> torch.UntypedStorage:
+    return content.untyped_storage()
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._take)
@@ -92,6 +96,12 @@ class _Pickler(pickle.Pickler):
             self.contents.append(raw_bytes(storage_view(value, spec)).cpu())
             self._known[id(value)] = value, described
         return self._known[id(value)][1]
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.UntypedStorage):
+            return NotImplemented
+        # As a tensor of its bytes: what pickle makes of it cannot be read again.
+        return _storage_of, (torch.empty(0, dtype=torch.uint8, device=value.device).set_(value),)
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -60,6 +62,12 @@ def lbfgs(rank: int, api: str) -> None:
     Join([model, torch.optim.LBFGS(model.parameters())])
 
 
+def tensor_parallel(rank: int, _: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh(place().type, (dist.get_world_size(),))
+    Join([parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})])
+
+
 def over_some_ranks(rank: int, _: str) -> None:
     own = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     Join([FullyShardedDataParallel(Recipe().model(), process_group=own, device_id=place())])
@@ -92,6 +100,7 @@ def detailed(rank: int, _: str) -> None:
         (lbfgs, "LBFGS of sharded parameters", ("fsdp2", "fsdp1")),
         (in_torchs_own, "torch's own Join cannot have it follow", ("fsdp2", "fsdp1")),
         (detailed, "TORCH_DISTRIBUTED_DEBUG=DETAIL", ("fsdp1",)),
+        (tensor_parallel, "sharded by tensor parallelism alone", ("fsdp2",)),
         (over_some_ranks, "sharded and averaged over 1 ranks", ("fsdp1",)),
     ],
 )

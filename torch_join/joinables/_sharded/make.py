@@ -1,12 +1,13 @@
 """The parts of sharded models and of what belongs to them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
 from torch_join.joinables._gradients.clears import innermost_optimizer
 from torch_join.joinables._sharded.clipping import clipping_parts
@@ -45,6 +46,13 @@ def make_sharded_parts(driver: Driver, joinables: Sequence[Any]) -> list[Part]:
 
 def _refuse_copies(joinables: Sequence[Any]) -> None:
     for thing in joinables:
+        if isinstance(thing, nn.Module) and holds_shards(thing) and any(_is_trained_shard(thing)):
+            raise UnsupportedError(
+                f"{type(thing).__name__} is sharded by tensor parallelism alone: all ranks of a group compute each"
+                " batch together, and one that has run out of batches could not compute its part of the others'. Give"
+                " the ranks of a group the same batches, and leave Join out; or shard the model by fully_shard over"
+                " other ranks as well, whose batches may be uneven."
+            )
         is_copy = isinstance(thing, AveragedModel) or not is_sharded_model(thing)
         if isinstance(thing, nn.Module) and holds_shards(thing) and is_copy:
             raise UnsupportedError(
@@ -52,3 +60,9 @@ def _refuse_copies(joinables: Sequence[Any]) -> None:
                 " for example): ranks that have joined would not update their part of it. Leave it out, and update it"
                 " after the loop, on all ranks."
             )
+
+
+def _is_trained_shard(model: nn.Module) -> Iterator[bool]:
+    """Yield, of a model that FSDP has not sharded and that is no copy, whether its parts are trained."""
+    if not (is_sharded_model(model) or isinstance(model, AveragedModel)):
+        yield from (_compat.is_shard(p) and p.requires_grad for p in model.parameters())
