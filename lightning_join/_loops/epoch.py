@@ -44,8 +44,8 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
     def reset(self) -> None:
         ended = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
         fit_loop, steps = self._fit_loop, self._fit_loop.max_batches
-        if rebalancing_of(self.trainer) is not None:
-            # Only the plan, which is yet to be made, knows whether steps are left.
+        if rebalancing_of(self.trainer) is not None or fit_loop.is_planned:
+            # Only a plan that is yet to be made knows whether steps are left.
             fit_loop.max_batches = max(steps, self.batch_progress.current.ready + 1)
         super().reset()
         fit_loop.max_batches = steps

@@ -31,6 +31,7 @@ class JoinFitLoop(ResumingFitLoop):
     # What all ranks know of `trainer.should_stop`. A flag set on one rank alone must not end that
     # rank's loop while the others go on.
     agreed_stop = False
+    is_planned = False  # whether some rank may have another number of batches than it has said
     _lengths: Sequence[int | float] = ()
     _has_warned = False
     _steps: int | float = -1  # what follows from them, or from a plan
@@ -96,6 +97,7 @@ class JoinFitLoop(ResumingFitLoop):
         everyone = channel_of(trainer).gather(fetcher.measure(), of=_loaders.Loaders)
         rebalances = rebalancing_of(self.trainer) is not None
         self._stateful = rebalances or any(each.stateful for each in everyone)
+        self.is_planned = any(any(each.planned) for each in everyone)
         self.set_lengths([_loaders.total_length(loader, each.limits) for each in everyone])
         return everyone
 

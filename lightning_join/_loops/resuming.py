@@ -206,4 +206,4 @@ class ResumingFitLoop(FitLoop):
         _check_world(record["world_size"], self.trainer.world_size, is_over=not resumes or record["over"])
         fetcher.start()
         if resumes:
-            fetcher.length = fetcher.fetched  # nothing is left of the epoch
+            fetcher.end_here()

@@ -213,8 +213,12 @@ class ReadAheadFetcher(DataFetcher):
 
     @property
     def _may_have_more(self) -> bool:
-        """Whether the dataloaders say that they are empty, but have planned nothing of this epoch yet."""
-        return self.fetched == 0 and not self._has_read and any(self.said.planned) and self.said.error is None
+        """Whether the dataloaders may not have planned this epoch yet, so that their length is no end."""
+        return not (self._has_read or self._left) and any(self.said.planned) and self.said.error is None
+
+    def end_here(self) -> None:
+        """Have nothing left of the epoch that has been started."""
+        self.length, self._has_read = self.fetched, True
 
     def take(self) -> Any:
         """Return the next batch.
@@ -293,6 +297,9 @@ class ReadAheadFetcher(DataFetcher):
             if not self._has_read:
                 self._has_read = True
                 self._take_length()
+        if self.length is not None and self.fetched > self.length:  # read to find out
+            self.fetched -= 1
+            raise StopIteration
         while batch is None:
             # There is nothing to train on; a rank that made a step of it would be out of step.
             rank_zero_warn(

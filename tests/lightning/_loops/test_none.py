@@ -61,7 +61,7 @@ def losses(case: Case) -> Any:
     return of
 
 
-def fit_silent(rank: int, case: Case, nothing: str) -> tuple[Result, list[tuple[bool, dict[str, Any]]]]:
+def fit_silent(rank: int, case: Case, nothing: str = "None") -> tuple[Result, list[tuple[bool, dict[str, Any]]]]:
     module = Silent(case, nothing)
     trainer = build_trainer(case)
     trainer.fit(module)
