@@ -87,6 +87,20 @@ def transfer_sizes(bucket: int = _transfer.BUCKET_BYTES, large: int = LARGE) -> 
 
 
 @contextmanager
+def asked_shapes(strategy: Any) -> Iterator[list[Tensor]]:
+    """The tensors whose shapes this rank tells the others of, before a gather, for as long as this lasts."""
+    found: list[Tensor] = []
+    original = strategy._shapes_of_all
+
+    def ask(tensor: Tensor) -> Any:
+        found.append(tensor)
+        return original(tensor)
+
+    with mock.patch.object(strategy, "_shapes_of_all", ask):
+        yield found
+
+
+@contextmanager
 def seen_plans() -> Iterator[list[int]]:
     """How many steps each plan has that is made for as long as this lasts."""
     found: list[int] = []

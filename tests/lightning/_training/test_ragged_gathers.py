@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.support.cases import Case, build_trainer
+from tests.support.inside import asked_shapes
 from tests.support.workers import Workers
 
 FUNCTIONS = {
@@ -41,17 +42,9 @@ class Gathers(pl.LightningModule):
             return
         mine = torch.cat(self.had[stage]) if batch is None else batch
         strategy: Any = self.trainer.strategy
-        plain = strategy._shapes_of_all
-
-        def counting(tensor: Tensor) -> Any:
-            self.asked += 1
-            return plain(tensor)
-
-        strategy._shapes_of_all = counting
-        try:
+        with asked_shapes(strategy) as asked:
             found = strategy.gather_rows(mine) if self.rows else self.all_gather(mine)
-        finally:
-            del strategy._shapes_of_all
+        self.asked += len(asked)
         self.gathered.append(found.flatten().tolist())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
