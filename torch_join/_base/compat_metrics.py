@@ -6,6 +6,7 @@ when one of these names goes.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
@@ -98,6 +99,26 @@ def set_update_count(metric: Any, count: int) -> None:
 def will_sync(metric: Any) -> bool:
     """Whether `compute` syncs, or did when it was called before."""
     return metric._to_sync and bool(metric.distributed_available_fn())
+
+
+def syncing(frame: FrameType | None) -> Any:
+    """Return the metric, or the collection of some, whose sync gathers something where `frame` is, if one does.
+
+    Sums over this step's batch (`dist_sync_on_step=True`) are passed over: zeros do not change them.
+    """
+    found: Any = None
+    is_neutral = False
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torchmetrics."):
+            names = frame.f_code.co_varnames + frame.f_code.co_freevars
+            one: Any = frame.f_locals.get("self") if "self" in names else None
+            if found is None and is_metric(one):
+                sums = all(getattr(each, "__name__", "") == "dim_zero_sum" for each in reductions(one).values())
+                is_neutral = sums and not one._should_unsync
+            if is_metric(one) or (found is not None and callable(getattr(one, "compute", None))):
+                found = one
+        frame = frame.f_back
+    return None if is_neutral else found
 
 
 def forget_value(metric: Any) -> None:

@@ -16,6 +16,7 @@ from torch_join._control.channel import Channel, Status
 from torch_join._tail import records as _records
 from torch_join._tail.agreement import Agreement, explain, explain_counts
 from torch_join.joinables._gradients.backwards import ServedBackwards
+from torch_join.joinables.missing_metric import notice_metric
 from torch_join.joinables.part import LoopModel, Part
 
 _NOTHING: Callable[..., None] = lambda *_: None  # noqa: E731
@@ -283,6 +284,7 @@ class Server:
         self._counts = members.uneven and not members.joined
 
     def _announce_collective(self, call: Call) -> None:
+        notice_metric(call.operation)
         if self._subgroups.holds(call):
             self._subgroups.announce(call, self.members.active)
         else:

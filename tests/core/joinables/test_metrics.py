@@ -422,7 +422,9 @@ def test_what_cannot_be_made_right_is_refused(workers: Workers, kind: str, text:
 
 def test_torchmetrics_private_names() -> None:
     metric = SumMetric()
-    assert {"_reductions", "_is_synced", "_cache", "_update_count", "_to_sync", "_computed"} <= vars(metric).keys()
+    assert {"_reductions", "_is_synced", "_cache", "_update_count", "_to_sync", "_computed", "_should_unsync"} <= vars(
+        metric
+    ).keys()
     source = inspect.getsource(Metric)
     assert "self._sync_dist(dist_sync_fn, process_group=process_group)" in source
     assert "self._is_synced = True" in source

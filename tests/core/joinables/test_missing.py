@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -212,3 +213,42 @@ def fail(rank: int) -> tuple[int, int]:
 
 def test_the_hook_is_there_in_the_tail_only_and_goes_with_an_exception(workers: Workers) -> None:
     assert workers.run(2, fail) == [(0, 0), (1, 0)]
+
+
+def compute(rank: int, kind: str, lengths: list[int], options: dict[str, Any]) -> list[str]:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    metric: Any = {
+        "a minimum": torchmetrics.MinMetric,
+        "a collection": lambda: torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.CatMetric()]),
+        "a sum": torchmetrics.SumMetric,
+        "a sum in each step": lambda: torchmetrics.SumMetric(dist_sync_on_step=True),
+    }[kind]()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Join([ddp, *([metric] if options.pop("given", False) else [])], **options) as join:
+            for _ in join.batches(range(lengths[rank])):
+                ddp(torch.ones(1, 2)).sum().backward()
+                if kind == "a sum in each step":
+                    assert metric(2.0) == 2.0 * len(join.active_ranks)
+                    continue
+                metric.update(5.0)
+                metric.compute()
+        metric.compute()
+    return [str(one.message) for one in said if "syncs while" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("a minimum", "MinMetric"), ("a collection", "MetricCollection"), ("a sum", "SumMetric")]
+)
+def test_a_metric_that_syncs_in_a_tail_and_was_not_given(workers: Workers, kind: str, name: str) -> None:
+    nothing, said = workers.run(2, compute, kind, [1, 3], {})
+    assert nothing == []
+    assert len(said) == 1  # however often
+    assert said[0].startswith(f"{name} syncs while some ranks have joined")
+    assert "Join([model, optimizer, metric])" in said[0]
+    assert workers.run(2, compute, kind, [1, 3], {"given": True}) == [[], []]
+    assert workers.run(2, compute, kind, [2, 2], {"heartbeat": True}) == [[], []]
+
+
+def test_a_sum_over_a_step_needs_no_word(workers: Workers) -> None:
+    assert workers.run(2, compute, "a sum in each step", [1, 3], {}) == [[], []]
