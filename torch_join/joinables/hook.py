@@ -13,6 +13,14 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls `call` as it is, also where `torch.compile` traces what it is called from.
+
+    What ours do is between the ranks, and no part of a graph. (dynamo is there already: torch's optimizers import it.)
+    """
+    return torch.compiler.disable(call)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class Hook:
     """A callable that stays with its object: a copy or a pickle of that has another one in its place.
 
@@ -22,7 +30,7 @@ class Hook:
     """
 
     def __init__(self, call: Callable[..., Any], copied: Callable[..., Any] = _nothing) -> None:
-        self._call = call
+        self._call = untraced(call)
         self._copied = copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +56,8 @@ class StepHooks:
         self._send = send
         self._is_quiet = is_quiet
         self._stepping = ExitStack()
-        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        before, after = untraced(self._before), untraced(self._after)
+        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
     def remove(self) -> None:
         """Call nothing any more."""

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torch_join.joinables.hook import untraced
 from torch_join.joinables.part import Driver, LoopModel, Part
 
 _warned: WeakSet[Any] = WeakSet()  # the optimizers that there has been a warning about, in this process
@@ -51,7 +52,7 @@ class MissingOptimizerPart(Part):
             has_scheduler = any("initial_lr" in group for group in groups)
             if has_scheduler and key not in wrapped and not any(id(group) in self._scheduled for group in groups):
                 self._rates[key] = optimizer, _rates(optimizer)
-        self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
+        self._undo.append(register_optimizer_step_post_hook(untraced(self._after_step)).remove)
         self._undo.append(self._rates.clear)
 
     def leave_tail(self) -> None:

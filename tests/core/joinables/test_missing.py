@@ -219,7 +219,7 @@ def compute(rank: int, kind: str, lengths: list[int], options: dict[str, Any]) -
     ddp = DistributedDataParallel(nn.Linear(2, 1))
     metric: Any = {
         "a minimum": torchmetrics.MinMetric,
-        "a collection": lambda: torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.CatMetric()]),
+        "a collection": lambda: torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.MeanMetric()]),
         "a sum": torchmetrics.SumMetric,
         "a sum in each step": lambda: torchmetrics.SumMetric(dist_sync_on_step=True),
     }[kind]()

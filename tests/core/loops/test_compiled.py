@@ -1,0 +1,39 @@
+"""`torch.compile` around what was given: nothing of ours is traced, and the result is that of the model itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from tests.support.workers import Workers
+from torch_join import Join
+
+EPOCHS = ((1, 3), (2, 2), (3, 1))
+
+
+def train(rank: int, compiled: str, loop: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    ddp = DistributedDataParallel(torch.compile(net, backend="eager") if compiled == "inner" else net)
+    model: Any = torch.compile(ddp, backend="eager") if compiled == "wrapper" else ddp
+    optimizer = SGD(ddp.parameters(), 0.1, momentum=0.9)
+    step: Any = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
+    for epoch, lengths in enumerate(EPOCHS):
+        with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
+            batches = [torch.full((2, 2), 1.0 + rank + 3 * i + epoch).double() for i in range(lengths[rank])]
+            for x in batches if loop == "plain" else join.batches(batches):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                step()
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("loop", ["plain", "heartbeat"])
+def test_a_compiled_program_trains_as_the_program_does(workers: Workers, loop: str) -> None:
+    expected = workers.run(2, train, "nothing", loop)[0]
+    for compiled in ("wrapper", "inner", "step"):
+        for found in workers.run(2, train, compiled, loop, deadline=180.0):
+            assert all((a - b).abs().max() < 1e-10 for a, b in zip(found, expected, strict=True))
