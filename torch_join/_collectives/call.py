@@ -77,6 +77,11 @@ _MODEL_AVERAGING = Refusal(
     "it divides the sum of all ranks' parameters by the world size, and a rank that has joined does not train its own",
     "DistributedDataParallel, which averages gradients, or the same number of batches on every rank",
 )
+_CHECKPOINT = Refusal(
+    "`torch.distributed.checkpoint.save` and `load`, `consolidate_state_dict`",
+    "it needs a part of each rank, and those that have joined do not run it",
+    "the same after the loop, on all ranks, or `torch.save` in it, on `join.active_ranks[0]` alone",
+)
 
 _MOST_ELEMENTS = 1 << 40  # of one tensor: more than any device holds
 _MOST_OBJECTS = 1 << 20
@@ -186,6 +191,8 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
         return _ZERO
     if origin.is_model_averaging:
         return _MODEL_AVERAGING
+    if origin.is_checkpoint:
+        return _CHECKPOINT
     if call.operation in ("send", "recv"):
         return _POINT_TO_POINT
     # In backward it sends a gradient, which is zero.

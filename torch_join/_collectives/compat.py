@@ -63,6 +63,8 @@ _C10D_FILE = distributed_c10d.__file__
 _FSDP_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "fsdp", "")
 _TENSOR_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "tensor", "")
 _MODEL_AVERAGING_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "algorithms", "model_averaging", "")
+_CHECKPOINT_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "checkpoint", "")
+_ZERO_FILE = os.path.join(os.path.dirname(_C10D_FILE), "optim", "zero_redundancy_optimizer.py")
 _LOGGER_FILE = c10d_logger.__file__
 _OVERRIDES_FILE = overrides.__file__
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
@@ -277,6 +279,15 @@ class Origin(NamedTuple):
     def is_model_averaging(self) -> bool:
         """Whether one of torch's model averagers called."""
         return self.caller is not None and self.caller.f_code.co_filename.startswith(_MODEL_AVERAGING_FOLDER)
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether `torch.distributed.checkpoint` called, or the consolidation of a sharded optimizer's state."""
+        code = None if self.caller is None else self.caller.f_code
+        return code is not None and (
+            code.co_filename.startswith(_CHECKPOINT_FOLDER)
+            or (code.co_filename == _ZERO_FILE and code.co_name == "_broadcast_object")
+        )
 
 
 def origin(caller: FrameType | None) -> Origin:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.optim import zero_redundancy_optimizer
 
 from tests.support.inside import REFUSALS
 from tests.support.party import listening
@@ -26,7 +28,7 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
     factor = dist._make_nccl_premul_sum(2.0)
     integers, average = torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG
     point_to_point, joined_root, unequal, integer_average, premul_sum, *others = (refusal.what for refusal in REFUSALS)
-    fsdp, dtensor, zero, model_averaging = others
+    fsdp, dtensor, zero, model_averaging, checkpoint = others
     return {
         point_to_point: [
             lambda: dist.send(one, 0, group),
@@ -62,6 +64,10 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
         dtensor: [lambda: issue_from("tensor", one, group)],
         zero: [lambda: issue_from("/site-packages/deepspeed/runtime/zero", one, group)],
         model_averaging: [lambda: average_parameters(iter([nn.Parameter(one)]), group)],
+        checkpoint: [
+            lambda: dcp.save({"one": one}, checkpoint_id="nowhere", process_group=group),
+            lambda: zero_redundancy_optimizer._broadcast_object(1, 1, group=group),
+        ],
     }
 
 
@@ -113,5 +119,5 @@ def test_what_cannot_be_mirrored_raises_before_it_runs(workers: Workers) -> None
         "send_object_list",
         "recv_object_list",
     ]
-    assert {len(m) for m in messages.values()} == {16, 10, 6, 2}
+    assert {len(m) for m in messages.values()} == {16, 10, 6, 4, 2}
     assert any(m.startswith("broadcast_object_list ") for m in messages[REFUSALS[1].what])

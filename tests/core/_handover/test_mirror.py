@@ -1,32 +1,28 @@
-"""What a step's own code changes by hand, given to ranks that do not run it."""
+"""What a step's own code changes by hand is found by value, and named by place."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
-from tests.support.workers import Workers
 from torch_join.integration import StepMirror
 
 
-def change(rank: int) -> tuple[list[int], list[Tensor]]:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+def test_what_was_changed_is_found_by_its_place() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    ddp: Any = SimpleNamespace(module=model, parameters_to_ignore={"1.weight"})
     mirror = StepMirror(ddp)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
     mirror.remember()
-    if rank == 1:
-        with torch.no_grad():
-            ddp.module[1].weight.clamp_(-0.1, 0.1)  # of weight clipping
-            ddp.module[0].bias.zero_()
+    assert not mirror.changes(with_parameters=True)
+    model[2].weight.data.clamp_(max=-1.0)  # leaves no version behind
+    model[0].bias.data.add_(1.0)
+    model[1].weight.data.zero_()  # DDP ignores it: it is each rank's own
+    model[0].weight.grad = None
+    model[1].bias.grad.zero_()
+    model[2].bias.grad.mul_(2.0)
     changes = mirror.changes(with_parameters=True)
-    found = [changes.parameters]
-    torch.distributed.broadcast_object_list(found, src=1)
-    changes.parameters[:] = found[0]
-    mirror.take(changes, src=1)
-    return found[0], [p.detach().clone() for p in ddp.parameters()]
-
-
-def test_parameters_that_a_step_changes_by_hand_are_taken(workers: Workers) -> None:
-    (places, mine), (_, theirs) = workers.run(2, change)
-    assert places == [1, 2]
-    assert all(map(torch.equal, mine, theirs))
-    assert mine[1].tolist() == [0.0, 0.0]
+    assert (changes.parameters, changes.cleared, changes.zeroed, changes.gradients) == ([1, 3], [0], [2], [4])
+    assert mirror.changes(with_parameters=True).parameters == []  # they are known now
