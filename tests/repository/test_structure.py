@@ -55,6 +55,7 @@ PUBLIC = {
         "driver_of",
         "follow_sharded_model",
         "group_options",
+        "is_communication_error",
         "is_length_certain",
         "is_sharded_model",
         "listed",

@@ -48,6 +48,7 @@ class CollectiveTap:
             that has joined itself and runs code that follows the active ranks' collectives on its own:
             every group is listened to, and nothing is scaled.
         backwards: What else is to be known of collectives in backward, and before it.
+        before: Called with each collective before all else: what it is, its group's name, and the global ranks in that.
 
     Limits:
         The creation of a process group is not a collective and not seen; nor is what goes around
@@ -63,7 +64,9 @@ class CollectiveTap:
         observe: Callable[[Call], None],
         joined: Callable[[int], bool] | None,
         backwards: Backwards | None = None,
+        before: Callable[[str, str, list[int]], None] | None = None,
     ) -> None:
+        self._before = before
         self._observe = observe
         self._joined = joined
         self._backwards = backwards
@@ -175,7 +178,11 @@ class CollectiveTap:
         return self._backwards.factor
 
     def _refuse_graph(self) -> None:
-        if not self._ignoring and self._is_ours():
+        if self._ignoring or not self._is_ours():
+            return
+        if self._joined is not None:
+            self._joined(-1)  # a loop that was left is finished first, and nobody listens after that
+        if self.installed:
             raise UnsupportedError(
                 "A CUDA graph is captured or replayed (by torch.cuda.graph, make_graphed_callables, or torch.compile"
                 " with mode='reduce-overhead' or 'max-autotune') while some ranks have joined, or under"
@@ -203,6 +210,9 @@ class CollectiveTap:
                 f"{operation} on a process group that torch.distributed does not know of, so that ranks that have"
                 " joined cannot find it. Use a group from torch.distributed.new_group."
             )
+        if self._before is not None:
+            with self.ignoring():
+                self._before(operation, group.group_name, ranks)
         joined = [rank for rank in ranks if self._joined(rank)] if self._joined is not None else []
         if self._joined is not None and not joined:
             return args

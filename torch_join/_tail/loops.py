@@ -193,6 +193,7 @@ class LoopDriver(Meetings):
             reader = mine.reader = self._planned.begin(reader)
         self.place, self.step_number = move(self.place, Place.LOOP), 0
         self._steps.forget()
+        self.server.parting.begin_loop(self.server.channel)
         for model in self.server.models():
             model.begin_loop()
         if self._planned.plan is None and None not in lengths:
@@ -309,8 +310,11 @@ class LoopDriver(Meetings):
         self.place = move(self.place, Place.LEFT)
         if self._due is not None and not self._due.said:  # nobody counts on this step
             self._due, loop.stepped = None, True
+        self.server.parting.end()
         # Others may go on, or wait at the end of the `with`: what comes next with them is to finish the loop first.
-        if in_tail or self.members.may_break or self.end_with_loop is not None:
+        own = None if loop.certain is None else loop.certain[self.members.rank]
+        is_last = self._planned.plan is None and (own is None or own == self.step_number + 1)
+        if in_tail or is_last or self.members.may_break or self.end_with_loop is not None:
             self.server.tap.install()
         else:
             self.server.tap.remove()

@@ -1,7 +1,7 @@
 """Who is active at which step of a plain loop."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,12 +73,13 @@ class Meetings:
         self._due: Due | None = None
         self._raised: BaseException | None = None
         self._at_last = False
+        self._ending: tuple[int, ...] = ()  # whose last batch the current one is known to be
         self._steps = Steps(self._objects)
         self.tails.reset()
 
     def _renew_server(self) -> None:
         self.server = self.tails.server = self._planned.server = Server(
-            self.members, self.arrive, self.tails.check_backward
+            self.members, self.arrive, self.tails.check_backward, self.before_collective
         )
         self.server.loader = self._loader_status
         self.server.backwards.replicas = self.tails.hands_over_ignored is True
@@ -159,6 +160,7 @@ class Meetings:
 
     def _find_out(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
+        self.server.parting.end()
         if (plan := self._planned.plan) is not None:
             self.arrive()
             for model in self._even_models() if self.members.may_break else ():
@@ -189,6 +191,7 @@ class Meetings:
                 self._check(reader, certain[self.members.rank])
                 checks = False
             self._at_last = self.step_number + 1 >= max(certain)
+            self._ending = tuple(r for r, n in enumerate(certain) if n == self.step_number + 1)
             self.server.change(tuple(r for r, length in enumerate(certain) if length > self.step_number))
             goes_on = self._go_on()
             if checks:  # from here on a collective of the loader's is followed
@@ -234,6 +237,12 @@ class Meetings:
                 for model in self._even_models():
                     model.deferred = 0
 
+    def before_collective(self, operation: str, group: str = "", ranks: Collection[int] | None = None) -> None:
+        """Come to a collective of this rank's own: see `Parting`."""
+        if self.in_loop:
+            with self._telling():
+                self.server.parting.before_collective(operation, group, ranks)
+
     def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
         """Say whether this rank has an input, and whether that is its last; the active ranks meet."""
         self._say(has_input, samples, at_last)
@@ -266,7 +275,8 @@ class Meetings:
             self.members.total_samples = beat.total
         self.server.change(tuple(rank for rank in self.members.active if beat.notices.get(rank) != {}))
         active = self.members.active
-        self._at_last = bool(active) and all(rank in beat.notices for rank in active)
+        self._ending = tuple(rank for rank in active if beat.notices.get(rank))
+        self._at_last = bool(active) and len(self._ending) == len(active)
 
     # ------------------------------------------------------------ what follows from who is active
 
@@ -293,6 +303,8 @@ class Meetings:
             self.server.agreement.compare(members.rank, members.active)
         if not members.active:
             self.tails.end_tail(has_run=self.place is not Place.ENDED)
+        elif self._ending and self.in_loop and self.server.parting.begin(self.step_number, self._ending):
+            self.server.tap.install()
         return not joined
 
     def _check_thread(self) -> None:

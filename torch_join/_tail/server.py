@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch_join._base.errors import JoinError
 from torch_join._base.membership import Membership, Role
 from torch_join._collectives.neutral import mirror
+from torch_join._collectives.parting import Parting
 from torch_join._collectives.subgroups import Subgroups
 from torch_join._collectives.tap import Call, CollectiveTap
 from torch_join._control import codec as _codec
@@ -29,8 +30,10 @@ class Server:
         members: Who is active.
         arrive: Called before this rank looks whether it is in a tail: a meeting may have been put off.
         check_backward: Called with each collective in backward, see `Backwards.before_collective`.
+        before_collective: See `CollectiveTap`.
 
     Attributes:
+        parting: The current step, if it is the last one of some ranks and not of others.
         parts: What answers records, by their index.
         tap: Listens to an active rank's collectives.
         backwards: Hears of collectives in backward.
@@ -42,8 +45,11 @@ class Server:
         members: Membership,
         arrive: Callable[[], None] = _NOTHING,
         check_backward: Callable[[list[int], bool], None] = _NOTHING,
+        before_collective: Callable[[str, str, list[int]], None] = _NOTHING,
     ) -> None:
         self.members = members
+        self.parting = Parting(members)
+        self._before_collective = before_collective
         self.parts: list[Part] = []
         self._arrive = arrive
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
@@ -75,11 +81,12 @@ class Server:
         self.tap.remove()
         while self.parts:
             self.parts.pop().exit()
-        self._arrive, self.backwards.check, self.loader = _NOTHING, _NOTHING, lambda: None
+        self._arrive = self.backwards.check = self._before_collective = _NOTHING
+        self.loader = lambda: None
         self.tap = CollectiveTap(_NOTHING, None)
 
     def _new_tap(self) -> CollectiveTap:
-        return CollectiveTap(self._announce_collective, self._has_joined, self.backwards)
+        return CollectiveTap(self._announce_collective, self._has_joined, self.backwards, self._before_collective)
 
     def models(self) -> list[LoopModel]:
         """Return the parts of models."""

@@ -1,0 +1,88 @@
+"""A step that is the last one of some ranks only: whether a collective belongs to it, or comes after the loop.
+
+A loop by `iter` and `next` that never asks for its end looks, to this rank, as if what follows it were of its last
+step. So in such a step each rank counts its collectives, and one whose last step it is asks one that goes on whether that
+one comes to the same collective in it. Where it does not, this rank would wait for others that are in their next step.
+"""
+
+from collections.abc import Collection
+
+from torch_join._base.errors import JoinError, name_ranks
+from torch_join._base.membership import Membership
+from torch_join._collectives import compat as _compat_c10d
+from torch_join._control.channel import Channel
+
+_BETWEEN_TWO = ("send", "recv")  # of which ranks may have different numbers
+_WHOLE = ""  # the group of all ranks, where nothing else is said
+
+
+class Parting:
+    """Such a step, on one rank.
+
+    Args:
+        members: Who is active.
+    """
+
+    def __init__(self, members: Membership) -> None:
+        self._members = members
+        self._loops = 0
+        self._kept: list[str] = []
+        self.begin_loop(Channel())
+
+    def begin_loop(self, channel: Channel) -> None:
+        """Begin a loop; all ranks call this when all have left the one before: nobody asks of that any more."""
+        while self._kept:
+            self._channel.drop(self._kept.pop())
+        self._loops += 1
+        self._channel = channel
+        self._ending: Collection[int] = ()
+        self._counts: dict[str, int] = {}
+
+    def begin(self, step: int, ending: Collection[int]) -> bool:
+        """Begin a step, which is the last one of the ranks `ending`; return whether others go on."""
+        self._ending = ending if 0 < len(ending) < len(self._members.active) else ()
+        self._place = f"parting/{self._loops}/{step}"
+        self._counts.clear()
+        return bool(self._ending)
+
+    def end(self) -> None:
+        """End it: this rank goes on, or has left the loop."""
+        if self._ending:
+            goes_on = self._members.rank not in self._ending
+            for group in {_WHOLE, *_compat_c10d.groups_of_this_rank()} if goes_on else ():
+                self._keep(group, False)
+            self._ending = ()
+
+    def before_collective(self, operation: str, group: str = _WHOLE, ranks: Collection[int] | None = None) -> None:
+        """Come to a collective of `ranks` (of the whole job), by default all.
+
+        Raises:
+            JoinError: It is this rank's last step, and those that go on have not come to it in theirs.
+        """
+        if not self._ending or operation in _BETWEEN_TWO:
+            return
+        members = self._members
+        self._counts[group] = self._counts.get(group, 0) + 1
+        if members.rank not in self._ending:
+            self._keep(group, True)
+            return
+        goes_on = [rank for rank in members.active if rank not in self._ending]
+        asked = [rank for rank in goes_on if ranks is None or members.global_ranks[rank] in ranks][:1]
+        if not asked or all(self._channel.ask(self._key(group), asked, bool).values()):
+            return
+        others = name_ranks(members.named(goes_on))
+        raise JoinError(
+            f"Rank {members.name} came to {operation} after its last batch, and {others} went on to the next step"
+            " without it, so nobody would meet. A loop by iter() and next() that has taken its last batch goes on until"
+            " it is asked for another one: loop with `for`, leave the loop by `break`, or ask for its end, by"
+            " next(iterator, None), before you do anything that other ranks take part in. If it belongs to the step, do"
+            " it at the same steps on all ranks."
+        )
+
+    def _keep(self, group: str, comes: bool) -> None:
+        key = self._key(group) if comes else f"{self._place}/{group}/{self._counts.get(group, 0) + 1}"
+        self._channel.keep(key, comes)
+        self._kept.append(key)
+
+    def _key(self, group: str) -> str:
+        return f"{self._place}/{group}/{self._counts[group]}"
