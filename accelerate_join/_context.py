@@ -1,5 +1,6 @@
 """The three ways into the context, in which `torch_join.Join` is around what an accelerator has prepared."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -75,6 +76,7 @@ def join_uneven_inputs(
             stack.enter_context(context.operations.installed())
             stack.enter_context(class_replaced(accelerator, context, context.operations))
         yield context.join
+    context.warn_of_mixed_epochs()
 
 
 @overload
@@ -188,6 +190,8 @@ class AcceleratorContext:
 
     def __init__(self, accelerator: accelerate.Accelerator, given: Sequence[Any], enable: bool, **options: Any) -> None:
         self._accelerator = accelerator
+        self._began: dict[int, int] = {}  # by loader, at which step
+        self._mixes = False
         given = [unwrap(thing) for thing in given]
         if any(map(is_prepared, given)):
             raise JoinTypeError(
@@ -221,6 +225,23 @@ class AcceleratorContext:
             yield from own_iter(loader)
         else:
             yield from self._driver.go_through(loader, partial(PreparedReader, own_iter))
+
+    def note_epoch(self, loader: Any) -> None:
+        driver = self._driver
+        if driver.in_plain_loop and not (driver.reader is not None and driver.reader.pulling):
+            self._mixes = self._mixes or self._began.get(id(loader), driver.step_number) < driver.step_number
+            self._began[id(loader)] = driver.step_number
+
+    def warn_of_mixed_epochs(self) -> None:
+        """Warn, on a process that has run out before others, that its epochs were not trained with theirs."""
+        if self._mixes and not self._driver.members.last_joiner:
+            warnings.warn(
+                f"Rank {self._driver.members.name} went through a DataLoader that Accelerate has not prepared more than"
+                " once in join_uneven_inputs, and ran out of batches before others: it began each epoch while they were"
+                " in the one before. Loop over `join.batches(loader)`, over accelerator.join_batches(loader) without"
+                " the `with`, or wrap the data in accelerate.data_loader.DataLoaderShard; or use a `with` for each epoch.",
+                stacklevel=4,
+            )
 
     def hand_over_states(self) -> None:
         self._driver.tails.hand_over_states()

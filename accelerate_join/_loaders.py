@@ -20,7 +20,7 @@ from accelerate.data_loader import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate_join import _compat
 from accelerate_join._protocol import JoinContext, PreparedLoader
@@ -150,7 +150,14 @@ def loops_replaced(context: JoinContext) -> Iterator[None]:
     def iterates(own_iter: _Iter) -> _Iter:
         return lambda loader: context.iterate(loader, own_iter)
 
+    own_plain = DataLoader.__iter__
+
+    def noting(loader: Any) -> Iterator[Any]:
+        context.note_epoch(loader)
+        return own_plain(loader)
+
     with ExitStack() as stack:
+        stack.enter_context(_compat.replaced(DataLoader, __iter__=noting))
         for kind in _KINDS:
             stack.enter_context(_compat.replaced(kind, __iter__=iterates(kind.__iter__)))
         checking = _checking_sizes(BatchSamplerShard.__iter__)

@@ -74,13 +74,15 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
     if any(len(found) > 1 for _, found in wrappers):
         gc.collect()  # from an attempt that has failed, perhaps
         wrappers = _compat.wrappers(accelerator)
+    trained = {id(p) for one in _compat.optimizers(accelerator) for group in one.param_groups for p in group["params"]}
     models = [model for model in _compat.models(accelerator) if is_sharded_model(model)]
     for model, found in wrappers:
         if is_sharded_model(model):
             continue  # it is called itself
         if any(model is one for one in known):
             continue
-        if not found and any(parameter.requires_grad for parameter in model.parameters()):
+        # One that was prepared for evaluation only is in no optimizer.
+        if not found and any(p.requires_grad and id(p) in trained for p in model.parameters()):
             warnings.warn(
                 f"No DistributedDataParallel was found that wraps the prepared {type(model).__name__}, so it takes no"
                 " part in join_uneven_inputs. If it is trained, give its DistributedDataParallel among `joinables`.",

@@ -27,5 +27,8 @@ class JoinContext(Protocol):
             own_iter: Accelerate's own `__iter__` of its class.
         """
 
+    def note_epoch(self, loader: Any) -> None:
+        """Note that this rank's own code begins to go through a loader that is none of Accelerate's."""
+
     def hand_over_states(self) -> None:
         """Give all ranks the state of the lowest active rank, of everything that takes part; every rank calls this."""

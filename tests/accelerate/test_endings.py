@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -213,3 +214,32 @@ def test_breaks_at_different_steps_are_named(workers: Workers) -> None:
     first, second = workers.outcomes(2, fail, "break", timeout=3.0)
     assert "a `break` at different steps" in first.error
     assert "a `break` at different steps" in second.error
+
+
+def plain_epochs(rank: int, lengths: Sequence[int], form: str) -> list[str]:
+    """Go through a loader that is not prepared, beside a reference model for evaluation; return the warnings."""
+    with accelerator_of(rank) as accelerator, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        net = network()
+        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+        reference = accelerator.prepare_model(network(), evaluation_mode=True)
+        kind: Any = DataLoaderShard if form == "shard" else DataLoader
+        loader = kind(rows(rank, lengths[rank]), batch_size=2)
+        with accelerator.join_uneven_inputs(timeout=LIMIT) as join:
+            for _ in range(EPOCHS):
+                for x in join.batches(loader) if form == "batches" else loader:
+                    with torch.no_grad():
+                        target = reference(x)
+                    accelerator.backward((model(x) - target).pow(2).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [str(one.message) for one in said if one.category is UserWarning]
+
+
+@pytest.mark.parametrize("form", ["plain", "batches", "shard"])
+@pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (4, 4)])
+def test_epochs_that_mix_are_warned_of_and_nothing_else(workers: Workers, lengths: Any, form: str) -> None:
+    short = lengths.index(3) if 3 in lengths and form == "plain" else None
+    for rank, said in enumerate(workers.run(2, plain_epochs, lengths, form)):
+        assert len(said) == (rank == short), said
+        assert all("began each epoch while they were" in one for one in said)

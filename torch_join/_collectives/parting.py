@@ -1,8 +1,8 @@
 """A step that is the last one of some ranks only: whether a collective belongs to it, or comes after the loop.
 
 A loop by `iter` and `next` that never asks for its end looks, to this rank, as if what follows it were of its last
-step. So in such a step each rank counts its collectives, and one whose last step it is asks one that goes on whether that
-one comes to the same collective in it. Where it does not, this rank would wait for others that are in their next step.
+step. So in such a step each rank counts its collectives, and one whose last step it is asks one that goes on whether
+that one comes to the same collective in it. Where it does not, this rank would wait for others in their next step.
 """
 
 from collections.abc import Collection
