@@ -239,7 +239,8 @@ class AcceleratorContext:
                 f"Rank {self._driver.members.name} went through a DataLoader that Accelerate has not prepared more than"
                 " once in join_uneven_inputs, and ran out of batches before others: it began each epoch while they were"
                 " in the one before. Loop over `join.batches(loader)`, over accelerator.join_batches(loader) without"
-                " the `with`, or wrap the data in accelerate.data_loader.DataLoaderShard; or use a `with` for each epoch.",
+                " the `with`, or wrap the data in accelerate.data_loader.DataLoaderShard; or use a `with` for each"
+                " epoch.",
                 stacklevel=4,
             )
 

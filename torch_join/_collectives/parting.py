@@ -27,7 +27,8 @@ class Parting:
         self._members = members
         self._loops = 0
         self._kept: list[str] = []
-        self.begin_loop(Channel())
+        self._channel = Channel()
+        self.begin_loop(self._channel)
 
     def begin_loop(self, channel: Channel) -> None:
         """Begin a loop; all ranks call this when all have left the one before: nobody asks of that any more."""

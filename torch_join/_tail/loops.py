@@ -312,8 +312,8 @@ class LoopDriver(Meetings):
             self._due, loop.stepped = None, True
         self.server.parting.end()
         # Others may go on, or wait at the end of the `with`: what comes next with them is to finish the loop first.
-        own = None if loop.certain is None else loop.certain[self.members.rank]
-        is_last = self._planned.plan is None and (own is None or own == self.step_number + 1)
+        # All ranks must look in the same way at a step that is the last one of some, or may be.
+        is_last = self._planned.plan is None and (loop.certain is None or self.step_number + 1 in loop.certain)
         if in_tail or is_last or self.members.may_break or self.end_with_loop is not None:
             self.server.tap.install()
         else:

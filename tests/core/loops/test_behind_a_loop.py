@@ -104,3 +104,25 @@ def test_what_is_done_in_the_step_or_after_the_end_is_right(workers: Workers, wh
     for lengths in ((3, 7), (0, 3, 5)):
         for weights in workers.run(len(lengths), train, lengths, "end" if what else "next", what, False, True):
             assert torch.tensor(weights) == pytest.approx(torch.tensor(exact(lengths)), abs=1e-12)
+
+
+def leave_together(rank: int, what: str) -> list[list[float]]:
+    """All ranks leave at one step, which is the last one of rank 1."""
+    net = network()
+    ddp, adam = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
+    with Join([ddp, adam], timeout=timedelta(seconds=20)) as join:
+        for _ in range(EPOCHS):
+            for index, x in enumerate(join.batches(list(rows(rank, (7, 3)[rank]).split(2)))):
+                ddp(x).pow(2).mean().backward()
+                adam.step()
+                adam.zero_grad()
+                if index == 2:
+                    break
+            do_with_others(what, torch.ones(1))
+    return net.weight.tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["barrier", "objects"])
+def test_all_may_leave_at_the_last_step_of_one(workers: Workers, what: str) -> None:
+    first, second = workers.run(2, leave_together, what)
+    assert first == second
