@@ -214,7 +214,9 @@ class ReadAheadFetcher(DataFetcher):
     @property
     def _may_have_more(self) -> bool:
         """Whether the dataloaders may not have planned this epoch yet, so that their length is no end."""
-        return not (self._has_read or self._left) and any(self.said.planned) and self.said.error is None
+        if self._has_read or self._left or (self.rebalances and self.fetched > 0):  # what a plan counts on is not moved
+            return False
+        return any(self.said.planned) and self.said.error is None
 
     def end_here(self) -> None:
         """Have nothing left of the epoch that has been started."""
