@@ -98,7 +98,7 @@ class Operations(Part):
         if not tensors:
             return data
         tensors = [tensor.detach()[None] if tensor.ndim == 0 else tensor.detach() for tensor in tensors]
-        self._loop.before_collective("gather")
+        self._loop.before_collective("accelerator.gather")
         # A rank that has joined takes part with no rows of these.
         self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
         with self.server.own_collectives():
@@ -109,7 +109,7 @@ class Operations(Part):
         """Return what is in the active ranks' lists, by rank."""
         if finish(self._accelerator):
             return _compat.current_gather_object(data)
-        self._loop.before_collective("gather_object")
+        self._loop.before_collective("accelerator.gather_object")
         self.announce("gather_object", self._for_metrics)
         with self.server.own_collectives():
             everyone = self._gather_object(data)

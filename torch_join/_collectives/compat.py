@@ -48,6 +48,8 @@ OPERATORS = {
     "recv_": "recv",
     "recv_any_source_": "recv",
 }
+# The functions that a rank of theirs has to come to.
+_COLLECTIVES = {*OPERATORS.values(), "all_gather_into_tensor", "reduce_scatter_tensor"} - {"send", "recv"}
 # An operator that communicates with nobody.
 _LOCAL_OPERATORS = {"check_for_nan"}
 
@@ -142,8 +144,8 @@ def waits_for_backward(thread: int) -> bool:
 def collective_under_way(thread: int) -> list[int] | None:
     """Return the global ranks of the group of the collective that a thread is in, if it is in one."""
     for frame in _all_callers(sys._current_frames().get(thread)):
-        if frame.f_code.co_filename == _C10D_FILE and "group" in frame.f_locals:
-            group: Any = frame.f_locals["group"] or dist.group.WORLD
+        if frame.f_code.co_filename == _C10D_FILE and frame.f_code.co_name in _COLLECTIVES:
+            group: Any = frame.f_locals.get("group") or dist.group.WORLD
             return group_ranks(group)
     return None
 

@@ -9,11 +9,10 @@ from collections.abc import Collection
 
 from torch_join._base.errors import JoinError, name_ranks
 from torch_join._base.membership import Membership
-from torch_join._collectives import compat as _compat_c10d
 from torch_join._control.channel import Channel
 
-_BETWEEN_TWO = ("send", "recv")  # of which ranks may have different numbers
-_WHOLE = ""  # the group of all ranks, where nothing else is said
+# In which a rank can be done only when all have come.
+_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "accelerator.")
 
 
 class Parting:
@@ -37,39 +36,42 @@ class Parting:
         self._loops += 1
         self._channel = channel
         self._ending: Collection[int] = ()
-        self._counts: dict[str, int] = {}
+        self._count = 0
 
     def begin(self, step: int, ending: Collection[int]) -> bool:
         """Begin a step, which is the last one of the ranks `ending`; return whether others go on."""
         self._ending = ending if 0 < len(ending) < len(self._members.active) else ()
         self._place = f"parting/{self._loops}/{step}"
-        self._counts.clear()
+        self._count = 0
         return bool(self._ending)
 
     def end(self) -> None:
         """End it: this rank goes on, or has left the loop."""
         if self._ending:
-            goes_on = self._members.rank not in self._ending
-            for group in {_WHOLE, *_compat_c10d.groups_of_this_rank()} if goes_on else ():
-                self._keep(group, False)
+            if self._members.rank not in self._ending:
+                self._count += 1
+                self._keep(False)
             self._ending = ()
 
-    def before_collective(self, operation: str, group: str = _WHOLE, ranks: Collection[int] | None = None) -> None:
-        """Come to a collective of `ranks` (of the whole job), by default all.
+    def before_collective(self, operation: str, waits: bool = True) -> None:
+        """Come to a collective of all ranks.
+
+        Args:
+            operation: Its name.
+            waits: Whether it is waited for at once: else others may have to hear of it first.
 
         Raises:
             JoinError: It is this rank's last step, and those that go on have not come to it in theirs.
         """
-        if not self._ending or operation in _BETWEEN_TWO:
+        if not self._ending or not operation.startswith(_TOGETHER):
             return
         members = self._members
-        self._counts[group] = self._counts.get(group, 0) + 1
+        self._count += 1
         if members.rank not in self._ending:
-            self._keep(group, True)
+            self._keep(True)
             return
         goes_on = [rank for rank in members.active if rank not in self._ending]
-        asked = [rank for rank in goes_on if ranks is None or members.global_ranks[rank] in ranks][:1]
-        if not asked or all(self._channel.ask(self._key(group), asked, bool).values()):
+        if not waits or all(self._channel.ask(self._key, goes_on[:1], bool).values()):
             return
         others = name_ranks(members.named(goes_on))
         raise JoinError(
@@ -80,10 +82,10 @@ class Parting:
             " it at the same steps on all ranks."
         )
 
-    def _keep(self, group: str, comes: bool) -> None:
-        key = self._key(group) if comes else f"{self._place}/{group}/{self._counts.get(group, 0) + 1}"
-        self._channel.keep(key, comes)
-        self._kept.append(key)
+    def _keep(self, comes: bool) -> None:
+        self._channel.keep(self._key, comes)
+        self._kept.append(self._key)
 
-    def _key(self, group: str) -> str:
-        return f"{self._place}/{group}/{self._counts[group]}"
+    @property
+    def _key(self) -> str:
+        return f"{self._place}/{self._count}"

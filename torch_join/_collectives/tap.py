@@ -48,7 +48,8 @@ class CollectiveTap:
             that has joined itself and runs code that follows the active ranks' collectives on its own:
             every group is listened to, and nothing is scaled.
         backwards: What else is to be known of collectives in backward, and before it.
-        before: Called with each collective before all else: what it is, its group's name, and the global ranks in that.
+        before: Called with each collective before all else: what it is, the global ranks of its group, and whether it
+            is waited for at once.
 
     Limits:
         The creation of a process group is not a collective and not seen; nor is what goes around
@@ -64,7 +65,7 @@ class CollectiveTap:
         observe: Callable[[Call], None],
         joined: Callable[[int], bool] | None,
         backwards: Backwards | None = None,
-        before: Callable[[str, str, list[int]], None] | None = None,
+        before: Callable[[str, list[int], bool], None] | None = None,
     ) -> None:
         self._before = before
         self._observe = observe
@@ -212,7 +213,7 @@ class CollectiveTap:
             )
         if self._before is not None:
             with self.ignoring():
-                self._before(operation, group.group_name, ranks)
+                self._before(operation, ranks, not args.get("async_op", args.get("asyncOp", True)))
         joined = [rank for rank in ranks if self._joined(rank)] if self._joined is not None else []
         if self._joined is not None and not joined:
             return args

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch_join._base.devices import use_device
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.membership import Membership
+from torch_join._collectives.compat import in_backward
 from torch_join._control.channel import Channel
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.life import Place, move
@@ -86,8 +87,8 @@ class LoopDriver(Meetings):
         self.reset()
         self._loop = None
         self._loops = 0
-        self._steps_in = threading.get_ident()
-        self._uneven_loops: set[int] = set()  # that have ended, and in which there were backwards
+        self._entered_in, self._steps_in = threading.get_ident(), None
+        self._uneven_loops: set[tuple[int, int]] = set()  # that have ended, and a model that had backwards in it
         try:
             parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
             if (first := next(parameters, None)) is not None:
@@ -235,7 +236,8 @@ class LoopDriver(Meetings):
 
     def before_forward(self, samples: int, waits: bool = True) -> None:
         """Meet the other ranks, if this forward stands outside of `batches`; see `Driver`."""
-        self._steps_in = threading.get_ident()
+        if not in_backward():
+            self._steps_in = threading.get_ident()
         if self.place is not Place.LOOP:
             self._return_to_loop()
             if not _nesting.is_entered(self):
@@ -245,7 +247,8 @@ class LoopDriver(Meetings):
                 if self.members.weighting == "samples":
                     self.server.tap.install()
         if self._loop is not None:
-            self._loop.stepped = self._loop.forwarded = True
+            self._loop.stepped = True
+            self._loop.forwarded = self._loop.forwarded or self.place is Place.LOOP
         # As long as the tap listens, nothing that others take part in can come before the answer is asked for. Where
         # all are certain to be active, only a `break` is yet to be heard of.
         late = (self.server.tap.installed and (self.in_loop or self.members.announces)) or self._planned.puts_off
@@ -263,17 +266,22 @@ class LoopDriver(Meetings):
         """See `Driver`."""
         return self._loop.number if self.place is Place.LOOP and self._loop is not None else 0
 
-    def before_backward(self, loop: int = 0) -> None:
+    def note_backward(self, model: int) -> None:
+        """See `Driver`."""
+        if self.place is Place.LOOP and self._loop is not None:
+            self._loop.trains.add(model)
+
+    def before_backward(self, model: int, loop: int = 0) -> None:
         """See `Driver`."""
         here = self._loop
         if here is None:
             return
         if self.place is Place.LOOP and loop == here.number:
-            here.trains = True
-        elif loop in self._uneven_loops:
+            here.trains.add(model)
+        elif (loop, model) in self._uneven_loops:
             with self._telling():
                 raise _nesting.late_backward(self.members.name)
-        elif not self.in_loop and here.reads_ahead and here.uneven:
+        elif not self.in_loop and here.reads_ahead and here.forwarded and here.uneven:
             with self._telling():
                 raise _nesting.read_ahead(self.members.name)
 
@@ -352,8 +360,8 @@ class LoopDriver(Meetings):
                     self._leave()
 
     def _finish_loop(self) -> None:
-        if (loop := self._loop) is not None and loop.uneven and loop.trains:
-            self._uneven_loops.add(loop.number)
+        if (loop := self._loop) is not None and loop.uneven:
+            self._uneven_loops |= {(loop.number, model) for model in loop.trains}
         self.tails.departure = None
         with self._telling():
             self._planned.rebalancing.end_epoch()

@@ -58,7 +58,8 @@ class Meetings:
         self._throws = throws
         self._planned = planned
         self._arriving = threading.RLock()
-        self._steps_in = threading.get_ident()  # the thread of the last forward, at first of the `with`
+        self._entered_in = threading.get_ident()
+        self._steps_in: int | None = None  # the thread of the last forward
         self._clears: list[Clears] = []
         self._loop: Loop | None = None  # the current one, or the last
         self._renew_server()
@@ -233,15 +234,16 @@ class Meetings:
                     return
                 self._due = None
                 self._hear(has_input=True)
-                self._go_on()  # this rank has an input, and does not serve
+                self._go_on(asked=False)  # this rank has an input, and does not serve
                 for model in self._even_models():
                     model.deferred = 0
 
-    def before_collective(self, operation: str, group: str = "", ranks: Collection[int] | None = None) -> None:
+    def before_collective(self, operation: str, ranks: Collection[int] | None = None, waits: bool = True) -> None:
         """Come to a collective of this rank's own: see `Parting`."""
-        if self.in_loop:
+        self.arrive()  # whoever has met knows in which step it is
+        if self.in_loop and (ranks is None or {*ranks} == {*self.members.global_ranks}):
             with self._telling():
-                self.server.parting.before_collective(operation, group, ranks)
+                self.server.parting.before_collective(operation, waits)
 
     def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
         """Say whether this rank has an input, and whether that is its last; the active ranks meet."""
@@ -280,15 +282,20 @@ class Meetings:
 
     # ------------------------------------------------------------ what follows from who is active
 
-    def _go_on(self) -> bool:
-        """Do what follows from who is active: throw, serve, begin or end the tail."""
+    def _go_on(self, asked: bool = True) -> bool:
+        """Do what follows from who is active: throw, serve, begin or end the tail.
+
+        Args:
+            asked: Whether this rank's code asks for a batch; else it is in a step.
+        """
         members = self.members
         joined = members.joined
         if members.active and len(members.before) == members.world_size:
             for model in self.server.models():  # all ranks come here
                 model.prepare()
         if members.active and members.uneven:
-            self._check_thread()
+            if asked:
+                self._check_thread()
             if self.in_loop and self._loop is not None:
                 self._loop.uneven = True
             if self._throws:
@@ -309,7 +316,10 @@ class Meetings:
 
     def _check_thread(self) -> None:
         """Raise where batches are asked for in another thread than the one that takes the steps."""
-        if self._loop is None or not self.in_loop or threading.get_ident() == self._steps_in:
+        here = threading.get_ident()
+        # Before its first forward a rank's steps are taken where the `with` was entered; with no batch there are none.
+        steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self.step_number else here
+        if self._loop is None or not self.in_loop or here == steps_in:
             return
         raise JoinError(
             f"Rank {self.members.name} goes through join.batches in another thread than the one that runs its steps (a"

@@ -138,7 +138,7 @@ class Loop:
         reads_ahead: Whether a second batch was asked for before any such forward.
         uneven: Whether a rank has run out of batches before another.
         number: Of the loops of one `with`, from 1 on.
-        trains: Whether there has been a backward in it, of this rank's own or followed.
+        trains: The parts of models that have had a backward in it, of this rank's own or followed.
         thread: The thread that goes through it.
     """
 
@@ -150,7 +150,7 @@ class Loop:
     reads_ahead: bool = False
     uneven: bool = False
     number: int = 0
-    trains: bool = False
+    trains: set[int] = field(default_factory=set)
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -220,7 +220,7 @@ class LoaderWatch:
                     " ranks that have run out of batches follow it."
                 )
         self._pause = 1.0 if self._found else min(2 * self._pause, _MOST_PAUSE)
-        self._asks_at = time.monotonic() + (0.0 if self._found else self._pause)
+        self._asks_at = time.monotonic() + self._pause
 
 
 def _methods_beyond(kind: type) -> set[str]:

@@ -45,7 +45,7 @@ class Server:
         members: Membership,
         arrive: Callable[[], None] = _NOTHING,
         check_backward: Callable[[list[int], bool], None] = _NOTHING,
-        before_collective: Callable[[str, str, list[int]], None] = _NOTHING,
+        before_collective: Callable[[str, list[int], bool], None] = _NOTHING,
     ) -> None:
         self.members = members
         self.parting = Parting(members)

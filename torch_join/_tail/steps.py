@@ -61,7 +61,10 @@ class StepDriver:
     def before_notice(self, part: Part) -> None:
         """Nothing to do: the ranks have met."""
 
-    def before_backward(self, loop: int = 0) -> None:
+    def note_backward(self, model: int) -> None:
+        """Nothing to note."""
+
+    def before_backward(self, model: int, loop: int = 0) -> None:
         """Nothing to do: the framework has made the step."""
 
     # ------------------------------------------------------------ what the framework's loop calls

@@ -30,9 +30,9 @@ from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
 
 
-def _before_backward(driver: "weakref.ref[Driver]", loop: int) -> None:
+def _before_backward(driver: "weakref.ref[Driver]", model: int, loop: int) -> None:
     if (its := driver()) is not None:  # a loss that is kept keeps nothing of ours
-        its.before_backward(loop)
+        its.before_backward(model, loop)
 
 
 class ModelPart(Part):
@@ -170,7 +170,7 @@ class ModelPart(Part):
         outputs = _compat.differentiable(output)
         if self.ddp.require_backward_grad_sync:
             self._second_backward.forward(
-                outputs, partial(_before_backward, weakref.ref(self.driver), self.driver.loop_number)
+                outputs, partial(_before_backward, weakref.ref(self.driver), self.index, self.driver.loop_number)
             )
         driver = self.driver
         if self._watch.is_on or (driver.in_loop and not driver.awaits_others):
@@ -185,7 +185,7 @@ class ModelPart(Part):
         if self.driver.in_loop:
             _ = self.server.in_tail  # it is not, but who asks meets the others
         else:
-            self.driver.before_backward()
+            self.driver.before_backward(self.index)
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
             self._remember_after_backward()
 
@@ -247,7 +247,7 @@ class ModelPart(Part):
         self._factor = 1.0
         if self.members.serves:
             return
-        self.driver.before_backward()
+        self.driver.before_backward(self.index)
         in_tail = self.server.in_tail  # ask this first: it may find out who is active
         averages, self._second_backward.awaits_first = self._second_backward.awaits_first, False
         if in_tail or not self.driver.in_loop:
@@ -290,7 +290,7 @@ class ModelPart(Part):
             self._second_backward.forward([])
         elif kind in ("backward", "begin"):
             self._second_backward.awaits_first = False
-            self.driver.before_backward(self.driver.loop_number)
+            self.driver.note_backward(self.index)
 
     def synchronizes(self, kind: str) -> bool:
         return self._shadowed.synchronizes(kind)

@@ -108,10 +108,14 @@ class Driver(Protocol):
             waits: Whether it is important, for what this forward does, who is active.
         """
 
-    def before_backward(self, loop: int = 0) -> None:
+    def note_backward(self, model: int) -> None:
+        """Note that a backward of this part's is followed."""
+
+    def before_backward(self, model: int, loop: int = 0) -> None:
         """Raise for the backward of a batch whose loop has ended on all ranks, some of which ran out before others.
 
         Args:
+            model: The index of the model's part.
             loop: The `loop_number` of the forward, if it is known.
 
         Raises:

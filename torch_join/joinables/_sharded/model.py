@@ -151,7 +151,7 @@ class ShardedModelPart(Part):
         if (task := _compat.backward_in_progress()) == self._task or self.members.serves:
             return
         self._task = task
-        self.driver.before_backward(self._forwarded_in)
+        self.driver.before_backward(self.index, self._forwarded_in)
         in_tail = self.server.in_tail  # ask this first: it may find out who is active
         syncs = any(unit.synchronizes for unit in self.following.units)
         if in_tail or not self.driver.in_loop:
@@ -228,7 +228,7 @@ class ShardedModelPart(Part):
         if kind != "gradients":
             self.following.answer(kind, payload)
             return
-        self.driver.before_backward(self.driver.loop_number)
+        self.driver.note_backward(self.index)
         syncs, runs = payload
         self.accumulates = not syncs
         if syncs and (verdict := self._others.settle()) in (UNKNOWN, CLEARED):

@@ -128,7 +128,10 @@ class HookDriver:
     def before_notice(self, part: Part) -> None:
         """Nothing to do: torch's `Join` knows of it."""
 
-    def before_backward(self, loop: int = 0) -> None:
+    def note_backward(self, model: int) -> None:
+        """Nothing to note."""
+
+    def before_backward(self, model: int, loop: int = 0) -> None:
         """Nothing to do: there are no `batches`."""
 
     def own_collectives(self) -> AbstractContextManager[None]:
