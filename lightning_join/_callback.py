@@ -47,6 +47,7 @@ class JoinCallback(Callback):
         joinables: As in `DDPJoinStrategy`.
         backward_collectives: As in `DDPJoinStrategy`.
         rebalance: As in `DDPJoinStrategy`.
+        hand_over_buffers: As in `DDPJoinStrategy`.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. When a run
@@ -69,6 +70,7 @@ class JoinCallback(Callback):
         joinables: Sequence[Joinable] = (),
         backward_collectives: bool = False,
         rebalance: bool = False,
+        hand_over_buffers: bool | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = {
             "weighting": weighting,
@@ -77,6 +79,7 @@ class JoinCallback(Callback):
             "joinables": joinables,
             "backward_collectives": backward_collectives,
             "rebalance": rebalance,
+            "hand_over_buffers": hand_over_buffers,
         }
         DDPJoinStrategy(**self._arguments)  # so that what is wrong with the arguments is said here
 

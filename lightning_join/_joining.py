@@ -61,6 +61,7 @@ class Joining(ParallelStrategy):
         joinables: See `DDPJoinStrategy`.
         backward_collectives: See `DDPJoinStrategy`.
         rebalance: See `DDPJoinStrategy`.
+        hand_over_buffers: See `DDPJoinStrategy`.
         **kwargs: The keyword arguments of Lightning's own.
     """
 
@@ -89,6 +90,7 @@ class Joining(ParallelStrategy):
         joinables: Sequence[Joinable] = (),
         backward_collectives: bool = False,
         rebalance: bool = False,
+        hand_over_buffers: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -99,6 +101,7 @@ class Joining(ParallelStrategy):
         self.joinables = tuple(joinables)
         self.backward_collectives = backward_collectives
         self.rebalance = rebalance
+        self.hand_over_buffers = hand_over_buffers
         if rebalance:
             check_can_rebalance(heartbeat=False, throw_on_early_termination=throw_on_early_termination)
         if enable_join:

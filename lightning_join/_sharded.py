@@ -33,6 +33,7 @@ class Sharded(ParallelStrategy):
     take_joinables: Any
     backward_of_join: Callable[..., Tensor]
     throw_on_early_termination: bool
+    hand_over_buffers: bool | None
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
@@ -63,6 +64,7 @@ class Sharded(ParallelStrategy):
             model,
             throw_on_early_termination=self.throw_on_early_termination,
             joinables=self.take_joinables(),
+            hand_over_buffers=self.hand_over_buffers,
         )
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

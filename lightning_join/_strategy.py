@@ -42,6 +42,9 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
             in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
         rebalance: Whether ranks that have run out of batches get some of others', so that an epoch has as many steps as
             batches divided by ranks. It is another trajectory than without: fewer steps, of more batches each.
+        hand_over_buffers: Whether a rank without a batch takes, after each step, the buffers that nobody broadcasts
+            (`broadcast_buffers=False`, ignored ones, FSDP's); `None`: of modules of which all ranks that have trained
+            hold the same where the first one runs out.
         **kwargs: `DDPStrategy`'s keyword arguments, which include `DistributedDataParallel`'s.
 
     Raises:
@@ -84,6 +87,7 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
             shadow,
             throw_on_early_termination=self.throw_on_early_termination,
             joinables=self.take_joinables(),
+            hand_over_buffers=self.hand_over_buffers,
         )
         self._manual = self.driver.add(partial(ManualPart, strategy=self, lockstep=self.join, shadow=shadow))
         return ddp

@@ -10,12 +10,14 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
+from torch_join._handover.buffers import StepBuffers
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.synced_norms import has_synced_norms
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.no_loss import NoLossCount
 from torch_join._tail.steps import StepDriver
+from torch_join.joinables.kinds import unsynced_models
 from torch_join.joinables.lockstep_model import LockstepModelPart
 
 
@@ -29,6 +31,7 @@ class LockstepJoin(Lockstep):
         model: The model's shadow.
         throw_on_early_termination: See `Lockstep`.
         joinables: See `Lockstep`.
+        hand_over_buffers: See `UnsyncedBuffers`.
         **kwargs: Forwarded to every `join_hook`.
 
     Raises:
@@ -44,10 +47,14 @@ class LockstepJoin(Lockstep):
         *,
         throw_on_early_termination: bool = False,
         joinables: Sequence[Joinable] = (),
+        hand_over_buffers: bool | None = None,
         **kwargs: Any,
     ) -> None:
         make = partial(LockstepModelPart, shadow=model)
-        super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
+        buffers = StepBuffers(
+            unsynced_models([model.ddp]), driver.server.channel, driver.members.group, hand_over_buffers
+        )
+        super().__init__(driver, make, throw_on_early_termination, joinables, kwargs, buffers)
         self._in_pieces = False  # the backward of this step, which this rank follows
         self._no_loss = NoLossCount(self.channel)
         self._has_gathered = False  # in this step, with gradients
@@ -71,7 +78,7 @@ class LockstepJoin(Lockstep):
 
     @contextmanager
     def _around_step(self) -> Iterator[None]:
-        with self._shadow.step(shadow=self.joined):
+        with self._shadow.step(shadow=self.joined), self._giving_buffers():
             yield
         # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward: so it must
         # always hold the newest. (Between forward and backward this would disturb autograd.)
@@ -84,6 +91,7 @@ class LockstepJoin(Lockstep):
             self._sync_norms(self._shadow.inner)
 
     def active_step(self) -> AbstractContextManager[None]:
+        self._has_trained = True
         if self.in_tail:
             return self._active_step()
         self._attendance.catch_up()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._handover.buffers import StepBuffers
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.steps import StepDriver
@@ -26,6 +27,7 @@ class ShardedLockstepJoin(Lockstep):
         model: The model.
         throw_on_early_termination: See `Lockstep`.
         joinables: See `Lockstep`.
+        hand_over_buffers: See `UnsyncedBuffers`.
         **kwargs: Forwarded to every `join_hook`.
 
     Raises:
@@ -40,10 +42,12 @@ class ShardedLockstepJoin(Lockstep):
         *,
         throw_on_early_termination: bool = False,
         joinables: Sequence[Joinable] = (),
+        hand_over_buffers: bool | None = None,
         **kwargs: Any,
     ) -> None:
         make = partial(LockstepShardedPart, model=model)
-        super().__init__(driver, make, throw_on_early_termination, joinables, kwargs)
+        buffers = StepBuffers([(model, None)], driver.server.channel, driver.members.group, hand_over_buffers)
+        super().__init__(driver, make, throw_on_early_termination, joinables, kwargs, buffers)
         self.follows_backward = True
         self._device = next(model.parameters()).device
         self._module = model
@@ -64,11 +68,13 @@ class ShardedLockstepJoin(Lockstep):
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        yield
+        with self._giving_buffers():
+            yield
         self._sync_norms(self._module)
 
     @contextmanager
     def active_step(self) -> Iterator[None]:
+        self._has_trained = True
         if not self.in_tail:
             yield
             return

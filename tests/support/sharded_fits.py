@@ -111,6 +111,7 @@ def plain(strategy: Any) -> Any:
         "joinables",
         "start_method",
         "backward_collectives",
+        "hand_over_buffers",
     ):
         vars(strategy).pop(name, None)
     return strategy

@@ -7,10 +7,12 @@ BatchNorm's counter is alike where its statistics are not.
 """
 
 import hashlib
+import warnings
 from collections.abc import Container, Iterator, Sequence
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_join._base import compat as _compat
@@ -19,6 +21,7 @@ from torch_join._base.specs import TensorSpec, flaw
 from torch_join._control.channel import Channel
 from torch_join._handover import compat as _compat_state
 from torch_join._handover.digest import checksums
+from torch_join._handover.handover import hand_over
 
 Unsynced = tuple[nn.Module, Container[str] | None]  # a model, and the names of these buffers; `None`: all are
 Buffers = dict[str, Tensor]
@@ -32,11 +35,15 @@ class UnsyncedBuffers:
     Args:
         models: The models.
         always: Whether they are replicas on all ranks; `None`: what all held alike.
+
+    Attributes:
+        can_tell: Whether more than one rank had trained where they last agreed, or the user has said it.
     """
 
     def __init__(self, models: Sequence[Unsynced], always: bool | None) -> None:
         self._unsynced = models
         self._always = always
+        self.can_tell = always is not None
         self.clear()
 
     def clear(self) -> None:
@@ -59,11 +66,11 @@ class UnsyncedBuffers:
         """Return whether some are handed over; every rank calls this."""
         if not self._unsynced or self._always is not None:
             return bool(self._unsynced and self._always)
-        everyone = channel.gather(self._seen, of=dict[str, str] | None)
-        mine = everyone[0] or {}
-        self._alike = {
-            path for path, digest in mine.items() if all((its or {}).get(path) == digest for its in everyone)
-        }
+        # Of what nobody else has trained yet nobody can tell.
+        trained = [its for its in channel.gather(self._seen, of=dict[str, str] | None) if its]
+        self.can_tell = len(trained) > 1
+        first = trained[0] if self.can_tell else {}
+        self._alike = {path for path, digest in first.items() if all(its.get(path) == digest for its in trained)}
         return bool(self._alike)
 
     def doubtful(self) -> Iterator[tuple[str, Tensor]]:
@@ -125,3 +132,77 @@ class UnsyncedBuffers:
             for path, buffers in found.items()
         }
         return {path: hashlib.blake2b("; ".join(its).encode(), digest_size=8).hexdigest() for path, its in said.items()}
+
+
+class StepBuffers:
+    """Such buffers in a loop in lockstep: joined ranks take them after each step that they run without a batch.
+
+    Args:
+        models: The models.
+        channel: The channel between all ranks.
+        group: Their process group.
+        always: See `UnsyncedBuffers`.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Unsynced],
+        channel: Channel,
+        group: dist.ProcessGroup | None,
+        always: bool | None = None,
+    ) -> None:
+        self._unsynced, self._channel, self._group = models, channel, group
+        self._buffers = UnsyncedBuffers(models, always)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._has_looked = self._goes = False
+        self._before: dict[str, int] = {}
+
+    def look(self, has_trained: bool) -> None:
+        """Look at what there is before the first step that some rank has no batch for; all ranks call this.
+
+        Args:
+            has_trained: Whether this rank has run a forward with gradients.
+        """
+        if self._has_looked or not self._unsynced:
+            return
+        self._has_looked = True
+        self._decide(has_trained)
+        self._before = self._alike()
+
+    def give(self, active: tuple[int, ...]) -> None:
+        """Give all ranks what the first `active` one has of them, behind such a step; all ranks call this."""
+        if not self._unsynced:
+            return
+        if not self._buffers.can_tell and len(active) > 1:
+            self._decide(self._channel.rank in active)  # these have trained by now
+        if self._goes:
+            hand_over([self._buffers], active[0], self._channel, self._group)
+
+    def _decide(self, has_trained: bool) -> None:
+        self._buffers.look([model for model, _ in self._unsynced] if has_trained else [])
+        self._goes = self._buffers.agree(self._channel)
+
+    def end(self) -> None:
+        """Compare them at an epoch's end; all ranks call this."""
+        if not self._before:
+            return
+        now = self._alike()
+        if (differ := [name for name in self._before if name not in now]) and self._channel.rank == 0:
+            more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+            warnings.warn(
+                f"After an epoch in which ranks ran out of batches they differ in {', '.join(differ[:5])}{more}, where"
+                " they were the same before it: nobody broadcasts these buffers, and ranks without a batch ran no"
+                " forward. With hand_over_buffers=True (of the strategy) all ranks keep the same; False says that"
+                " each rank has its own.",
+                stacklevel=2,
+            )
+
+    def _alike(self) -> dict[str, int]:
+        """Return what the ranks hold alike of what may have to be; every rank calls this."""
+        named = dict(self._buffers.doubtful())
+        mine = dict(zip(named, checksums([*named.values()]), strict=True))
+        first, *others = self._channel.gather(mine, of=dict[str, int])
+        return {name: digest for name, digest in first.items() if all(its.get(name) == digest for its in others)}

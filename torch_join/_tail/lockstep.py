@@ -1,16 +1,18 @@
 """A loop that a framework drives: every rank runs every step, with a batch or without."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
 from torch_join._control.channel import Beat
+from torch_join._handover.buffers import StepBuffers
 from torch_join._schedule.attendance import ToldAttendance
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer, Source
@@ -38,6 +40,7 @@ class Lockstep:
         joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides
             the model's; their main hooks run on a joined rank when the active ranks notify of them.
         options: Forwarded to every `join_hook`.
+        buffers: Those that no wrapper keeps alike.
 
     Attributes:
         keeps_buffers: Whether each rank keeps its own buffers for now.
@@ -56,6 +59,7 @@ class Lockstep:
         throw_on_early_termination: bool,
         joinables: Sequence[Joinable],
         options: dict[str, Any],
+        buffers: StepBuffers,
     ) -> None:
         for joinable in joinables:
             if not isinstance(joinable, Joinable) or isinstance(joinable, WrappingJoinable):
@@ -68,6 +72,8 @@ class Lockstep:
         self.channel = driver.server.channel
         self.weighting = driver.members.weighting
         self._throws = throw_on_early_termination
+        self._buffers = buffers
+        self._has_trained = False  # this rank has run a step of its own
         self._model: Part = driver.add(make_model)
         self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
         self._attendance = ToldAttendance(self.channel, throw_on_early_termination)
@@ -113,6 +119,7 @@ class Lockstep:
         """
         for part in self._customs:
             part.renew()
+        self._buffers.begin()
         self._attendance = self._present = attendance = ToldAttendance(self.channel, self._throws, first_step)
         mine = (end, samples, value, self._known())
         everyone = self.channel.gather(mine, of=tuple[int | None, int, Any, list[int] | None])
@@ -237,6 +244,7 @@ class Lockstep:
             part.after_all(self._present.ended_last(self.channel.rank))
         if self._plan is not None:
             self._plan.end()
+        self._buffers.end()
 
     # ------------------------------------------------------------ the model's
 
@@ -279,6 +287,16 @@ class Lockstep:
     def around_step(self) -> AbstractContextManager[None]:
         """Put around forward and backward of every step, shadow or not."""
         return nullcontext()
+
+    @contextmanager
+    def _giving_buffers(self) -> Iterator[None]:
+        """Put around a step: joined ranks then hold what the model keeps alike itself."""
+        if self.in_tail and not self.keeps_buffers:
+            self._buffers.look(self._has_trained)
+        yield
+        if self.in_tail and not self.keeps_buffers:
+            with on_device(self.driver.members.group):
+                self._buffers.give(self.active_ranks)
 
     def _sync_norms(self, model: nn.Module) -> None:
         """Give joined ranks the buffers of SyncBatchNorm as they are after a step."""
