@@ -78,7 +78,7 @@ _MODEL_AVERAGING = Refusal(
     "DistributedDataParallel, which averages gradients, or the same number of batches on every rank",
 )
 _CHECKPOINT = Refusal(
-    "`torch.distributed.checkpoint.save` and `load`, `consolidate_state_dict`",
+    "`torch.distributed.checkpoint.save`, `async_save` and `load`, `consolidate_state_dict`",
     "it needs a part of each rank, and those that have joined do not run it",
     "the same after the loop, on all ranks, or `torch.save` in it, on `join.active_ranks[0]` alone",
 )

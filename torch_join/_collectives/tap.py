@@ -15,6 +15,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
+import torch.distributed as dist
+
 from torch_join._base import compat_c10d as _dispatch
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._collectives import compat as _compat_c10d
@@ -95,6 +97,7 @@ class CollectiveTap:
                 " before another can serve a tail of its own."
             )
         self._thread = threading.get_ident()
+        self._others = weakref.WeakSet(threading.enumerate())  # what these do all ranks have begun
         self._library = _dispatch.c10d_library()
         CollectiveTap._installed = self
         self._allow_graphs = _compat_c10d.refuse_graphs(self._refuse_graph)
@@ -145,9 +148,22 @@ class CollectiveTap:
                     if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
                         return issue_weighted(partial(op.redispatch, _dispatch.below(keyset)), named, factor)
                     args = tuple(named.values())
+            elif tap is not None and not tap._is_ours():
+                tap._check_other_thread(dict(zip(names, args, strict=False)), sys._getframe().f_back)
             return op.redispatch(_dispatch.below(keyset), *args)
 
         return kernel
+
+    def _check_other_thread(self, args: dict[str, Any], caller: FrameType | None) -> None:
+        if self._joined is None or threading.current_thread() in self._others or "process_group" not in args:
+            return
+        of_all = len(_ranks(args)) == dist.get_world_size()  # who has joined is the other thread's to find out
+        if of_all and _compat_c10d.origin(caller).is_checkpoint:
+            raise UnsupportedError(
+                "torch.distributed.checkpoint.async_save while some ranks have joined, that is, have no more inputs: it"
+                " needs a part of each rank, and those that have joined do not run it. Use it after the loop, on all"
+                " ranks, or `torch.save` in the loop, on `join.active_ranks[0]` alone."
+            )
 
     def _tell(
         self, backwards: Backwards, operation: str, args: dict[str, Any], caller: FrameType | None, ddps: bool
