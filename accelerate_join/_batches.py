@@ -5,16 +5,19 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import accelerate
+import torch.distributed as dist
 
 from accelerate_join._prepared import check_supported
-from torch_join import Join, JoinError
-from torch_join.integration import driver_of
+from torch_join import Join, JoinError, PeerFailedError
+from torch_join.integration import DECIDE, driver_of, say_farewell
 
 T = TypeVar("T")
 
@@ -115,6 +118,44 @@ def finish(accelerator: accelerate.Accelerator, also_held: bool = False, at_end:
     return True
 
 
+_PATIENCE = timedelta(seconds=10)  # at the end of training, where others may have long work of their own left
+# Those whose last loop may have been uneven, so that a rank may not know that there is no other; of which world.
+_ending: WeakKeyDictionary[accelerate.Accelerator, ref[Any]] = WeakKeyDictionary()
+
+
+@contextmanager
+def begin(accelerator: accelerate.Accelerator) -> Iterator[None]:
+    """Put around the begin of a context: training goes on."""
+    may_have_ended = _ending.pop(accelerator, None) is not None
+    try:
+        yield
+    except PeerFailedError as error:
+        if not may_have_ended:
+            raise
+        hint = f"{error} If it has ended well, it did so in a loop in which this rank had run out of batches. {DECIDE}"
+        raise PeerFailedError(hint, error.rank, error.reason) from error
+
+
+def may_end(accelerator: accelerate.Accelerator, join: Join) -> None:
+    """Note, where a context has ended, that some ranks may go on to the next one, and others to the end."""
+    driver, world = driver_of(join), dist.group.WORLD
+    if world is not None and driver.members.group is world and not driver.was_even:
+        _ending[accelerator] = ref(world)
+        _end_at_exit()
+
+
+def end(accelerator: accelerate.Accelerator) -> None:
+    """End training.
+
+    Raises:
+        JoinError: On all ranks, if one of them begins another loop: it was not told.
+    """
+    world = _ending.pop(accelerator, None)
+    # In a `finally` this rank fails already.
+    if world is not None and dist.group.WORLD is not None and world() is dist.group.WORLD and sys.exc_info()[1] is None:
+        say_farewell(world(), _PATIENCE)
+
+
 @cache
 def _end_at_exit() -> None:
     atexit.register(_end_open_loops)
@@ -132,13 +173,20 @@ def _end_open_loops() -> None:
                     " anything else that processes do together, after the loop."
                 )
             )
-        try:
-            loop.leave(error)
-        except BaseException as found:
-            if found is error:
-                continue
-            traceback.print_exception(found)
-            if error is None:  # which the interpreter would end well
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)
+        _at_exit(partial(loop.leave, error), error)
+    for accelerator in [] if error is not None else list(_ending):
+        _at_exit(partial(end, accelerator), None)
+
+
+def _at_exit(do: Callable[[], object], error: BaseException | None) -> None:
+    """Do something as the process ends, by an `error` or without one; it fails if this does."""
+    try:
+        do()
+    except BaseException as found:
+        if found is error:
+            return
+        traceback.print_exception(found)
+        if error is None:  # which the interpreter would end well
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)

@@ -10,7 +10,7 @@ import accelerate
 from torch.utils.data import DataLoader
 
 from accelerate_join._accelerator import class_replaced
-from accelerate_join._batches import Loop, finish
+from accelerate_join._batches import Loop, begin, end, finish, may_end
 from accelerate_join._loaders import PreparedReader, even_batches_set, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import Progress, check_supported, prepared_by, unwrap
@@ -70,13 +70,16 @@ def join_uneven_inputs(
     with ExitStack() as stack:
         if distributed:
             stack.enter_context(even_batches_set(accelerator, even_batches))
-        stack.enter_context(context.join)
+        with begin(accelerator):
+            stack.enter_context(context.join)
         if distributed:
             stack.enter_context(loops_replaced(context))
             stack.enter_context(context.operations.installed())
             stack.enter_context(class_replaced(accelerator, context, context.operations))
         yield context.join
     context.warn_of_mixed_epochs()
+    if distributed:
+        may_end(accelerator, context.join)
 
 
 @overload
@@ -163,8 +166,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     join_batches = join_batches  # the function above, with `self` as its accelerator
 
     def end_training(self) -> None:
-        """Finish a loop over `join_batches` that was left, and do what Accelerate's method does."""
+        """Finish a loop over `join_batches` that was left, and do what Accelerate's method does.
+
+        Raises:
+            JoinError: A process that had run out of batches was not told of the end, and begins another loop.
+        """
         finish(self, at_end=True)
+        end(self)
         super().end_training()
 
 

@@ -10,13 +10,14 @@ from torch import nn
 
 from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
-from torch_join._base.errors import name_ranks
+from torch_join._base.errors import DECIDE, name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.weighting import resolve_weighting
 from torch_join._collectives.compat import in_backward
 from torch_join._control.channel import Channel
 from torch_join._control.codec import closed
 from torch_join._control.failures import telling_failures
+from torch_join._control.farewell import say_farewell
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._schedule.plan import steps_of
@@ -36,6 +37,7 @@ from torch_join.joinables.part import Driver
 from torch_join.lockstep import LockstepJoin
 
 __all__ = [
+    "DECIDE",
     "Begin",
     "Changes",
     "Channel",
@@ -67,6 +69,7 @@ __all__ = [
     "open_channel",
     "refuse_position",
     "resolve_weighting",
+    "say_farewell",
     "sharded_lockstep_join",
     "steps_of",
     "take_group_options",

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,55 @@ def test_epochs_that_mix_are_warned_of_and_nothing_else(workers: Workers, length
     for rank, said in enumerate(workers.run(2, plain_epochs, lengths, form)):
         assert len(said) == (rank == short), said
         assert all("began each epoch while they were" in one for one in said)
+
+
+def stop(rank: int, lengths: Sequence[int], form: str, ends: str) -> Any:
+    """Decide in the second of three epochs to stop, in the body of the loop or after it."""
+    with accelerator_of(rank) as accelerator:
+        net = network()
+        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+        mine = rows(rank, lengths[rank])
+        loader: Any = DataLoaderShard(Rows(mine) if form == "stream" else mine, batch_size=2)  # type: ignore[arg-type]
+        for epoch in range(EPOCHS + 1):
+            stops = False
+            with accelerator.join_uneven_inputs(timeout=LIMIT) if form == "with" else nullcontext():
+                for step, x in enumerate(loader if form == "with" else accelerator.join_batches(loader, timeout=LIMIT)):
+                    accelerator.backward(model(x).pow(2).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if (epoch, step) == (1, 4):
+                        accelerator.set_trigger()
+                    if form != "after" and accelerator.check_trigger():
+                        stops = True
+                        break
+            if stops or (form == "after" and accelerator.check_trigger()):
+                break
+        if ends == "exit":
+            end_accelerate_loops()
+        else:
+            accelerator.end_training()
+        return net.weight.tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "form", "ends"),
+    [
+        ((7, 3), "batches", "end"),
+        ((3, 7), "batches", "end"),
+        ((3, 7), "stream", "end"),
+        ((7, 3), "with", "end"),
+        ((0, 7), "batches", "exit"),
+    ],
+)
+def test_a_stop_that_a_rank_was_not_told_of_is_named(workers: Workers, lengths: Any, form: str, ends: str) -> None:
+    long = lengths.index(7)
+    outcomes = workers.outcomes(2, stop, lengths, form, ends)
+    wanted = f"Rank {long} ended training, and rank {1 - long} began another loop"
+    assert wanted in outcomes[1 - long].error
+    assert outcomes[long].trace == "exit code 1\n" if ends == "exit" else wanted in outcomes[long].error
+
+
+@pytest.mark.parametrize("lengths", [(7, 3), (3, 7)])
+def test_a_stop_that_is_decided_on_after_the_loop_is_right(workers: Workers, lengths: Any) -> None:
+    for weights in workers.run(2, stop, lengths, "after", "end"):
+        assert weights == exact(lengths)

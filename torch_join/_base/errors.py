@@ -11,7 +11,7 @@
 `JoinError` is a `RuntimeError` because that is what `torch.distributed.algorithms.Join` raises.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class JoinError(RuntimeError):
@@ -65,3 +65,27 @@ def name_ranks(ranks: Iterable[int]) -> str:
     """Write ranks in words: "rank 1", "ranks 0, 2"."""
     names = sorted(ranks)
     return f"rank {names[0]}" if len(names) == 1 else "ranks " + ", ".join(map(str, names))
+
+
+# At the end of training, where others may say what they were given to a next `with`.
+ENDS = ["(the end of training)"]
+DECIDE = (
+    "Decide on it after the loop, to which all ranks come: set_trigger in its body, `if accelerator.check_trigger():"
+    " break` behind it, and no `break` out of all epochs by what a rank that has run out of batches does not see."
+)
+
+
+def check_all_go_on(said: Sequence[Sequence[str]], names: Sequence[int]) -> None:
+    """Compare what ranks have said at the begin of a `with`.
+
+    Raises:
+        JoinError: Some have ended their training, and others begin a `with`.
+    """
+    ended = [name for name, words in zip(names, said, strict=True) if words == ENDS]
+    if ended and len(ended) < len(said):
+        begins = name_ranks(name for name in names if name not in ended)
+        raise JoinError(
+            f"{name_ranks(ended).capitalize()} ended training, and {begins} began another loop or `with`. A usual cause"
+            " is a stop that is decided on in the body of a loop, which a rank that has run out of batches is not told"
+            f" of. {DECIDE}"
+        )

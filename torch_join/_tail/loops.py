@@ -74,6 +74,12 @@ class LoopDriver(Meetings):
         """What reads the loader of the current loop, or of the last one; `None` before the first."""
         return None if self._loop is None else self._loop.reader
 
+    @property
+    def was_even(self) -> bool:
+        """Whether all ranks knew that they had equally many batches in the current loop, or the last one."""
+        certain = None if self._loop is None else self._loop.certain
+        return certain is not None and min(certain) == max(certain)
+
     def enter(self, open_channel: Callable[[], Channel]) -> None:
         """Begin a `with`; all ranks meet.
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torch_join._base.devices import on_device
-from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._base.errors import JoinValueError, UnsupportedError, check_all_go_on
 from torch_join._base.hyperparameters import Steps, Words
 from torch_join._handover.audit import Audit, Often
 from torch_join._handover.buffers import UnsyncedBuffers
@@ -183,8 +183,10 @@ class Tails:
 
         Raises:
             JoinValueError: Other types, or in another order.
+            JoinError: A rank has ended its training.
         """
         everyone = self.server.channel.gather([type(thing).__name__ for thing in self._objects], of=list[str])
+        check_all_go_on(everyone, self.server.channel.names)
         if any(names != everyone[0] for names in everyone):
             words = zip(self.server.channel.names, everyone, strict=True)
             given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in words)
