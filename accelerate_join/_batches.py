@@ -47,12 +47,18 @@ class Loop(Generic[T]):
     handled: BaseException | None = None
 
     def __iter__(self) -> Iterator[T]:
+        if check_supported(self.accelerator):  # in a single process nobody waits for this one to begin it
+            _end_at_exit()
+            _unbegun.append((ref(dist.group.WORLD), self))
+        return self._go_through()
+
+    def _go_through(self) -> Iterator[T]:
+        _begin_unasked(self.accelerator, until=self)
         finish(self.accelerator, also_held=True)
         context = self.new_context()
         join = context.__enter__()
         self.context, self.join, self.left, self.handled = context, join, False, sys.exc_info()[1]
         if check_supported(self.accelerator):  # in a single process no one waits for the context's end
-            _end_at_exit()
             _loops[self.accelerator] = self
             driver_of(join).end_with_loop = self.leave
         try:
@@ -65,6 +71,13 @@ class Loop(Generic[T]):
             self.leave(error)
             raise
         self.leave()
+
+    def go_through_unasked(self) -> None:
+        """Go through it as a rank does whose user has not asked for a batch: there may have been none."""
+        with self.new_context() as join:
+            driver_of(join).asks = False
+            for _ in join.batches(self.loader):
+                pass
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -95,8 +108,22 @@ class Loop(Generic[T]):
         return reader is not None and reader.has_next()
 
 
+# Those that have an iterator that has not been asked for a batch yet, in order, and of which world.
+_unbegun: list[tuple[ref[Any], Loop[Any]]] = []
 # The loops whose context is open. Until it ends, Accelerate's functions are replaced by ones that hold the accelerator.
 _loops: dict[accelerate.Accelerator, Loop[Any]] = {}
+
+
+def _begin_unasked(accelerator: accelerate.Accelerator, until: Loop[Any] | None = None) -> None:
+    """Go through loops that others are in, and that here nobody has asked for a batch: a rank may have none."""
+    mine = [(world, loop) for world, loop in _unbegun if loop.accelerator is accelerator]
+    if until is not None:
+        ends = next((index for index, (_, loop) in enumerate(mine) if loop is until), -1)
+        mine = mine[: ends + 1]
+    _unbegun[:] = [one for one in _unbegun if one not in mine]
+    for world, loop in mine:
+        if loop is not until and world() is dist.group.WORLD:
+            loop.go_through_unasked()
 
 
 def finish(accelerator: accelerate.Accelerator, also_held: bool = False, at_end: bool = False) -> bool:
@@ -110,12 +137,13 @@ def finish(accelerator: accelerate.Accelerator, also_held: bool = False, at_end:
     Returns:
         Whether there was one.
     """
-    loop = _loops.get(accelerator)
-    if loop is None or not (loop.left or at_end or (also_held and not loop.has_next)):
-        return False
-    error = sys.exc_info()[1]  # in a `finally`, perhaps, where the others hear best what it was
-    loop.leave(error if error is not loop.handled else None)
-    return True
+    loop, error = _loops.get(accelerator), sys.exc_info()[1]
+    found = loop is not None and (loop.left or at_end or (also_held and not loop.has_next))
+    if loop is not None and found:  # in a `finally`, perhaps, where the others hear best what it was
+        loop.leave(error if error is not loop.handled else None)
+    if at_end and error is None:
+        _begin_unasked(accelerator)
+    return found
 
 
 _PATIENCE = timedelta(seconds=10)  # at the end of training, where others may have long work of their own left
@@ -174,6 +202,8 @@ def _end_open_loops() -> None:
                 )
             )
         _at_exit(partial(loop.leave, error), error)
+    for accelerator in [] if error is not None else [loop.accelerator for _, loop in _unbegun]:
+        _at_exit(partial(_begin_unasked, accelerator), None)
     for accelerator in [] if error is not None else list(_ending):
         _at_exit(partial(end, accelerator), None)
 

@@ -50,7 +50,7 @@ def join_uneven_inputs(
         weighting: How the gradients of the active ranks are combined, see `torch_join.Join`.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs.
         **kwargs: What else `torch_join.Join` takes: `heartbeat`, `timeout`, `audit`, `hand_over_ignored`,
-            `backward_collectives`, `rebalance`, and options for hooks.
+            `hand_over_buffers`, `backward_collectives`, `rebalance`, and options for hooks.
 
     Yields:
         The `torch_join.Join`, whose `batches` takes loaders that Accelerate has not prepared.

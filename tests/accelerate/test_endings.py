@@ -165,7 +165,7 @@ def test_on_three_ranks_and_where_all_leave(workers: Workers, lengths: Any, how:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("lengths", [(7, 3), (3, 7)])
+@pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (0, 4), (4, 0)])
 def test_a_held_iterator_is_finished_by_end_training(workers: Workers, lengths: Any, streams: bool) -> None:
     for weights, _ in workers.run(2, leave, lengths, "held", "", streams, "end"):
         assert weights == exact(lengths)

@@ -42,9 +42,11 @@ class LoopDriver(Meetings):
     Attributes:
         end_with_loop: Ends the `with`, where that is to end with its only loop: called when this rank, which has left
             the loop by `break`, is about to do something with others.
+        asks: Whether this rank's user has asked for a batch of the loops that it goes through.
     """
 
     end_with_loop: Callable[[], None] | None = None
+    asks = True
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class LoopDriver(Meetings):
             if self.in_loop:
                 raise _nesting.nested()
             self.arrive()
-            reader = reader_of(loader)
+            reader, asks = reader_of(loader), asks and self.asks
             self._loops += 1
             mine = self._loop = Loop(reader, asks, number=self._loops)
             for model in self.server.models():

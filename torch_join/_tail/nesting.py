@@ -66,7 +66,8 @@ def nested() -> JoinError:
     return JoinError(
         "A loop over join.batches was begun inside another one, or while another one that was left by `break` is still"
         " held in a variable (a progress bar, for example): ranks that have joined cannot follow. Close it (`del` it),"
-        " begin one after the other has ended, or loop over both at once: join.batches(zip(a, b))."
+        " begin one after the other has ended (evaluate between the epochs), or loop over both at once:"
+        " join.batches(zip(a, b))."
     )
 
 
