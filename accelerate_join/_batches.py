@@ -139,8 +139,9 @@ def finish(accelerator: accelerate.Accelerator, also_held: bool = False, at_end:
     """
     loop, error = _loops.get(accelerator), sys.exc_info()[1]
     found = loop is not None and (loop.left or at_end or (also_held and not loop.has_next))
-    if loop is not None and found:  # in a `finally`, perhaps, where the others hear best what it was
-        loop.leave(error if error is not loop.handled else None)
+    if loop is not None and found:
+        # At the end, in a `finally`, the others hear best what it was; elsewhere an error that is handled is none.
+        loop.leave(error if at_end and error is not loop.handled else None)
     if at_end and error is None:
         _begin_unasked(accelerator)
     return found

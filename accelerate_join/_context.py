@@ -235,10 +235,9 @@ class AcceleratorContext:
             yield from self._driver.go_through(loader, partial(PreparedReader, own_iter))
 
     def note_epoch(self, loader: Any) -> None:
-        driver = self._driver
-        if driver.in_plain_loop and not (driver.reader is not None and driver.reader.pulling):
-            self._mixes = self._mixes or self._began.get(id(loader), driver.step_number) < driver.step_number
-            self._began[id(loader)] = driver.step_number
+        steps = self._driver.plain_steps
+        self._mixes = self._mixes or self._began.get(id(loader), steps) < steps
+        self._began[id(loader)] = steps
 
     def warn_of_mixed_epochs(self) -> None:
         """Warn, on a process that has run out before others, that its epochs were not trained with theirs."""

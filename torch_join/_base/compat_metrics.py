@@ -104,7 +104,8 @@ def will_sync(metric: Any) -> bool:
 def syncing(frame: FrameType | None) -> Any:
     """Return the metric, or the collection of some, whose sync gathers something where `frame` is, if one does.
 
-    Sums over this step's batch (`dist_sync_on_step=True`) are passed over: zeros do not change them.
+    Sums over this step's batch (`dist_sync_on_step=True`), and what is joined to one list, are passed over: zeros, and
+    no rows, do not change them.
     """
     found: Any = None
     is_neutral = False
@@ -113,8 +114,8 @@ def syncing(frame: FrameType | None) -> Any:
             names = frame.f_code.co_varnames + frame.f_code.co_freevars
             one: Any = frame.f_locals.get("self") if "self" in names else None
             if found is None and is_metric(one):
-                sums = all(getattr(each, "__name__", "") == "dim_zero_sum" for each in reductions(one).values())
-                is_neutral = sums and not one._should_unsync
+                kinds = {getattr(each, "__name__", "") for each in reductions(one).values()}
+                is_neutral = kinds <= {"dim_zero_sum", "dim_zero_cat"} and not one._should_unsync
             if is_metric(one) or (found is not None and callable(getattr(one, "compute", None))):
                 found = one
         frame = frame.f_back

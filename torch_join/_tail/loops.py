@@ -43,10 +43,12 @@ class LoopDriver(Meetings):
         end_with_loop: Ends the `with`, where that is to end with its only loop: called when this rank, which has left
             the loop by `break`, is about to do something with others.
         asks: Whether this rank's user has asked for a batch of the loops that it goes through.
+        plain_steps: How many steps there were outside of `batches`.
     """
 
     end_with_loop: Callable[[], None] | None = None
     asks = True
+    plain_steps = 0
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class LoopDriver(Meetings):
             self.server.parts = make_parts(self, self._objects, self._options)
         self.reset()
         self._loop = None
-        self._loops = 0
+        self._loops = self.plain_steps = 0
         self._entered_in, self._steps_in = threading.get_ident(), None
         self._uneven_loops: set[tuple[int, int]] = set()  # that have ended, and a model that had backwards in it
         try:
@@ -310,6 +312,7 @@ class LoopDriver(Meetings):
         self.arrive()
         self.place = move(self.place, Place.PLAIN)
         self._steps.begin()
+        self.plain_steps += 1
         self._due = Due(samples, at_last=False)
         self.step_number += 1
 
