@@ -34,6 +34,7 @@ PUBLIC = {
         "Weighting",
     ],
     torch_join.integration: [
+        "DECIDE",
         "Begin",
         "Changes",
         "Channel",
@@ -65,6 +66,7 @@ PUBLIC = {
         "open_channel",
         "refuse_position",
         "resolve_weighting",
+        "say_farewell",
         "sharded_lockstep_join",
         "steps_of",
         "take_group_options",

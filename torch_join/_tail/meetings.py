@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,7 +188,8 @@ class Meetings:
         else:
             # Not where all know, and throw, nor in a loop that this rank has left: its loader is its user's again.
             checks = self.in_loop and not (self._throws and min(certain) <= self.step_number)
-            if checks and certain[self.members.rank] <= self.step_number:
+            # As a loop begins a loader may do something with all others, also one without a batch (Accelerate's does).
+            if checks and (self.step_number == 0 or certain[self.members.rank] <= self.step_number):
                 self._check(reader, certain[self.members.rank])
                 checks = False
             self._at_last = self.step_number + 1 >= max(certain)
@@ -251,10 +252,16 @@ class Meetings:
         if has_input:
             self._hear(has_input)
             return
+        with self._watching_loaders():
+            self._hear(has_input)
+
+    @contextmanager
+    def _watching_loaders(self) -> Iterator[None]:
+        """Put around what a rank without a batch waits for, and others come to when they have read their next one."""
         channel = self.server.channel
         channel.suspect = LoaderWatch(channel, self.members).look
         try:
-            self._hear(has_input)
+            yield
         finally:
             channel.suspect = lambda: None
 
@@ -301,7 +308,8 @@ class Meetings:
             if self._throws:
                 raise early_termination(members.rank, joined)
             if members.active != members.before:
-                self.tails.compare_steps(self._steps, self.members.may_break)
+                with self._watching_loaders() if joined else nullcontext():
+                    self.tails.compare_steps(self._steps, self.members.may_break)
             if joined:
                 self.tails.serve(self._at_top)
                 return False

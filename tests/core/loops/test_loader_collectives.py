@@ -45,17 +45,21 @@ def train(rank: int, lengths: tuple[int, ...], sized: bool) -> Any:
     return rows
 
 
-@pytest.mark.parametrize(("lengths", "rows"), [((1, 3), [[2], [2, 3, 4]]), ((3, 0, 2), [[3, 4, 3], [], [3, 4]])])
+@pytest.mark.parametrize(("lengths", "rows"), [((1, 3), [[2], [2, 3, 4]]), ((3, 1, 2), [[3, 4, 3], [3], [3, 4]])])
 def test_a_collective_of_a_loader_of_certain_length_is_followed(
     workers: Workers, lengths: tuple[int, ...], rows: list[list[int]]
 ) -> None:
     assert workers.run(len(lengths), train, lengths, True) == rows
 
 
-def test_a_collective_of_another_loader_is_named(workers: Workers) -> None:
-    assert workers.run(2, train, (2, 2), False) == [[2, 3], [2, 3]]
-    for outcome in workers.outcomes(2, train, (1, 3), False):
-        assert "The loader of rank 1 is in a collective (of torch.distributed) for its batch 1" in outcome.error
+@pytest.mark.parametrize(("lengths", "sized"), [((1, 3), False), ((0, 2), True)])
+def test_a_collective_of_another_loader_is_named(workers: Workers, lengths: tuple[int, ...], sized: bool) -> None:
+    assert workers.run(2, train, (2, 2), sized) == [[2, 3], [2, 3]]
+    for outcome in workers.outcomes(2, train, lengths, sized):
+        assert (
+            f"The loader of rank 1 is in a collective (of torch.distributed) for its batch {lengths[0]}"
+            in outcome.error
+        )
         assert "waits for rank 0, which has run out of batches" in outcome.error
 
 
