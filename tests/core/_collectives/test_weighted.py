@@ -141,6 +141,9 @@ class Weights:
     def before_differentiable(self, group: list[int]) -> None:
         """Nothing is to be told."""
 
+    def before_exchange(self, operation: str, group: list[int]) -> None:
+        """Nothing is to be told."""
+
 
 class InBackward(torch.autograd.Function):
     @staticmethod
