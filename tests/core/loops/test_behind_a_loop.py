@@ -126,3 +126,26 @@ def leave_together(rank: int, what: str) -> list[list[float]]:
 def test_all_may_leave_at_the_last_step_of_one(workers: Workers, what: str) -> None:
     first, second = workers.run(2, leave_together, what)
     assert first == second
+
+
+def send_between(rank: int) -> int:
+    """In a last step: what another rank has to hear of before it can come to the same collective."""
+    steps = 0
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
+    with Join([ddp], timeout=timedelta(seconds=20)) as join:
+        for step, _ in enumerate(join.batches([0] * (2 + 2 * rank))):
+            if step < 2:
+                word, total = torch.ones(1), torch.ones(1)
+                if rank == 0:
+                    work = dist.all_reduce(total, async_op=True)
+                    dist.send(word, 1)
+                    work.wait()
+                else:
+                    dist.recv(word, 0)
+                    dist.all_reduce(total)
+                steps += int(total)
+    return steps
+
+
+def test_what_another_rank_waits_for_is_not_held_back(workers: Workers) -> None:
+    assert workers.run(2, send_between) == [4, 4]

@@ -160,3 +160,39 @@ def test_one_backward_of_all_batches_may_come_after_the_loop(workers: Workers) -
     together = [[(0, 0), (1, 0), (1, 1), (1, 2)]]
     for weight in workers.run(2, train_late, (1, 3), True):
         assert weight == pytest.approx(reference(2, together), abs=1e-12)
+
+
+def train_apart(rank: int, lengths: tuple[int, ...], way: str) -> list[list[float]]:
+    """Train one model in each step and another once after the loop, or evaluate and then train in a plain `for`."""
+    nets = [network(), network()]
+    ddps = [DistributedDataParallel(net) for net in nets]
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in nets]
+    batches = [batch(rank, step) for step in range(lengths[rank])]
+    with Join([*ddps, *optimizers], timeout=timedelta(0, 20)) as join:
+        total = torch.zeros((), dtype=torch.float64)
+        for x in join.batches(batches):
+            if way == "evaluates":
+                nets[0](x)
+                continue
+            optimizers[0].zero_grad()
+            loss(ddps[0], x).backward()
+            optimizers[0].step()
+            total = total + loss(ddps[1], x)
+        if way == "once":
+            total.backward()
+            optimizers[1].step()
+        for x in batches if way == "evaluates" else ():
+            for ddp, optimizer in zip(ddps, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss(ddp, x).backward()
+                optimizer.step()
+    return [net.weight.flatten().tolist() for net in nets]
+
+
+@pytest.mark.parametrize("way", ["once", "evaluates"])
+def test_a_backward_after_a_loop_that_leaves_nothing_behind(workers: Workers, way: str) -> None:
+    steps = [[(0, 0), (1, 0)], [(1, 1)], [(1, 2)]]
+    other = [[place for present in steps for place in present]] if way == "once" else steps
+    for first, second in workers.run(2, train_apart, (1, 3), way):
+        assert first == pytest.approx(reference(2, steps), abs=1e-12)
+        assert second == pytest.approx(reference(2, other), abs=1e-12)
