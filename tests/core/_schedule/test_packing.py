@@ -182,13 +182,13 @@ def test_a_received_tensor_can_be_changed_in_place_and_saved_for_backward() -> N
     assert x.shape == (6,)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:Sparse CSC", "ignore:Sparse BSR")
 def test_a_storage_comes_back() -> None:
     got = over_the_wire({"bytes": numbers(2, 3).untyped_storage(), "x": numbers(2)})
     assert isinstance(got["bytes"], torch.UntypedStorage)
     assert got["bytes"].tolist() == numbers(2, 3).untyped_storage().tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:Sparse CSC", "ignore:Sparse BSR")
 def test_sparse_tensors_come_back() -> None:
     dense = torch.eye(4) * torch.arange(4)
     for given in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsr((2, 2))):
