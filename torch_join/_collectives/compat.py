@@ -141,6 +141,15 @@ def waits_for_backward(thread: int) -> bool:
     return frame is not None and frame.f_code is _ENGINE
 
 
+def threads() -> frozenset[int]:
+    """Return which threads there are, by `threading.get_ident`.
+
+    Not from `threading.enumerate`: it holds a lock that a thread needs in order to end, and what Python collects
+    meanwhile may wait for one of ours to end.
+    """
+    return frozenset(sys._current_frames())
+
+
 def collective_under_way(thread: int) -> list[int] | None:
     """Return the global ranks of the group of the collective that a thread is in, if it is in one."""
     for frame in _all_callers(sys._current_frames().get(thread)):

@@ -97,7 +97,7 @@ class CollectiveTap:
                 " before another can serve a tail of its own."
             )
         self._thread = threading.get_ident()
-        self._others = weakref.WeakSet(threading.enumerate())  # what these do all ranks have begun
+        self._others = _compat_c10d.threads()  # what these do all ranks have begun
         self._library = _dispatch.c10d_library()
         CollectiveTap._installed = self
         self._allow_graphs = _compat_c10d.refuse_graphs(self._refuse_graph)
@@ -155,7 +155,7 @@ class CollectiveTap:
         return kernel
 
     def _check_other_thread(self, args: dict[str, Any], caller: FrameType | None) -> None:
-        if self._joined is None or threading.current_thread() in self._others or "process_group" not in args:
+        if self._joined is None or threading.get_ident() in self._others or "process_group" not in args:
             return
         of_all = len(_ranks(args)) == dist.get_world_size()  # who has joined is the other thread's to find out
         if of_all and _compat_c10d.origin(caller).is_checkpoint:
