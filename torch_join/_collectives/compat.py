@@ -4,6 +4,7 @@
 """
 
 import functools
+import gc
 import inspect
 import itertools
 import os
@@ -137,22 +138,32 @@ def in_backward() -> bool:
 
 def waits_for_backward(thread: int) -> bool:
     """Whether another thread waits for a backward pass that the engine's own threads run."""
-    frame = sys._current_frames().get(thread)
+    frame = _frames().get(thread)
     return frame is not None and frame.f_code is _ENGINE
 
 
 def threads() -> frozenset[int]:
-    """Return which threads there are, by `threading.get_ident`.
+    """Return which threads there are, by `threading.get_ident`."""
+    return frozenset(_frames())
 
-    Not from `threading.enumerate`: it holds a lock that a thread needs in order to end, and what Python collects
-    meanwhile may wait for one of ours to end.
+
+def _frames() -> dict[int, FrameType]:
+    """Return the frame of each thread.
+
+    Python holds a lock meanwhile that a thread needs in order to end, and what it collects may wait for one of ours.
     """
-    return frozenset(sys._current_frames())
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def collective_under_way(thread: int) -> list[int] | None:
     """Return the global ranks of the group of the collective that a thread is in, if it is in one."""
-    for frame in _all_callers(sys._current_frames().get(thread)):
+    for frame in _all_callers(_frames().get(thread)):
         if frame.f_code.co_filename == _C10D_FILE and frame.f_code.co_name in _COLLECTIVES:
             group: Any = frame.f_locals.get("group") or dist.group.WORLD
             return group_ranks(group)
@@ -239,7 +250,7 @@ def in_nested_backward() -> bool:
     """
     here, waiting = threading.get_ident(), False
     if all(thread.ident != here or isinstance(thread, threading._DummyThread) for thread in threading.enumerate()):
-        waiting = any(frame.f_code is _ENGINE for thread, frame in sys._current_frames().items() if thread != here)
+        waiting = any(frame.f_code is _ENGINE for thread, frame in _frames().items() if thread != here)
     return waiting + sum(frame.f_code is _ENGINE for frame in _all_callers(sys._getframe())) > 1
 
 
