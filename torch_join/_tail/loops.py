@@ -291,7 +291,7 @@ class LoopDriver(Meetings):
         elif (loop, model) in self._uneven_loops:
             with self._telling():
                 raise _nesting.late_backward(self.members.name)
-        elif not self.in_loop and here.reads_ahead and here.forwarded and here.uneven:
+        elif not self.in_loop and here.reads_ahead and model in here.trains and here.uneven:
             with self._telling():
                 raise _nesting.read_ahead(self.members.name)
 
