@@ -4,6 +4,7 @@ Accelerate gathers tensors of one shape from all processes. Here each rank may h
 ranks that have joined take part with none, so that what comes back holds the active ranks' rows.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,14 @@ from accelerate_join._batches import finish
 from accelerate_join._prepared import Progress
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import LoopDriver, Part, is_communication_error, is_sharded_model, telling_failures
+from torch_join.integration import (
+    LoopDriver,
+    Part,
+    is_closed,
+    is_communication_error,
+    is_sharded_model,
+    telling_failures,
+)
 
 _MAIN = 0
 _CALL, _SAVE, _OF_MODEL = "call", "save_state", "of a model"
@@ -65,6 +73,7 @@ class Operations(Part):
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within, Accelerate's functions do what these methods do."""
+        self._loop.server.hears_asides = True
         with _compat.operations_replaced(self.gather, self.gather_object, self.broadcast, self.reduce):
             yield
 
@@ -156,11 +165,23 @@ class Operations(Part):
         """
         if not self.server.in_tail:
             return self._save(args, kwargs, False)
+        args = tuple(os.fspath(arg) if isinstance(arg, os.PathLike) else arg for arg in args)
         everywhere = self._accelerator.project_configuration.save_on_each_node or self.main_process_has_joined
         scaler = self._accelerator.scaler
         states = self._progress.state_dict(), None if scaler is None else scaler.state_dict()
-        with self._together(_SAVE, (args, kwargs, everywhere, *states)):
+        payload = args, kwargs, everywhere, *states
+        if everywhere or not self._saves_alone(payload):
+            with self._together(_SAVE, payload):
+                return self._save(args, kwargs, everywhere)
+        self._loop.server.announce_aside(self.index, _SAVE, payload)
+        with self._loop.server.together():
             return self._save(args, kwargs, everywhere)
+
+    def _saves_alone(self, payload: Any) -> bool:
+        """Whether a script may have the main process alone save a checkpoint, as it may without the context."""
+        waits = self._accelerator.project_configuration.automatic_checkpoint_naming
+        is_sharded = any(map(is_sharded_model, _compat.models(self._accelerator)))
+        return not waits and not is_sharded and is_closed(payload)
 
     def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model's weights: a sharded one's on all ranks, others on the main process or its stand-in."""

@@ -15,7 +15,7 @@ from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.weighting import resolve_weighting
 from torch_join._collectives.compat import in_backward
 from torch_join._control.channel import Channel
-from torch_join._control.codec import closed
+from torch_join._control.codec import closed, is_closed
 from torch_join._control.failures import telling_failures
 from torch_join._control.farewell import say_farewell
 from torch_join._control.rendezvous import open_channel
@@ -60,6 +60,7 @@ __all__ = [
     "follow_sharded_model",
     "group_options",
     "in_backward",
+    "is_closed",
     "is_communication_error",
     "is_length_certain",
     "is_sharded_model",

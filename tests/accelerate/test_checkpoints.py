@@ -78,7 +78,7 @@ class Session:
         )
 
 
-def save_each_step(rank: int, script: Script, folder: str, automatic: bool) -> tuple[Seen, Any]:
+def save_each_step(rank: int, script: Script, folder: str, automatic: bool, on_main: bool = False) -> tuple[Seen, Any]:
     config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=20) if automatic else None
     with accelerator_of(rank, gradient_accumulation_steps=script.accumulate, project_config=config) as accelerator:
         session = Session(accelerator, script, rank)
@@ -87,7 +87,8 @@ def save_each_step(rank: int, script: Script, folder: str, automatic: bool) -> t
             for step, (numbers, x, y) in enumerate(session.loader):
                 seen[0].append(numbers.tolist())
                 session.step(x, y)
-                accelerator.save_state(None if automatic else f"{folder}/{step}", safe_serialization=is_safe())
+                if accelerator.is_main_process or not on_main:
+                    accelerator.save_state(None if automatic else f"{folder}/{step}", safe_serialization=is_safe())
         return seen, session.state
 
 
@@ -109,13 +110,29 @@ def restore(rank: int, script: Script, path: str) -> Any:
     ids=lambda script: str(script.lengths),
 )
 def test_a_checkpoint_of_the_tail(workers: Workers, script: Script, automatic: bool, tmp_path: Path) -> None:
-    results = workers.run(script.world_size, save_each_step, script, str(tmp_path), automatic)
+    check_checkpoints(workers, script, tmp_path, automatic)
+
+
+@pytest.mark.parametrize("lengths", [(5, 2), (4, 4, 3), (3, 5, 2)], ids=str)  # the main process goes on, and joins too
+def test_a_checkpoint_that_the_main_process_alone_saves(
+    workers: Workers, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    check_checkpoints(workers, Script(world_size=len(lengths), lengths=lengths), tmp_path, on_main=True)
+    # A rank that has joined has added what is its own; one that is active and did not save has not, as ever.
+    assert (tmp_path / str(lengths[0] - 2) / f"random_states_{len(lengths) - 1}.pkl").exists() == (len(lengths) == 2)
+
+
+def check_checkpoints(
+    workers: Workers, script: Script, tmp_path: Path, automatic: bool = False, on_main: bool = False
+) -> None:
+    results = workers.run(script.world_size, save_each_step, script, str(tmp_path), automatic, on_main)
     seen = [mine for mine, _ in results]
     assert all(state == results[0][1] for _, state in results)
-    for step in range(max(script.lengths)):
+    for step in range(script.lengths[0] if on_main else max(script.lengths)):
         path = tmp_path / "checkpoints" / f"checkpoint_{step}" if automatic else tmp_path / str(step)
         states = workers.run(script.world_size, restore, script, str(path))
-        assert all(state == states[0] for state in states)
+        # A rank whose own part is not there does not know how many batches it had accumulated.
+        assert all(state[:3] == states[0][:3] and (on_main or state == states[0]) for state in states)
         parameters, optimizer, scheduler, accelerator_step, count = states[0]
         whole = script.accumulate == 1 or (step + 1) % script.accumulate == 0 or step + 1 == max(script.lengths)
         until = step + 1 if whole else step + 1 - (step + 1) % script.accumulate

@@ -7,6 +7,7 @@ joined rank takes part in everything in the order of the members, and never wait
 while a member waits for it in another.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -78,14 +79,23 @@ class Subgroups:
             if self._speaks(name, active) and _in_part(ranks, active):
                 self._channel.post(f"sub/{name}/at/{self._channel.records}", self._counts[name])
 
-    def follow(self, of: Any) -> Any:
+    def follow(self, of: Any, also: Callable[[], None] | None = None) -> Any:
         """Wait for the next record of the common log; meanwhile, take part in what comes in these groups.
 
         Args:
             of: The type of a record, which ends with the active ranks.
+            also: What else to do meanwhile, and once more when the record is there.
         """
         number = self._channel.records
-        record = self._channel.follow((lambda: self._take_part(number)) if self._groups else None, of)
+
+        def meanwhile() -> None:
+            self._take_part(number)
+            if also is not None:
+                also()
+
+        record = self._channel.follow(meanwhile if self._groups or also is not None else None, of)
+        if also is not None:
+            also()
         before_, self._active = self._active, record[-1]  # who has joined since has left a note, too
         for name, ranks in self._groups.items():
             if _in_part(ranks, before_) or _in_part(ranks, self._active):

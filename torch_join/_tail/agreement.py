@@ -106,8 +106,7 @@ class Agreement:
         words = {names[rank]: status.word for rank, (_, status) in answers.items() if status and status.word}
         return JoinError(
             "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"
-            f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step: also"
-            " Accelerate's save_state, which does not stand under `if accelerator.is_main_process:` in the loop."
+            f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step."
         )
 
 

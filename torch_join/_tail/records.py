@@ -11,6 +11,7 @@ from torch_join._control import codec as _codec
 END, DONE, COLLECTIVE, TAIL = "end", "done", "collective", "tail"
 
 Announcement = tuple[int, str, Any]  # by which part (-1: none), what, and what else others need to know
+ASIDE = "aside/{}/{}"  # before which record of the log, and which one of those there
 RECORD = tuple[list[Announcement], tuple[int, ...]]  # and who is active
 _KINDS = {
     COLLECTIVE: Call,

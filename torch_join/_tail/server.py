@@ -4,6 +4,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any, cast
 
 from torch_join._base.errors import JoinError
@@ -37,6 +39,7 @@ class Server:
         parts: What answers records, by their index.
         tap: Listens to an active rank's collectives.
         backwards: Hears of collectives in backward.
+        hears_asides: Whether a joined rank looks for what is announced aside, see `announce_aside`.
         on_all: How deep this rank is in `on_all_ranks`.
     """
 
@@ -54,6 +57,7 @@ class Server:
         self._arrive = arrive
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
         self.backwards = ServedBackwards(self, members, check_backward)
+        self.hears_asides = False
         self.open(Channel())
         self.reset()
 
@@ -116,6 +120,16 @@ class Server:
             self._said.append(self.agreement.note((index, kind, payload), self.members.leads))
             if not hold:
                 self.tell()
+
+    def announce_aside(self, index: int, kind: str, payload: Any) -> None:
+        """Tell the joined ranks what the lowest active rank does now, and the other ones may do or not.
+
+        It has no number in the log, which the active ranks count in common.
+        """
+        if self.in_tail and self.members.leads:
+            keys = (_records.ASIDE.format(self.channel.records, place) for place in count())
+            key = next(key for key in keys if not self.channel.posted(key))
+            self.channel.post(key, ([(index, kind, payload)], self.members.active), until_met=True)
 
     def tell(self) -> None:
         """Write what has been announced."""
@@ -227,12 +241,25 @@ class Server:
     def _next(self) -> _records.Announcement:
         """Wait for the next announcement."""
         if not self._heard:
-            said, active = self._subgroups.follow(_records.RECORD)
+            number, self._asides = self.channel.records, 0
+            meanwhile = partial(self._take_asides, number) if self.hears_asides else None
+            said, active = self._subgroups.follow(_records.RECORD, meanwhile)
             _records.check_record(said, active, len(self.parts), self.members.active)
             self._heard.extend(said)
             if active:
                 self.change(active)
         return self._heard.popleft()
+
+    def _take_asides(self, number: int) -> None:
+        """Answer what was announced aside before a record of the log."""
+        while self.channel.posted(key := _records.ASIDE.format(number, self._asides)):
+            self._asides += 1
+            said, active = self.channel.read(key, of=_records.RECORD, is_polled=True)
+            if self.members.rank in active:
+                continue  # it has done so itself before it joined
+            _records.check_record(said, active, len(self.parts), self.members.active)
+            for announcement in said:
+                self._answer(*announcement)
 
     def _answer(self, index: int, kind: str, payload: Any) -> None:
         all_came = False
