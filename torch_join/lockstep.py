@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base import compat as _compat
+from torch_join._base import compat_groups as _compat_groups
 from torch_join._base.errors import UnsupportedError
 from torch_join._handover.buffers import StepBuffers
 from torch_join._shadow.model import ModelShadow
@@ -184,7 +185,7 @@ class LockstepJoin(Lockstep):
             self.driver.derive(self._model, "backward", partial(self._listening_to, backward))
         if not counts:
             return True
-        _compat.wait_for_device(parameters[0].device.type)
+        _compat.wait_for_device(parameters[0].device.type, self._look)
         totals = self._no_loss.read()
         for parameter in () if totals.has_gradients else parameters:
             parameter.grad = None
@@ -219,7 +220,13 @@ class LockstepJoin(Lockstep):
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
         if self._syncs:
             with self.driver.server.own_collectives() if self.in_tail else nullcontext():
-                _compat.check_reduced(self._shadow.ddp)
+                _compat.check_reduced(self._shadow.ddp, self._look)
+
+    def _look(self) -> None:
+        """Raise, while this rank waits for its device, if another one has failed."""
+        if (failure := self.channel.failure()) is not None:
+            _compat_groups.abort(self.driver.members.group, self._shadow.parameters[0].device.type)
+            raise failure
 
     @property
     def _shadow(self) -> ModelShadow:

@@ -1,21 +1,27 @@
 """What cannot be followed on an accelerator raises, and leaves nothing open."""
 
 import os
+import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
+from lightning_join import DDPJoinStrategy
 from tests.core._schedule.test_rebalanced_loops import Sum
 from tests.core.backward.test_exact import train_reentrant
 from tests.core.joinables.test_joinables import step_too_often
+from tests.support.cases import Case, build_trainer
 from tests.support.inside import late_records
-from tests.support.workers import Workers
+from tests.support.workers import WorkerError, Workers
 from torch_join import Join, PeerFailedError, UnsupportedError
 from torch_join._base import compat
 
@@ -185,3 +191,46 @@ def without_store(rank: int) -> str:
 
 def test_a_job_without_a_store_raises(workers: Workers) -> None:
     assert all("no key-value store" in said for said in workers.run(2, without_store))
+
+
+class Heads(pl.LightningModule):
+    """In the first step rank 1 leaves a head out, whose gradient the others wait for; it stays until they have left."""
+
+    def __init__(self, left: Path) -> None:
+        super().__init__()
+        self.left = left
+        self.net, self.heads = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 1) for _ in range(2))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        heads = self.heads if self.global_rank == 0 else self.heads[:1]
+        return sum((head(self.net(x)).sum() for head in heads), torch.zeros(()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def cpu(self) -> "Heads":  # at the end, also of a failure
+        start = time.monotonic()
+        while self.global_rank == 1 and not self.left.exists() and time.monotonic() < start + 20:
+            time.sleep(0.01)
+        self.left.touch()
+        return super().cpu()
+
+
+def fit_heads(rank: int, left: Path) -> None:
+    strategy = DDPJoinStrategy(gradient_as_bucket_view=True)  # else the emulator's host waits in backward
+    trainer = build_trainer(Case((2, 2), epochs=1), strategy=strategy, gradient_clip_val=None)
+    start = time.monotonic()
+    try:
+        trainer.fit(Heads(left), DataLoader([torch.ones(1, 2)] * 2, batch_size=None))
+    except RuntimeError:
+        assert time.monotonic() - start < 15, "the backend's own timeout is 25 s"
+        raise
+
+
+def test_a_rank_that_waits_for_its_device_hears_of_a_failure(emulated: Workers, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as raised:
+        emulated.run(2, fit_heads, tmp_path / "left")
+    assert "rank 0: PeerFailedError: " in str(raised.value)
+    assert "rank 1: RuntimeError: It looks like your LightningModule has parameters that were not used" in str(
+        raised.value
+    )

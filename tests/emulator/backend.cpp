@@ -159,6 +159,7 @@ class Backend final : public c10d::Backend {
     options_->timeout = timeout;
     gloo_->setTimeout(timeout);
   }
+  void abort() override { abandon(); }
   bool supportsCoalescing() const override { return true; }
 
   // What is issued in between is launched by the end, as one.

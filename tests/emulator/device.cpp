@@ -115,6 +115,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   struct Event {
     std::shared_ptr<Pending> pending;
     Past past;
+    std::vector<std::shared_ptr<Pending>> awaited;  // by the device, when it was recorded
   };
 
   c10::DeviceType type() const override { return kDevice; }
@@ -151,7 +152,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     delete static_cast<Event*>(*event);
-    *event = new Event{issued, issued ? issued->past : order.past(stream.id())};
+    *event = new Event{issued, issued ? issued->past : order.past(stream.id()), awaited_by_device()};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
@@ -160,8 +161,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     order.wait(stream.id(), known.past);
   }
   bool queryEvent(void* event) const override {
-    auto pending = event ? static_cast<Event*>(event)->pending : nullptr;
-    return !pending || pending->done();
+    if (!event) return true;
+    auto& known = *static_cast<Event*>(event);
+    auto done = [](auto& pending) { return pending->done(); };
+    if (known.pending ? !done(known.pending) : !std::all_of(known.awaited.begin(), known.awaited.end(), done)) return false;
+    order.host_waits(known.past);
+    return true;
   }
   void synchronizeEvent(void* event) const override {
     synchronise(event ? static_cast<Event*>(event)->past : Past());

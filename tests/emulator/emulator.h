@@ -146,6 +146,8 @@ void let_device_wait(std::shared_ptr<Pending> pending);
 std::vector<std::shared_ptr<Pending>> awaited_by_device();
 // What the device does before a kernel, a copy or a synchronisation.
 void catch_up();
+// The device waits for no collective any more.
+void abandon();
 
 // The collective that is being issued in this thread: an event recorded meanwhile stands for its end.
 extern thread_local std::shared_ptr<Pending> issued;

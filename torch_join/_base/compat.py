@@ -3,6 +3,7 @@
 `tests/core/_base/test_compat.py` notices when one of them goes.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -85,10 +86,22 @@ def set_buffer(module: nn.Module, name: str, buffer: Tensor | None, persistent: 
     (set.discard if persistent else set.add)(module._non_persistent_buffers_set, name)
 
 
-def wait_for_device(kind: str) -> None:
-    """Wait until an accelerator has done all that was queued: its collectives return before they have run."""
-    if kind != "cpu":
-        torch.accelerator.current_stream().synchronize()
+def wait_for_device(kind: str, look: Callable[[], object] = lambda: None) -> None:
+    """Wait until an accelerator has done all that was queued: its collectives return before they have run.
+
+    Args:
+        kind: Of device.
+        look: Called again and again meanwhile; it may raise. Nobody ends the collectives of a rank that has failed.
+    """
+    if kind == "cpu":
+        return
+    done, pause = torch.Event(kind), 1e-5
+    done.record()
+    while not done.query():
+        look()
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    torch.accelerator.current_stream().synchronize()
 
 
 def check_not_captured(parameter: Tensor) -> None:
@@ -271,14 +284,18 @@ def zero_shard(zero: Any, rank: int) -> list[Tensor]:
     return [p for group in zero._partition_parameters()[rank] for p in group["params"]]
 
 
-def check_reduced(ddp: DistributedDataParallel) -> None:
+def check_reduced(ddp: DistributedDataParallel, look: Callable[[], object]) -> None:
     """Raise what the next forward of `ddp` would raise if the backward that has just synced left parameters out.
 
     The ranks that have used these parameters wait for their gradients now, so that a loop in which ranks meet before
     the next forward would never come to it. All ranks call this: in DDP's first iteration it does what the next forward
-    would do first, which is to agree on the order of the buckets.
+    would do first, which is to agree on the order of the buckets. For that it waits for the device, and calls `look`
+    meanwhile.
 
     Raises:
         RuntimeError: DDP's own, which names the parameters and the remedies.
     """
+    if not has_rebuilt_buckets(ddp):
+        check_reduction_finished(ddp)
+        wait_for_device(next(ddp.parameters()).device.type, look)
     rebuild_buckets(ddp)

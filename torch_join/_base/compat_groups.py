@@ -6,6 +6,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -69,3 +70,13 @@ def broadcast_directly(group: dist.ProcessGroup, tensor: Tensor, look: Callable[
         pause = min(2 * pause, 0.05)
     work.wait()
     return tensor
+
+
+def abort(group: dist.ProcessGroup, kind: str) -> None:
+    """Have a group give up what it was asked to do on a kind of device.
+
+    Where another rank has failed, the device would wait for it for ever, and so would whatever reads from the device.
+    """
+    backend: Any = group._get_backend(torch.device(kind))
+    with suppress(RuntimeError, AttributeError):  # not every backend can
+        backend.abort()
