@@ -140,7 +140,7 @@ def train_layers(rank: int, place: int, always: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_collective_after_the_first_gradient_raises_and_names_the_switch(workers: Workers, place: int) -> None:
-    joined, active = workers.outcomes(2, train_layers, place, False, timeout=4.0)
+    joined, active = workers.outcomes(2, train_layers, place, False, timeout=2.0)
     assert active.error.startswith("UnsupportedError: A collective in backward")
     assert "backward_collectives=True" in active.error
     assert joined.error.startswith("PeerFailedError: Rank 1 failed")
@@ -176,7 +176,7 @@ def train_reentrant(rank: int, last: bool) -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_reentrant_checkpointing_raises(workers: Workers, last: bool) -> None:
-    joined, active = workers.outcomes(2, train_reentrant, last, timeout=4.0)
+    joined, active = workers.outcomes(2, train_reentrant, last, timeout=2.0)
     assert active.error.startswith(("UnsupportedError", "JoinError"))
     assert "use_reentrant" in active.error
     assert joined.error.startswith("PeerFailedError: Rank 1 failed")

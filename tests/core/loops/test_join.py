@@ -215,7 +215,7 @@ LEFT_OUT = [
 
 
 def under_torch(workers: Workers, program: Program) -> list[Any]:
-    return workers.outcomes(program.world_size, train, program, "torch", deadline=20.0, timeout=3.0)
+    return workers.outcomes(program.world_size, train, program, "torch", deadline=20.0, timeout=2.0)
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in (*FAILS, *LEFT_OUT)])

@@ -168,7 +168,7 @@ HIDDEN = Program((2, 5), options=frozenset({"no norm"}))
 
 
 def test_what_forward_does_not_show_raises_and_names_the_switch(workers: Workers) -> None:
-    joined, active = workers.outcomes(2, fit, HIDDEN, Hidden, timeout=6.0)
+    joined, active = workers.outcomes(2, fit, HIDDEN, Hidden, timeout=3.0)
     assert "UnsupportedError: all_reduce in backward" in active.error
     assert "backward_collectives=True" in active.error
     assert joined.error
@@ -185,6 +185,6 @@ def test_every_backward_may_go_in_pieces(workers: Workers) -> None:
 
 @pytest.mark.parametrize(("module", "says"), [(Skips, "training_step returned None"), (Manual, "manual optimization")])
 def test_what_cannot_be_followed_raises(workers: Workers, module: type[Synced], says: str) -> None:
-    outcomes = workers.outcomes(3, fit, Program((2, 5, 5)), module, timeout=6.0)
+    outcomes = workers.outcomes(3, fit, Program((2, 5, 5)), module, timeout=3.0)
     assert any(says in outcome.error for outcome in outcomes)
     assert all(outcome.error for outcome in outcomes)
