@@ -5,6 +5,7 @@ have together in some case, they have in one that runs by default (a covering ar
 pair of values, with 1 each value.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
@@ -13,12 +14,20 @@ import pytest
 
 
 def cover(cases: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
-    """Return the places of cases that cover all: the first of those that cover the most of what is left, and so on."""
+    """Return the places of cases that cover all: one that covers the most of what is left, and so on.
+
+    Of several, it is one whose values have been chosen least, so that they take turns.
+    """
     contents = [{*combinations(enumerate(case), strength)} for case in cases]
     left, chosen = set().union(*contents), []
+    uses: Counter[Hashable] = Counter()
     while left:
-        best = max(range(len(cases)), key=lambda place: len(contents[place] & left))
+        best = max(
+            range(len(cases)),
+            key=lambda place: (len(contents[place] & left), -sum(uses[value] for value in enumerate(cases[place]))),
+        )
         left -= contents[best]
+        uses.update(enumerate(cases[best]))
         chosen.append(best)
     return sorted(chosen)
 
@@ -40,8 +49,8 @@ def mark_others_long(items: Sequence[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.long)
 
 
-def others_long(names: Iterable[str], *short: str) -> list[Any]:
-    """Return the parameters with these names, of which all but some are `long`."""
-    names = [*names]
-    assert {*short} <= {*names}, {*short} - {*names}
-    return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in names]
+def others_long(values: Iterable[Any], *short: Any) -> list[Any]:
+    """Return a parameter for each value, of which all but some are `long`."""
+    values = [*values]
+    assert {*short} <= {*values}, {*short} - {*values}
+    return [pytest.param(value, marks=() if value in short else pytest.mark.long) for value in values]

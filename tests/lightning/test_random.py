@@ -17,7 +17,7 @@ from tests.support.workers import Workers
 
 # torch says so where no rank has a batch in the first epoch, and a scheduler steps once an epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-FEW = range(6)
+FEW = range(3)
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
 

@@ -57,6 +57,7 @@ def assert_exact(program: Program, results: list[list[Tensor]], buffers: bool = 
         assert all(torch.equal(a, b) for a, b in zip(mine[: len(want)], results[0], strict=False))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighting", ["world", "active", "samples"])
 def test_parameters_are_those_of_one_process(workers: Workers, kind: str, weighting: str) -> None:
@@ -77,6 +78,7 @@ def test_a_hook_that_compresses(workers: Workers) -> None:
 @pytest.mark.parametrize(
     "options", [(), ("checkpoint", "adam"), ("contrast", "no norm"), ("contrast", "mean")], ids=str
 )
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weighting", ["world", "active"])
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_sharded_models(workers: Workers, api: str, weighting: str, options: tuple[str, ...]) -> None:

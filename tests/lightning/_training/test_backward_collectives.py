@@ -84,6 +84,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighting", ["world", "active", "samples"])
 def test_parameters_are_those_of_one_process(workers: Workers, kind: str, weighting: str) -> None:
@@ -124,6 +125,7 @@ def fit_sharded(rank: int, program: Program, kind: str) -> list[Tensor]:
     return [state[name] for name in names]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", SHARDED)
 @pytest.mark.parametrize("options", [(), ("checkpoint",), ("mean", "no norm"), ("mean", "contrast")], ids=str)
 def test_sharded_models(workers: Workers, kind: str, options: tuple[str, ...]) -> None:
