@@ -108,7 +108,7 @@ def test_as_one_process(workers: Workers, script: Script) -> None:
 REBALANCED = {name: script for name, script in SCRIPTS.items() if name not in ("heartbeat", "stateful")}
 
 
-@pytest.mark.parametrize("name", REBALANCED)
+@pytest.mark.parametrize("name", others_long(REBALANCED, *[*REBALANCED][::2]))
 def test_as_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
     script = replace(REBALANCED[name], rebalance=True)
     test_as_one_process(workers, script)

@@ -157,7 +157,7 @@ CASES = {
 }
 
 
-SOME = ("sized-early", "stream-three", "window-stream", "cycled", "mixed-three", "validates")
+SOME = ("sized-early", "stream-three", "window", "mixed-three", "validates")
 
 
 @pytest.mark.parametrize("name", others_long(CASES, *SOME))
