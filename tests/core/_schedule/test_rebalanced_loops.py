@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from tests.core.loops.test_join import assert_exact
+from tests.covering import others_long
 from tests.support.loops import Program, reference, train
 from tests.support.workers import Workers
 from torch_join import Join
@@ -61,7 +62,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# ZeRO and one other optimizer with each feature; the others take turns.
+SOME = [name for i, feature in enumerate(FEATURES) for name in (f"{OPTIMIZERS[i % 3]}-{feature}", f"zero-{feature}")]
+
+
+@pytest.mark.parametrize("name", others_long(PROGRAMS, "empty", "even", "even-stream", "one", *SOME))
 def test_parameters_are_those_of_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
     program = PROGRAMS[name]
     outcomes = workers.run(program.world_size, train, program)
