@@ -117,8 +117,8 @@ def check(script: Sharded, found: list[Trained], tolerance: float = TOLERANCE) -
     assert not moments or difference(found[0].moments, moments) < tolerance  # torch makes some up for a reader
 
 
-# Each with one of the versions, in turns, and what there is of one alone.
-SOME = [f"{name}, version {1 + place % 2}" for place, name in enumerate(SCRIPTS)]
+# Every second one, with the versions in turns, and what there is of one alone.
+SOME = [f"{name}, version {1 + place % 2}" for place, name in enumerate([*SCRIPTS][::2])]
 SOME += [f"{name}, version {version}" for version in (1, 2) for name in OF_VERSION[version]]
 
 

@@ -55,7 +55,7 @@ BOTH = Job(backend="cpu:gloo,fakegpu:fakenccl")
 BACKWARDS = [kind for kind in KINDS if "compiled" not in kind]
 
 
-@pytest.mark.parametrize("kind", others_long(BACKWARDS, *BACKWARDS[::2]))
+@pytest.mark.parametrize("kind", others_long(BACKWARDS, *BACKWARDS[::3]))
 def test_collectives_in_backward_in_one_order(devices: Workers, kind: str, tmp_path: Path) -> None:
     options, wrapper = KINDS[kind]
     if "functional" in options:
@@ -87,6 +87,7 @@ def test_more_random_programs(devices: Workers, seed: int, tmp_path: Path) -> No
     in_order(devices, (SERIAL, BLOCKING)[seed % 2], recipes.draw(seed), tmp_path)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("options", [("no norm",), (), ("contrast", "mean"), ("checkpoint", "adam")], ids=str)
 def test_sharded_models(devices: Workers, api: str, options: tuple[str, ...], tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "strategy",
     [
-        "ddp_join_spawn",
+        pytest.param("ddp_join_spawn", marks=pytest.mark.long),
         pytest.param("ddp_join_fork", marks=pytest.mark.long),
         pytest.param("ddp_join_notebook_find_unused_parameters_false", marks=pytest.mark.long),
         "ddp_spawn",  # with a JoinCallback

@@ -60,11 +60,13 @@ def assert_exact(program: Program, results: list[list[Tensor]], buffers: bool = 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighting", ["world", "active", "samples"])
-def test_parameters_are_those_of_one_process(workers: Workers, kind: str, weighting: str) -> None:
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_parameters_are_those_of_one_process(
+    workers: Workers, kind: str, weighting: str, lengths: tuple[int, ...]
+) -> None:
     options, wrapper = KINDS[kind]
-    for lengths in LENGTHS:
-        program = Program(lengths, weighting, frozenset(options), wrapper=wrapper)
-        assert_exact(program, workers.run(program.world_size, train, program))
+    program = Program(lengths, weighting, frozenset(options), wrapper=wrapper)
+    assert_exact(program, workers.run(program.world_size, train, program))
 
 
 def test_a_hook_that_compresses(workers: Workers) -> None:

@@ -173,7 +173,7 @@ def batches(most: int) -> st.SearchStrategy[list[Program]]:
 
 
 @given(batch=batches(4))
-@settings(PROFILE, max_examples=5)
+@settings(PROFILE, max_examples=3)
 def test_random_loops_are_exact(workers: Workers, batch: list[Program]) -> None:
     check_all(workers, batch)
 

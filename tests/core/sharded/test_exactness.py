@@ -171,8 +171,14 @@ def test_features_of_the_first(workers: Workers) -> None:
 
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_three_ranks(workers: Workers, api: str) -> None:
-    recipes = {**OF_THREE, **(OF_THREE_SECOND if api == "fsdp2" else OF_THREE_FIRST)}
+    recipes = in_turns(OF_THREE, api == "fsdp1") | (OF_THREE_SECOND if api == "fsdp2" else OF_THREE_FIRST)
     check(workers, {name: recipe.but(api=api) for name, recipe in recipes.items()})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_the_others_of_three_ranks(workers: Workers, api: str) -> None:
+    check(workers, {name: recipe.but(api=api) for name, recipe in in_turns(OF_THREE, api == "fsdp2").items()})
 
 
 def test_four_ranks(workers: Workers) -> None:
