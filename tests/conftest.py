@@ -3,11 +3,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.covering import mark_others_long
 from tests.cpu_only import why_only_on_a_cpu
 from tests.support.workers import Workers
 
+# Torch asks for the names of the loopback interface, and stands still for five seconds where nobody answers.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` and `-k` leave something out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_others_long(items)
     # First the examples, of which each takes half a minute: else one process runs them at the end, and the other waits.
     items.sort(key=lambda item: not item.nodeid.startswith("tests/repository/"))
     if os.environ.get("TORCH_JOIN_TEST_DEVICE", "cpu") == "cpu":

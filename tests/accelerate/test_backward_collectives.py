@@ -28,6 +28,7 @@ def train(rank: int, program: Program) -> list[Tensor]:
         return [t.detach().clone() for t in (*net.parameters(), *net.buffers())]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weighting", ["world", "active", "samples"])
 @pytest.mark.parametrize("options", [(), ("contrast",), ("contrast", "no norm")], ids=str)
 def test_parameters_are_those_of_one_process(workers: Workers, weighting: str, options: tuple[str, ...]) -> None:

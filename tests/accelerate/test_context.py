@@ -274,7 +274,7 @@ def fail(rank: int, place: str) -> None:
 
 
 def test_a_rank_that_fails_is_named(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, fail, "loop", timeout=10.0)
+    outcomes = workers.outcomes(3, fail, "loop", timeout=3.0)
     assert "KeyError" in outcomes[1].error
     for outcome in (outcomes[0], outcomes[2]):
         assert "Rank 1" in outcome.error
@@ -283,7 +283,7 @@ def test_a_rank_that_fails_is_named(workers: Workers) -> None:
 
 
 def test_a_gather_of_something_else_is_named(workers: Workers) -> None:
-    for outcome in workers.outcomes(3, fail, "gather", timeout=10.0):
+    for outcome in workers.outcomes(3, fail, "gather", timeout=3.0):
         assert outcome.error
         assert outcome.seconds < 15
 

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 
+from tests.covering import others_long
 from tests.support.accelerated import Script, Trained, reference, samples_of, train
 from tests.support.workers import Workers
 
@@ -81,7 +82,7 @@ def draw(seed: int) -> Script:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", others_long(range(20), *range(6)))
 def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
     test_as_one_process(workers, draw(seed))
 
@@ -107,13 +108,13 @@ def test_as_one_process(workers: Workers, script: Script) -> None:
 REBALANCED = {name: script for name, script in SCRIPTS.items() if name not in ("heartbeat", "stateful")}
 
 
-@pytest.mark.parametrize("name", REBALANCED)
+@pytest.mark.parametrize("name", others_long(REBALANCED, *[*REBALANCED][::2]))
 def test_as_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
     script = replace(REBALANCED[name], rebalance=True)
     test_as_one_process(workers, script)
 
 
-@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("seed", others_long(range(100, 120), *range(100, 106)))
 def test_any_rebalanced_script_is_as_one_process(workers: Workers, seed: int) -> None:
     test_as_one_process(workers, replace(draw(seed), rebalance=True, heartbeat=False))
 
@@ -126,6 +127,7 @@ def test_many_scripts_are_as_one_process(workers: Workers, seed: int) -> None:
     test_as_one_process(workers, replace(script, rebalance=rebalances, heartbeat=script.heartbeat and not rebalances))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(9, 1), (0, 7), (1, 8, 2)])
 @pytest.mark.parametrize("iterable", [False, True])
 def test_an_epoch_has_as_many_steps_as_batches_by_ranks(

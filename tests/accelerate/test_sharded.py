@@ -15,6 +15,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from tests.covering import others_long
 from tests.support.accelerated import FEATURES, plain, samples_of
 from tests.support.accelerated_sharded import (
     Session,
@@ -116,8 +117,17 @@ def check(script: Sharded, found: list[Trained], tolerance: float = TOLERANCE) -
     assert not moments or difference(found[0].moments, moments) < tolerance  # torch makes some up for a reader
 
 
-@pytest.mark.parametrize("script", CASES.values(), ids=CASES)
-def test_as_one_process(workers: Workers, script: Sharded) -> None:
+# Every second one, with the versions in turns, and what there is of one alone.
+SOME = [f"{name}, version {1 + place % 2}" for place, name in enumerate([*SCRIPTS][::2])]
+SOME += [f"{name}, version {version}" for version in (1, 2) for name in OF_VERSION[version]]
+
+
+@pytest.mark.parametrize("name", others_long(CASES, *SOME))
+def test_as_one_process(workers: Workers, name: str) -> None:
+    check_one_process(workers, CASES[name])
+
+
+def check_one_process(workers: Workers, script: Sharded) -> None:
     found: list[Trained] = workers.run(script.world_size, train, script)
     check(script, found, TOLERANCE if script.dtype == torch.float64 else 2e-5)
     everything = sorted(n for n in samples_of(script) if n < 9000)
@@ -127,9 +137,9 @@ def test_as_one_process(workers: Workers, script: Sharded) -> None:
         assert sorted(gathered) == everything
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", others_long(range(12), *range(4)))
 def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
-    test_as_one_process(workers, draw(seed))
+    check_one_process(workers, draw(seed))
 
 
 def enter(rank: int, script: Sharded, kind: str) -> None:

@@ -49,6 +49,7 @@ def restore(rank: int, script: Sharded, folder: str, steps: range) -> list[Train
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize(("version", "kind"), KINDS)
 def test_a_checkpoint_of_the_tail(
@@ -119,6 +120,7 @@ def load_back(rank: int, script: Sharded, folder: str, at: int) -> Trained:
         return Trained(*session.state(), [seen], [])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(2, 6), (6, 2)], ids=str)
 @pytest.mark.parametrize(("version", "kind"), KINDS)
 def test_going_back_in_the_tail(

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.backward import programs, recipes
 from tests.core.backward.test_exact import KINDS, assert_exact
+from tests.covering import others_long
 from tests.device.jobs import BLOCKING, SERIAL, Job, assert_one_order, skip_without_functional_gather
 from tests.support import loops
 from tests.support.cases import difference
@@ -54,7 +55,7 @@ BOTH = Job(backend="cpu:gloo,fakegpu:fakenccl")
 BACKWARDS = [kind for kind in KINDS if "compiled" not in kind]
 
 
-@pytest.mark.parametrize("kind", BACKWARDS)
+@pytest.mark.parametrize("kind", others_long(BACKWARDS, *BACKWARDS[::3]))
 def test_collectives_in_backward_in_one_order(devices: Workers, kind: str, tmp_path: Path) -> None:
     options, wrapper = KINDS[kind]
     if "functional" in options:
@@ -75,7 +76,7 @@ def in_order(devices: Workers, job: Job, recipe: recipes.Recipe, folder: Path) -
     assert_one_order([log for _, log in results])
 
 
-@pytest.mark.parametrize("seed", range(300, 312))
+@pytest.mark.parametrize("seed", others_long(range(300, 312), *range(300, 304)))
 def test_random_programs_in_one_order(devices: Workers, seed: int, tmp_path: Path) -> None:
     in_order(devices, (SERIAL, BLOCKING, BOTH)[seed % 3], recipes.draw(seed), tmp_path)
 
@@ -86,6 +87,7 @@ def test_more_random_programs(devices: Workers, seed: int, tmp_path: Path) -> No
     in_order(devices, (SERIAL, BLOCKING)[seed % 2], recipes.draw(seed), tmp_path)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("options", [("no norm",), (), ("contrast", "mean"), ("checkpoint", "adam")], ids=str)
 def test_sharded_models(devices: Workers, api: str, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -129,6 +131,7 @@ def step_in_backward(rank: int, lengths: tuple[int, ...], weighting: Any, given:
 
 
 # Torch runs them on a stream of an accelerator, so that there are none on CPUs.
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("weighting", ["world", "active"])
 @pytest.mark.parametrize("lengths", [(3, 3), (2, 5, 3), (0, 4, 2), (4, 0)])

@@ -114,7 +114,7 @@ def test_who_refuses_a_step_waits_for_what_comes_before(devices: Workers) -> Non
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_backward_in_a_thread_of_the_engines_that_has_another_inside(devices: Workers, last: bool) -> None:
-    joined, active = devices.outcomes(2, train_reentrant, last, timeout=8.0)
+    joined, active = devices.outcomes(2, train_reentrant, last, timeout=3.0)
     assert active.error.startswith("UnsupportedError: Reentrant activation checkpointing")
     assert joined.error.startswith("PeerFailedError: Rank 1 failed")
 
@@ -147,7 +147,7 @@ def replay(rank: int, weighting: str, lengths: tuple[int, ...]) -> str:
 def test_a_cuda_graph_raises_where_collectives_are_listened_to(
     workers: Workers, weighting: str, lengths: tuple[int, ...]
 ) -> None:
-    outcomes = workers.outcomes(2, replay, weighting, lengths, timeout=8.0)
+    outcomes = workers.outcomes(2, replay, weighting, lengths, timeout=2.0)
     assert outcomes[1].error.startswith(("UnsupportedError: A CUDA graph", "PeerFailedError"))
     assert any(outcome.error.startswith("UnsupportedError: A CUDA graph") for outcome in outcomes)
     assert all("CUDA graph" in outcome.error for outcome in outcomes)

@@ -31,11 +31,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "strategy",
     [
-        "ddp_join_spawn",
-        "ddp_join_fork",
-        "ddp_join_notebook_find_unused_parameters_false",
+        pytest.param("ddp_join_spawn", marks=pytest.mark.long),
+        pytest.param("ddp_join_fork", marks=pytest.mark.long),
+        pytest.param("ddp_join_notebook_find_unused_parameters_false", marks=pytest.mark.long),
         "ddp_spawn",  # with a JoinCallback
-        "fsdp_join_spawn",  # and the weights come back whole
+        pytest.param("fsdp_join_spawn", marks=pytest.mark.long),  # and the weights come back whole
         "fsdp_join_fork",
     ],
 )

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tests.support.cases import Batch, Case, EpochSampler, Module, Result, Shard, assert_exact, build_trainer, result_of
 from tests.support.workers import Workers
 
-FEW = range(6)
+FEW = range(3)
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
 

@@ -60,13 +60,15 @@ def run_raising(rank: int, function: str, hook: str, culprit: int, kind: str) ->
         raise
 
 
-HOOKS = ["setup", "configure_model", "configure_optimizers", "on_fit_start", "prepare_data", "train_dataloader"]
 RUNS = [
-    *[("fit", hook, 0 if hook == "prepare_data" else 1, "ddp") for hook in HOOKS],
-    *[(function, "setup", 0, "ddp") for function in ("validate", "test", "predict")],
-    ("validate", "configure_model", 1, "ddp"),
+    *[("fit", hook, 1, "ddp") for hook in ("setup", "configure_optimizers", "train_dataloader")],
+    ("fit", "prepare_data", 0, "ddp"),
+    ("validate", "setup", 0, "ddp"),
     ("fit", "configure_optimizers", 0, "callback"),
     *[("fit", "configure_optimizers", 1, kind) for kind in KINDS],
+    *[pytest.param("fit", hook, 1, "ddp", marks=pytest.mark.long) for hook in ("configure_model", "on_fit_start")],
+    *[pytest.param(function, "setup", 0, "ddp", marks=pytest.mark.long) for function in ("test", "predict")],
+    pytest.param("validate", "configure_model", 1, "ddp", marks=pytest.mark.long),
 ]
 
 

@@ -57,6 +57,7 @@ class Same(Case):
         return super().batch(rank, 0, index)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "in_shards"), [("first", False), ("first", True), ("last", False), ("empty", True)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_while_ranks_have_joined(workers: Workers, kind: str, in_shards: bool, name: str, tmp_path: Path) -> None:

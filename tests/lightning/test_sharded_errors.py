@@ -137,7 +137,7 @@ FAULTS = [
     ("fsdp", "backward", 1, True),
     ("fsdp", "optimizer", 0, False),
     ("model_parallel", "step", 1, True),
-    ("model_parallel", "optimizer", 1, True),
+    pytest.param("model_parallel", "optimizer", 1, True, marks=pytest.mark.long),
 ]
 
 
@@ -158,6 +158,7 @@ def test_a_rank_that_raises_is_named_on_the_others(
         assert outcome.seconds < 15
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("victim", [2, 1], ids=["active", "joined"])
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.long)])  # waits for timeouts
 @pytest.mark.parametrize("where", [pytest.param("step", marks=pytest.mark.long), "backward", "optimizer"])

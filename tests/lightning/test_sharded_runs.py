@@ -118,6 +118,7 @@ CASES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("with_callback", [False, True], ids=["strategy", "callback"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", KINDS)

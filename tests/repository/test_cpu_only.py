@@ -1,4 +1,4 @@
-"""Tests that are skipped on other devices than the CPU are there, and are named once."""
+"""Tests that are skipped on other devices than the CPU are there, and are named once; so are the quick ones."""
 
 import subprocess
 import sys
@@ -9,9 +9,12 @@ from tests.cpu_only import entries, matches, why_only_on_a_cpu
 ROOT = Path(__file__).parents[2]
 
 
+QUICK = (ROOT / "tests/quick.txt").read_text().splitlines()
+
+
 def test_each_entry_names_a_test() -> None:
     named = [entry for entry, _ in entries()]
-    files = sorted({entry.partition("::")[0] for entry in named})
+    files = sorted({entry.partition("::")[0] for entry in (*named, *QUICK)})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -19,6 +22,7 @@ def test_each_entry_names_a_test() -> None:
     assert len(tests) > len(named)
     counts = {entry: sum(matches(entry, test) for test in tests) for entry in named}
     assert [entry for entry, count in counts.items() if count == 0] == []
+    assert {*QUICK} <= {*tests}  # what `scripts/test --quick` runs
     twice = [test for test in tests if sum(matches(entry, test) for entry in named) > 1]
     assert twice == []
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.covering import others_long
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 300.0  # seconds; on two cores none takes more than half a minute, and four of these under load
 
@@ -26,7 +28,11 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# One for each kind of loop.
+SOME = [command for command in COMMANDS if re.search("torch_loop|lightning_digits|nproc.*accelerate", command)]
+
+
+@pytest.mark.parametrize("command", others_long(COMMANDS, *SOME))
 def test_command_runs(command: str) -> None:
     output = run(command)
     found = re.search(COMMANDS[command], " ".join(output.split()))

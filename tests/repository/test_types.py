@@ -63,7 +63,7 @@ def test_types_are_those_of_the_batches(tmp_path: Path) -> None:
     snippet = tmp_path / "snippet.py"
     snippet.write_text(SNIPPET)
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml"]  # with the cache of scripts/check
     found = subprocess.run([*command, str(snippet)], cwd=root, capture_output=True, text=True, timeout=600)
     revealed = re.findall(r'Revealed type is "([^"]*)"', found.stdout)
     assert [kind.replace("builtins.", "") for kind in revealed] == REVEALED, found.stdout + found.stderr

@@ -203,6 +203,7 @@ def hand_case_over(rank: int, name: str, source: int, steps_elsewhere: int, tiny
         return before, after, run.frozen(), moved, digest, checksum(run.objects)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("world_size", "source", "steps_elsewhere", "tiny"), [(2, 1, 0, False), (3, 2, 2, True), (2, 0, 6, False)]

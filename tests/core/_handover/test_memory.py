@@ -74,6 +74,7 @@ def allocate(rank: int, active: int, layers: int, width: int, optimizer: str, we
 
 
 # Many small tensors, which are packed to be sent, and few large ones, which are sent from where they are.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("layers", "width"), [(20, 256), (60, 256), (2, 1200), (2, 2000)])
 @pytest.mark.parametrize(("active", "optimizer", "weighting"), [(1, "adam", "world"), (0, "zero", "active")])
 def test_an_active_rank_needs_no_more_in_the_tail(

@@ -30,6 +30,7 @@ from tests.core.loops.test_join_faults import (
     resume,
     train,
 )
+from tests.covering import others_long
 from tests.support.cases import Batch, difference
 from tests.support.inside import counted_gifts, exchange_threads, planned_rows
 from tests.support.loops import Models, Program, Stream
@@ -115,7 +116,7 @@ RAISES["exit-giver"] = Fault("exit", GIVER, LENGTHS[GIVER], LENGTHS)
 RAISES["exit-receiver"] = Fault("exit", RECEIVER, LENGTHS[RECEIVER], LENGTHS)
 
 
-@pytest.mark.parametrize("name", RAISES)
+@pytest.mark.parametrize("name", others_long(RAISES, "loader-giver-sized", "backward-receiver-iterable", "exit-giver"))
 def test_a_rank_that_raises_is_named_and_its_exception_passes(workers: Workers, name: str) -> None:
     fault = RAISES[name]
     reports = found(workers, fault)
@@ -126,6 +127,7 @@ def test_a_rank_that_raises_is_named_and_its_exception_passes(workers: Workers, 
     check_survivors(reports, fault, f"Rank {fault.rank}: BrokenError: in {fault.where}", within=WITHIN)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loop", ["sized", "iterable"])
 @pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("victim", [GIVER, RECEIVER], ids=["giver", "receiver"])

@@ -20,6 +20,7 @@ KINDS = {
 LENGTHS = ((2, 9), (0, 7, 1), (3, 3, 3))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighting", ["world", "active", "samples"])
 def test_parameters_are_those_of_one_process_with_the_same_schedule(

@@ -26,7 +26,7 @@ from tests.support.workers import WorkerError, Workers
 
 # torch says so where a GradScaler has skipped the first step.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-FEW = 3  # calls of the workers, of 12 programs each
+FEW = 2  # calls of the workers, of 12 programs each
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW))
 

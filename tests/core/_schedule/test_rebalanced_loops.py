@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from tests.core.loops.test_join import assert_exact
+from tests.covering import others_long
 from tests.support.loops import Program, reference, train
 from tests.support.workers import Workers
 from torch_join import Join
@@ -61,7 +62,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Optimizers take turns.
+SOME = [f"{OPTIMIZERS[i % 4]}-{feature}" for i, feature in enumerate(FEATURES)]
+
+
+@pytest.mark.parametrize("name", others_long(PROGRAMS, "empty", "even", "even-stream", "one", *SOME))
 def test_parameters_are_those_of_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
     program = PROGRAMS[name]
     outcomes = workers.run(program.world_size, train, program)
@@ -166,7 +171,7 @@ class Sum(torch.autograd.Function):
 
 
 def test_a_batch_without_samples_is_refused_where_a_collective_comes_first_in_backward(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, train_without_samples, timeout=5.0):
+    for outcome in workers.outcomes(2, train_without_samples, timeout=2.0):
         assert "A batch without samples" in outcome.error
 
 

@@ -311,7 +311,7 @@ def two_backwards(rank: int, lengths: Sequence[int], loop: str, used: bool) -> N
 @pytest.mark.parametrize("loop", ["sized", "heartbeat", "plain"])
 @pytest.mark.parametrize("lengths", [(2, 2), (1, 3)])
 def test_a_second_backward_that_is_not_averaged_raises(workers: Workers, lengths: Sequence[int], loop: str) -> None:
-    for outcome in workers.outcomes(2, two_backwards, lengths, loop, True, timeout=5.0):
+    for outcome in workers.outcomes(2, two_backwards, lengths, loop, True, timeout=2.0):
         assert "two backwards through one forward" in outcome.error
     workers.run(2, two_backwards, lengths, loop, False)
 
@@ -350,7 +350,7 @@ def backwards_through(rank: int, which: str) -> None:
 
 @pytest.mark.parametrize("which", ["trunk", "logits", "penalty", "l2"])
 def test_through_whichever_output_a_second_backward_comes(workers: Workers, which: str) -> None:
-    for outcome in workers.outcomes(2, backwards_through, which, timeout=5.0):
+    for outcome in workers.outcomes(2, backwards_through, which, timeout=2.0):
         assert ("two backwards through one forward" in outcome.error) == (which in ("trunk", "logits"))
         assert bool(outcome.error) == (which in ("trunk", "logits"))
 
@@ -434,7 +434,7 @@ def clear_by_hand(rank: int) -> None:
 
 
 def test_one_call_of_an_optimizer_is_not_how_a_loop_clears(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, clear_by_hand, timeout=5.0):
+    for outcome in workers.outcomes(2, clear_by_hand, timeout=2.0):
         assert "no sync has averaged yet" in outcome.error
 
 

@@ -57,13 +57,16 @@ def assert_exact(program: Program, results: list[list[Tensor]], buffers: bool = 
         assert all(torch.equal(a, b) for a, b in zip(mine[: len(want)], results[0], strict=False))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighting", ["world", "active", "samples"])
-def test_parameters_are_those_of_one_process(workers: Workers, kind: str, weighting: str) -> None:
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_parameters_are_those_of_one_process(
+    workers: Workers, kind: str, weighting: str, lengths: tuple[int, ...]
+) -> None:
     options, wrapper = KINDS[kind]
-    for lengths in LENGTHS:
-        program = Program(lengths, weighting, frozenset(options), wrapper=wrapper)
-        assert_exact(program, workers.run(program.world_size, train, program))
+    program = Program(lengths, weighting, frozenset(options), wrapper=wrapper)
+    assert_exact(program, workers.run(program.world_size, train, program))
 
 
 def test_a_hook_that_compresses(workers: Workers) -> None:
@@ -77,6 +80,7 @@ def test_a_hook_that_compresses(workers: Workers) -> None:
 @pytest.mark.parametrize(
     "options", [(), ("checkpoint", "adam"), ("contrast", "no norm"), ("contrast", "mean")], ids=str
 )
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weighting", ["world", "active"])
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_sharded_models(workers: Workers, api: str, weighting: str, options: tuple[str, ...]) -> None:
@@ -140,7 +144,7 @@ def train_layers(rank: int, place: int, always: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_collective_after_the_first_gradient_raises_and_names_the_switch(workers: Workers, place: int) -> None:
-    joined, active = workers.outcomes(2, train_layers, place, False, timeout=4.0)
+    joined, active = workers.outcomes(2, train_layers, place, False, timeout=2.0)
     assert active.error.startswith("UnsupportedError: A collective in backward")
     assert "backward_collectives=True" in active.error
     assert joined.error.startswith("PeerFailedError: Rank 1 failed")
@@ -176,7 +180,7 @@ def train_reentrant(rank: int, last: bool) -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_reentrant_checkpointing_raises(workers: Workers, last: bool) -> None:
-    joined, active = workers.outcomes(2, train_reentrant, last, timeout=4.0)
+    joined, active = workers.outcomes(2, train_reentrant, last, timeout=2.0)
     assert active.error.startswith(("UnsupportedError", "JoinError"))
     assert "use_reentrant" in active.error
     assert joined.error.startswith("PeerFailedError: Rank 1 failed")

@@ -12,7 +12,7 @@ from tests.core.backward.recipes import draw, reference, train
 from tests.support.sharded_verdict import CASES
 from tests.support.workers import Workers
 
-FEW = range(12)
+FEW = range(5)
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 
 

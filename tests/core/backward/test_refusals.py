@@ -76,7 +76,7 @@ def weighted(rank: int, name: str) -> None:
     ],
 )
 def test_what_has_no_weight_yet_raises_on_even_steps_too(workers: Workers, name: str, says: str) -> None:
-    for outcome in workers.outcomes(2, weighted, name, timeout=5.0):
+    for outcome in workers.outcomes(2, weighted, name, timeout=2.0):
         assert outcome.error.startswith(("UnsupportedError", "PeerFailedError"))
         assert says in outcome.error
 
@@ -90,13 +90,13 @@ def two_static(rank: int) -> None:
 
 
 def test_two_models_in_a_first_iteration_that_averages_at_its_end(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, two_static, timeout=5.0):
+    for outcome in workers.outcomes(2, two_static, timeout=2.0):
         assert "static_graph=True, of several models" in outcome.error
 
 
 def test_a_group_of_which_not_all_ranks_know_takes_the_switch(workers: Workers) -> None:
     program = Program((2, 5, 3, 4), options=frozenset({"subgroup", "no switch"}))
-    errors = [outcome.error for outcome in workers.outcomes(4, train, program, timeout=6.0)]
+    errors = [outcome.error for outcome in workers.outcomes(4, train, program, timeout=2.0)]
     assert all(errors)
     assert any("UnsupportedError" in error and "backward_collectives=True" in error for error in errors)
 
@@ -114,7 +114,7 @@ def before_any_gradient(rank: int) -> None:
 
 
 def test_what_only_some_active_ranks_know_of_is_no_evidence(workers: Workers) -> None:
-    errors = [outcome.error for outcome in workers.outcomes(3, before_any_gradient, timeout=6.0)]
+    errors = [outcome.error for outcome in workers.outcomes(3, before_any_gradient, timeout=2.0)]
     assert all("of ranks [1, 2], of which others may not know" in error for error in errors)
     assert all("backward_collectives=True" in error for error in errors)
 
@@ -182,7 +182,7 @@ def test_another_threads_backward_is_none_inside_of_this_one(workers: Workers) -
 
 
 def test_a_backward_inside_of_a_backward_raises(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, nested, timeout=5.0):
+    for outcome in workers.outcomes(2, nested, timeout=2.0):
         assert "use_reentrant=False" in outcome.error
 
 

@@ -53,6 +53,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("joins", [TORCHS, "our joinables"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parameters_are_those_of_a_single_process(workers: Workers, name: str, joins: str) -> None:
@@ -115,6 +116,7 @@ def _stepped(rank: int, name: str, lengths: Sequence[int], with_model: bool, joi
 
 
 @pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets:UserWarning")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("with_model", [True, False], ids=["model", "alone"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_metrics_step_is_synced_over_the_active_ranks(workers: Workers, name: str, with_model: bool) -> None:

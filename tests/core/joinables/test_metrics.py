@@ -201,6 +201,7 @@ def _computed(rank: int, name: str, lengths: Sequence[int]) -> tuple[list[Any], 
     return during, after, [str(w.message) for w in caught if "before" in str(w.message)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_compute_in_and_after_the_tail(workers: Workers, name: str, lengths: tuple[int, ...]) -> None:
@@ -225,6 +226,7 @@ def _stepped(rank: int, name: str, lengths: Sequence[int], loop: str) -> tuple[l
         return found, metric.compute() if loop == "batches" else None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loop", ["batches", "plain"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_synced_over_the_active_ranks(workers: Workers, name: str, loop: str) -> None:

@@ -64,7 +64,7 @@ def warm_up(training: Training, join: Join, rank: int) -> None:
 
 def evaluate(rank: int, lengths: Sequence[int], how: str, seconds: float = 0.0) -> tuple[float, list[Tensor]]:
     training, total, length = Training(), 0.0, lengths[rank]
-    timeout = timedelta(seconds=6) if seconds else SHORT
+    timeout = timedelta(seconds=2) if seconds else SHORT
     with Join(training.given, heartbeat=how in ("heartbeat", "break"), timeout=timeout) as join:
         warm_up(training, join, rank)
         loader = batches(rank, length + 2 if how == "break" and length else length)
@@ -91,7 +91,7 @@ def test_ranks_may_leave_a_loop_of_forwards_without_no_grad(workers: Workers, le
 @pytest.mark.parametrize("how", ["sized", "heartbeat"])
 def test_a_joined_rank_hears_of_forwards_that_no_backward_follows(workers: Workers, how: str) -> None:
     # The tail takes longer than the timeout.
-    workers.run(2, evaluate, (1, 18), how, 0.5)
+    workers.run(2, evaluate, (1, 18), how, 0.15)
 
 
 def leave_after_a_forward(rank: int, stops: Sequence[int], then: str) -> list[Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.covering import others_long
 from tests.support.cases import Batch, difference
 from tests.support.inside import channel_of, delay_next_wait
 from tests.support.loops import Expected, Models, Outcome, Program, Training, outcome_of, reference, tensors_of, train
@@ -87,6 +88,9 @@ PROGRAMS = {
     "one": Program((3,), clip=0.3),
     **crossed(),
 }
+# Optimizers take turns.
+SOME = [f"{OPTIMIZERS[i % 4]}-{feature}" for i, feature in enumerate(FEATURES)]
+SOME += [name for name in PROGRAMS if name not in crossed()]
 
 
 def assert_same_bits(outcomes: Sequence[Outcome], buffers: bool = True) -> None:
@@ -114,7 +118,7 @@ def assert_exact(program: Program, outcomes: Sequence[Outcome], models: Models, 
         assert outcome.evaluated == pytest.approx(values, rel=1e-10)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", others_long(PROGRAMS, *SOME))
 def test_parameters_are_those_of_a_single_process(workers: Workers, name: str) -> None:
     program = PROGRAMS[name]
     outcomes = workers.run(program.world_size, train, program, "ours", True)
@@ -215,10 +219,14 @@ LEFT_OUT = [
 
 
 def under_torch(workers: Workers, program: Program) -> list[Any]:
-    return workers.outcomes(program.world_size, train, program, "torch", deadline=20.0, timeout=3.0)
+    return workers.outcomes(program.world_size, train, program, "torch", deadline=20.0, timeout=2.0)
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in (*FAILS, *LEFT_OUT)])
+OFF = [name for name in PROGRAMS if name not in (*FAILS, *LEFT_OUT)]
+
+
+# What torch's Join does is no change of ours.
+@pytest.mark.parametrize("name", others_long(OFF, *RIGHT, "adam", "zero", "adamw-step", "norm"))
 def test_torchs_join_is_off_but_for_the_simplest_loops(workers: Workers, name: str) -> None:
     program = PROGRAMS[name]
     outcomes = under_torch(workers, program)
@@ -233,7 +241,7 @@ def test_torchs_join_is_off_but_for_the_simplest_loops(workers: Workers, name: s
         assert any(outcome.value.lr != expected.lr for outcome in outcomes)
 
 
-@pytest.mark.parametrize("name", FAILS)
+@pytest.mark.parametrize("name", others_long(FAILS, "adam-two-models", "norm-evaluated"))
 def test_torchs_join_fails(workers: Workers, name: str) -> None:
     """Some ranks end in an error, or their processes abort, at the latest after the process group's timeout."""
     assert any(outcome.error for outcome in under_torch(workers, PROGRAMS[name]))

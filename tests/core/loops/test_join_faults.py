@@ -24,6 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.loops.test_join import assert_same_bits
+from tests.covering import others_long
 from tests.support.cases import Batch, difference
 from tests.support.joinables import WorldJoinable
 from tests.support.loops import Claims, Models, Program, Stream, reference
@@ -286,7 +287,11 @@ RAISES["exit-to-join"] = Fault("exit", 1, 3, (5, 3, 5), "plain")
 RAISES["exit-sized"] = Fault("exit", 1, 3, (5, 3, 5), "sized")
 
 
-@pytest.mark.parametrize("name", RAISES)
+# How failures are told is tested in `_control`; here is what a loop does with it.
+SOME = ("backward-tail-sized", "backward-to-join-heartbeat", "loader-tail-iterable", "exit-active")
+
+
+@pytest.mark.parametrize("name", others_long(RAISES, *SOME))
 def test_a_rank_that_raises_is_named_and_its_exception_passes(workers: Workers, name: str) -> None:
     fault = RAISES[name]
     reports = end(workers, fault)
@@ -297,6 +302,7 @@ def test_a_rank_that_raises_is_named_and_its_exception_passes(workers: Workers, 
     check_survivors(reports, fault, f"Rank 1: BrokenError: in {fault.where}", within=TIMEOUT + GRACE)
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_and_stays_is_named_after_the_timeout(workers: Workers) -> None:
     fault = Fault("body", 1, 3, (2, 5, 5), lingers=TIMEOUT + 3)
     reports = end(workers, fault)
@@ -306,7 +312,7 @@ def test_a_rank_that_raises_and_stays_is_named_after_the_timeout(workers: Worker
     assert waiting.seconds < GRACE, waiting
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("store", others_long(["file", "tcp"], "file"))
 def test_the_rank_that_hosts_the_store_raises(workers: Workers, store: str) -> None:
     fault = Fault("body", 0, 3, (5, 2, 5))
     reports = end(workers, fault, store)
@@ -335,7 +341,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("name", KILLS)
+@pytest.mark.parametrize("name", others_long(KILLS, "active-in-tail", "heartbeat-joined"))
 def test_a_killed_rank_is_named(workers: Workers, name: str) -> None:
     fault = KILLS[name]
     reports = end(workers, fault)
@@ -365,14 +371,7 @@ def resume(process: int, after: float) -> None:
     os.kill(process, signal.SIGCONT)
 
 
-LONG = pytest.mark.skipif(
-    not os.environ.get("TORCH_JOIN_LONG"), reason="takes a quarter of a minute: TORCH_JOIN_LONG=1"
-)
-
-
-@pytest.mark.parametrize(
-    "name", ["in-tail", "joined", *(pytest.param(n, marks=LONG) for n in ("active", "last-active"))]
-)
+@pytest.mark.parametrize("name", others_long(STOPS, "in-tail"))
 def test_a_stopped_rank_is_named(workers: Workers, name: str) -> None:
     fault = STOPS[name]
     resuming = threading.Thread(target=resume, args=(workers.pid(1), TIMEOUT + GRACE))
@@ -529,6 +528,7 @@ def change_a_list(rank: int, lengths: tuple[int, ...], who: int, by: int, syncs:
                 model(batch).sum().backward()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("syncs", [True, False])
 @pytest.mark.parametrize(("who", "by"), [(0, 1), (0, -1), (1, 1), (1, -2)])
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 9), (9, 4, 2)])

@@ -1,11 +1,10 @@
 """`Join` in random plain loops: the parameters are those of a single process, and the same bits everywhere.
 
-The longer run is asked for with TORCH_JOIN_LONG=1 in the environment.
+The longer run is `long`.
 """
 
 import hashlib
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,6 @@ PROFILE = settings(
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )
-LONG = pytest.mark.skipif(not os.environ.get("TORCH_JOIN_LONG"), reason="takes minutes: set TORCH_JOIN_LONG=1")
 
 
 @dataclass(frozen=True)
@@ -175,12 +173,12 @@ def batches(most: int) -> st.SearchStrategy[list[Program]]:
 
 
 @given(batch=batches(4))
-@settings(PROFILE, max_examples=17)
+@settings(PROFILE, max_examples=3)
 def test_random_loops_are_exact(workers: Workers, batch: list[Program]) -> None:
     check_all(workers, batch)
 
 
-@LONG
+@pytest.mark.long
 @given(batch=batches(4))
 @settings(PROFILE, max_examples=170)
 def test_many_random_loops_are_exact(workers: Workers, batch: list[Program]) -> None:

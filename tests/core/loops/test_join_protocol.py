@@ -275,7 +275,7 @@ def leave_nothing(rank: int, where: str, loop: str) -> list[Any]:
 )
 def test_nothing_is_left_behind_and_an_exception_passes_unchanged(workers: Workers, where: str, loop: str) -> None:
     # The timeout is how long a collective waits for a rank that raised.
-    results = workers.run(2, leave_nothing, where, loop, timeout=4.0)
+    results = workers.run(2, leave_nothing, where, loop, timeout=2.0)
     for left, disabled, _, handles, _ in results:
         assert left == []
         assert disabled

@@ -55,7 +55,7 @@ def test_a_collective_of_a_loader_of_certain_length_is_followed(
 @pytest.mark.parametrize(("lengths", "sized"), [((1, 3), False), ((0, 2), True)])
 def test_a_collective_of_another_loader_is_named(workers: Workers, lengths: tuple[int, ...], sized: bool) -> None:
     assert workers.run(2, train, (2, 2), sized) == [[2, 3], [2, 3]]
-    for outcome in workers.outcomes(2, train, lengths, sized):
+    for outcome in workers.outcomes(2, train, lengths, sized, timeout=6.0):
         assert (
             f"The loader of rank 1 is in a collective (of torch.distributed) for its batch {lengths[0]}"
             in outcome.error

@@ -102,6 +102,7 @@ def train(rank: int, lengths: tuple[int, ...], kind: str, own: bool, how: str) -
 KINDS = ("sized", "stream", "heartbeat", "plain", "left")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 2, 1)])
 def test_a_schedule_over_its_own_length_is_named(workers: Workers, kind: str, lengths: tuple[int, ...]) -> None:
@@ -137,6 +138,7 @@ def later(rank: int) -> None:
                 optimizer.param_groups[0]["lr"] = 0.09 if rank == 0 else 0.08
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("how", ["step", "epoch", "tensor", "by hand"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [(3, 7), (4, 0, 2)])

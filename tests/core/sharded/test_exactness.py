@@ -137,8 +137,13 @@ def in_first(recipes: dict[str, Recipe]) -> dict[str, Recipe]:
     return {name: recipe.but(api="fsdp1") for name, recipe in recipes.items()}
 
 
+def in_turns(recipes: dict[str, Recipe], first: int) -> dict[str, Recipe]:
+    """Every second one: the others are for the other generation."""
+    return dict([*recipes.items()][first::2])
+
+
 def test_second_generation(workers: Workers) -> None:
-    check(workers, BOTH)
+    check(workers, in_turns(BOTH, 0))
 
 
 def test_features_of_the_second(workers: Workers) -> None:
@@ -147,7 +152,17 @@ def test_features_of_the_second(workers: Workers) -> None:
 
 
 def test_first_generation(workers: Workers) -> None:
-    check(workers, in_first(BOTH))
+    check(workers, in_first(in_turns(BOTH, 1)))
+
+
+@pytest.mark.long
+def test_the_others_in_the_second(workers: Workers) -> None:
+    check(workers, in_turns(BOTH, 1))
+
+
+@pytest.mark.long
+def test_the_others_in_the_first(workers: Workers) -> None:
+    check(workers, in_first(in_turns(BOTH, 0)))
 
 
 def test_features_of_the_first(workers: Workers) -> None:
@@ -156,8 +171,14 @@ def test_features_of_the_first(workers: Workers) -> None:
 
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_three_ranks(workers: Workers, api: str) -> None:
-    recipes = {**OF_THREE, **(OF_THREE_SECOND if api == "fsdp2" else OF_THREE_FIRST)}
+    recipes = in_turns(OF_THREE, api == "fsdp1") | (OF_THREE_SECOND if api == "fsdp2" else OF_THREE_FIRST)
     check(workers, {name: recipe.but(api=api) for name, recipe in recipes.items()})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+def test_the_others_of_three_ranks(workers: Workers, api: str) -> None:
+    check(workers, {name: recipe.but(api=api) for name, recipe in in_turns(OF_THREE, api == "fsdp2").items()})
 
 
 def test_four_ranks(workers: Workers) -> None:

@@ -102,6 +102,7 @@ LONG = pytest.mark.long  # what is as slow as it is alike
 PLACES = ("forward", "backward", "optimizer")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loop", ["sized", "plain"], ids=["FSDP2", "FSDP1"])
 @pytest.mark.parametrize("step", [1, 3], ids=["even", "tail"])
 @pytest.mark.parametrize("place", PLACES)
@@ -114,6 +115,7 @@ def test_a_rank_that_raises_is_named(workers: Workers, place: str, step: int, lo
     check_survivors(reports, fault, f"Rank 1: BrokenError: in {place}", within=TIMEOUT + GRACE)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loop", [pytest.param("sized", id="FSDP2"), pytest.param("plain", id="FSDP1", marks=LONG)])
 @pytest.mark.parametrize("victim", [2, 1, 0], ids=["active", "joined", "host"])
 @pytest.mark.parametrize("action", ["kill", pytest.param("stop", marks=pytest.mark.long)])  # waits for timeouts

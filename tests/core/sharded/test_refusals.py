@@ -193,6 +193,7 @@ DOINGS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(2, 5), (4, 3)], ids=["long", "last"])
 @pytest.mark.parametrize("what", DOINGS)
 def test_what_is_done_in_the_tail(workers: Workers, what: str, lengths: tuple[int, ...]) -> None:

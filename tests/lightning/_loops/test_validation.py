@@ -118,6 +118,7 @@ def single_process_values(case: Case, loaders: str, step: int) -> dict[str, floa
     return values
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("loaders", LOADERS)
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ RUNS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "hugging-forgets"])
 def test_what_was_left(workers: Workers, tmp_path: Path, kind: str, name: str) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_join import DDPJoinStrategy
 from tests.core.loops.test_join_faults import GRACE, TIMEOUT, resume
+from tests.covering import others_long
 from tests.support.cases import Batch, Case, Module, Result, assert_exact, build_trainer, result_of
 from tests.support.inside import counted_gifts, exchange_threads
 from tests.support.workers import Outcome, Workers, connect
@@ -110,8 +111,8 @@ def assert_named(outcomes: list[Outcome], victim: int) -> None:
 
 
 @pytest.mark.parametrize("late", LATE)
-@pytest.mark.parametrize("who", [GIVER, RECEIVER], ids=["giver", "receiver"])
-@pytest.mark.parametrize("where", ["start", "step", "end", "epoch", "fit"])
+@pytest.mark.parametrize("who", [GIVER, pytest.param(RECEIVER, marks=pytest.mark.long)], ids=["giver", "receiver"])
+@pytest.mark.parametrize("where", others_long(["start", "step", "end", "epoch", "fit"], "step", "epoch"))
 def test_a_rank_that_raises(workers: Workers, where: str, who: int, late: float) -> None:
     options = {"how": "raise", "where": where, "who": who}
     outcomes = workers.outcomes(3, fit_breaking, CASE, options, late, timeout=TIMEOUT)
@@ -120,6 +121,7 @@ def test_a_rank_that_raises(workers: Workers, where: str, who: int, late: float)
     assert all("the shelf fell down" in outcome.error for outcome in outcomes)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("iterable", [False, True])
 @pytest.mark.parametrize("who", [0, GIVER], ids=["receiver", "giver"])
 def test_a_loader_that_raises(workers: Workers, who: int, iterable: bool) -> None:
@@ -131,10 +133,11 @@ def test_a_loader_that_raises(workers: Workers, who: int, iterable: bool) -> Non
     assert all("the shelf fell down" in outcome.error for outcome in outcomes)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("who", [GIVER, RECEIVER], ids=["giver", "receiver"])
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.long)])  # waits for timeouts
-@pytest.mark.parametrize("where", [pytest.param("start", marks=pytest.mark.long), "step", "end", "epoch"])
+@pytest.mark.parametrize("where", others_long(["start", "step", "end", "epoch"], "step", "end"))
 def test_a_rank_that_is_gone(workers: Workers, where: str, how: str, who: int, late: float) -> None:
     pids = [workers.pid(rank) for rank in range(3)]
     options = {"how": how, "where": where, "who": who, "pids": pids}

@@ -35,7 +35,7 @@ from tests.support.cases import (
 )
 from tests.support.workers import Workers
 
-FEW = range(12)
+FEW = range(5)
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 200))
 UNUSED = ("unused", "sometimes", "turns")

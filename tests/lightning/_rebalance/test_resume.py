@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.covering import others_long
 from tests.lightning._loops.test_resume import Reader, Run, Samples, build
 from tests.support.cases import Case, Result, assert_same_bits, difference, flatten, longest, result_of
 from tests.support.inside import gifts_of_one_step, planned_rows, seen_plans
@@ -156,7 +157,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SOME = ("sized-early", "stream-three", "window", "mixed-three")
+
+
+@pytest.mark.parametrize("name", others_long(CASES, *SOME))
 def test_what_was_left(workers: Workers, tmp_path: Path, name: str) -> None:
     run = dataclasses.replace(CASES[name], case=dataclasses.replace(CASES[name].case, epochs=2, rebalance=True))
     case = run.case
@@ -197,7 +201,8 @@ def resumed_steps(case: Case, step: int) -> list[dict[int, tuple[int, int]]]:
     return planned_rows([length - done for length, done in zip(lengths, taken, strict=True)])
 
 
-@pytest.mark.parametrize("lengths", [(2, 6), (0, 5), (6, 0, 1), (3, 3)])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("lengths", others_long([(2, 6), (0, 5), (6, 0, 1), (3, 3)], (0, 5), (6, 0, 1)))
 @pytest.mark.parametrize("iterable", [False, True])
 def test_loaders_without_a_state(workers: Workers, tmp_path: Path, lengths: tuple[int, ...], iterable: bool) -> None:
     case = Case(lengths, epochs=2, iterable=iterable, rebalance=True)
@@ -267,7 +272,7 @@ def whole_and_resumed_with_few_gifts(rank: int, run: Run, folder: str) -> Any:
         return whole_and_resumed(rank, run, folder)
 
 
-@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("iterable", others_long([False, True], True))
 def test_more_steps_than_batches_divided_by_ranks(workers: Workers, tmp_path: Path, iterable: bool) -> None:
     run = Run(FewGifts((0, 0, 9), epochs=1, iterable=iterable))
     results = workers.run(3, whole_and_resumed_with_few_gifts, run, str(tmp_path), deadline=300.0)

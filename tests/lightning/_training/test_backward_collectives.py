@@ -84,6 +84,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighting", ["world", "active", "samples"])
 def test_parameters_are_those_of_one_process(workers: Workers, kind: str, weighting: str) -> None:
@@ -124,6 +125,7 @@ def fit_sharded(rank: int, program: Program, kind: str) -> list[Tensor]:
     return [state[name] for name in names]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", SHARDED)
 @pytest.mark.parametrize("options", [(), ("checkpoint",), ("mean", "no norm"), ("mean", "contrast")], ids=str)
 def test_sharded_models(workers: Workers, kind: str, options: tuple[str, ...]) -> None:
@@ -168,7 +170,7 @@ HIDDEN = Program((2, 5), options=frozenset({"no norm"}))
 
 
 def test_what_forward_does_not_show_raises_and_names_the_switch(workers: Workers) -> None:
-    joined, active = workers.outcomes(2, fit, HIDDEN, Hidden, timeout=6.0)
+    joined, active = workers.outcomes(2, fit, HIDDEN, Hidden, timeout=3.0)
     assert "UnsupportedError: all_reduce in backward" in active.error
     assert "backward_collectives=True" in active.error
     assert joined.error
@@ -185,6 +187,6 @@ def test_every_backward_may_go_in_pieces(workers: Workers) -> None:
 
 @pytest.mark.parametrize(("module", "says"), [(Skips, "training_step returned None"), (Manual, "manual optimization")])
 def test_what_cannot_be_followed_raises(workers: Workers, module: type[Synced], says: str) -> None:
-    outcomes = workers.outcomes(3, fit, Program((2, 5, 5)), module, timeout=6.0)
+    outcomes = workers.outcomes(3, fit, Program((2, 5, 5)), module, timeout=3.0)
     assert any(says in outcome.error for outcome in outcomes)
     assert all(outcome.error for outcome in outcomes)

@@ -114,7 +114,7 @@ def fit_silent(rank: int, lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("lengths", [(3, 3), (1, 3, 3)])
 def test_no_loss_after_a_gather_with_gradients_raises(workers: Workers, lengths: tuple[int, ...]) -> None:
-    outcomes = workers.outcomes(len(lengths), fit_silent, lengths, timeout=5.0)
+    outcomes = workers.outcomes(len(lengths), fit_silent, lengths, timeout=3.0)
     assert outcomes[1].error.startswith("UnsupportedError: training_step returned None")
     assert "0.0 * loss" in outcomes[1].error
     assert all(outcome.error.startswith(("UnsupportedError", "PeerFailedError")) for outcome in outcomes)
