@@ -297,7 +297,7 @@ class Meetings:
         """
         members = self.members
         joined = members.joined
-        if members.active and len(members.before) == members.world_size:
+        if members.active and len(members.before) == members.world_size and not self._steps_elsewhere:
             for model in self.server.models():  # all ranks come here
                 model.prepare()
         if members.active and members.uneven:
@@ -322,12 +322,16 @@ class Meetings:
             self.server.tap.install()
         return not joined
 
-    def _check_thread(self) -> None:
-        """Raise where batches are asked for in another thread than the one that takes the steps."""
+    @property
+    def _steps_elsewhere(self) -> bool:
+        """Whether batches are asked for in another thread than the one that takes the steps, which may be in one."""
         here = threading.get_ident()
         # Before its first forward a rank's steps are taken where the `with` was entered; with no batch there are none.
         steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self.step_number else here
-        if self._loop is None or not self.in_loop or here == steps_in:
+        return self._loop is not None and self.in_loop and here != steps_in
+
+    def _check_thread(self) -> None:
+        if not self._steps_elsewhere:
             return
         raise JoinError(
             f"Rank {self.members.name} goes through join.batches in another thread than the one that runs its steps (a"
