@@ -56,7 +56,6 @@ from torch_join._schedule import rebalancing as _rebalancing
 from torch_join._schedule.packing import Skeleton, pack, unpack
 from torch_join._schedule.plan import Plan
 from torch_join._tail import nesting as _nesting
-from torch_join.joinables._sharded import model as _sharded_model
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.model import ModelPart
 
@@ -76,7 +75,6 @@ entered_joins, asked_at_exit = _nesting._entered, _quiesce._asked
 FULL_PLACE = (_beats, "_FULL")
 TILES_PLACE = (_digest, "_tiles")
 PLACES_PLACE = (_optimizers, "_places")
-DELETES_AFTER_PLACE = (_sharded_model, "_MANY")
 SET_TRAINING_PLACE = (_replicas, "_set_training")
 QUIESCE_PLACE = (_quiesce, "_quiesce")
 
@@ -239,11 +237,6 @@ def keys_at_rest(channel: WaitingChannel) -> int:
     count = channel._store.num_keys()
     dist.barrier()
     return count
-
-
-def words_kept(channel: WaitingChannel) -> int:
-    """How many values this rank keeps for others to ask for, where that is not in the store."""
-    return len(channel._store.sayer.stream.kept) if isinstance(channel, TreeChannel) else 0
 
 
 def found_keys(channel: Any, keys: list[str]) -> list[bytes] | None:

@@ -152,7 +152,8 @@ class Channel:
         Args:
             key: The name.
             value: The value.
-            until_met: Whether it can go when all ranks have met in a `gather`.
+            until_met: Whether it goes when all ranks have met in a `gather`, and not when they pass the log's next
+                record.
         """
 
     def posted(self, key: str) -> bool:
@@ -177,7 +178,10 @@ class Channel:
         return number
 
     def keep(self, key: str, value: Any) -> None:
-        """Give a value (what `gather` takes) a name of this rank's, by which others may `ask` it; waits for nobody."""
+        """Give a value (what `gather` takes) a name of this rank's, by which others may `ask` it; waits for nobody.
+
+        Of all that a rank keeps, the last few thousand are there.
+        """
 
     def ask(self, key: str, ranks: Sequence[int], of: Any = Any) -> dict[int, Any]:
         """Return what ranks keep by a name, by rank.
@@ -192,9 +196,6 @@ class Channel:
             JoinTimeoutError: Another rank does not keep it within the channel's timeout.
         """
         return {}
-
-    def drop(self, key: str) -> None:
-        """Keep the value of this name no longer."""
 
     def exchange(self, key: str, value: T, ranks: Sequence[int], of: Any = Any) -> dict[int, T]:
         """Meet some ranks, of which this is one, and return what each of these has to say, by rank; see `gather`.
@@ -216,9 +217,6 @@ class Channel:
 
     def delete(self, key: str) -> None:
         """Delete the value of this name."""
-
-    def forget(self, delete: bool = True) -> None:
-        """Delete the records up to here, which all who follow must have read, or leave that to another rank."""
 
     @property
     def beats(self) -> int:

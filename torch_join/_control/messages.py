@@ -48,7 +48,7 @@ class Messages:
     _published: Callable[[JoinError], JoinError]
 
     def __init__(self) -> None:
-        self._gathers = self._log = self._forgotten = 0
+        self._gathers = self._log = 0
         self._until_met: list[str] = []  # keys that all will have read when they have met
 
     def say(
@@ -66,9 +66,9 @@ class Messages:
         return beat
 
     def announce(self, record: Any, leads: bool) -> None:
-        number, self._log = self._log, self._log + 1
         if leads:
-            self.post(f"log/{number}", record)
+            self.post(f"log/{self._log}", record)
+        self._log += 1
 
     @property
     def records(self) -> int:
@@ -99,13 +99,10 @@ class Messages:
         return int(self._store.add(key, number))
 
     def keep(self, key: str, value: Any) -> None:
-        self.post(f"{key}/{self.rank}", value)
+        self.post(f"{key}/{self.rank}", value, until_met=True)
 
     def ask(self, key: str, ranks: Sequence[int], of: Any = Any) -> dict[int, Any]:
         return {rank: self.read(f"{key}/{rank}", of=of) for rank in ranks}
-
-    def drop(self, key: str) -> None:
-        self.delete(f"{key}/{self.rank}")
 
     def exchange(self, key: str, value: T, ranks: Sequence[int], of: Any = Any) -> dict[int, T]:
         self.post(f"{key}/{self.rank}", value, until_met=True)
@@ -120,11 +117,6 @@ class Messages:
             return None
         self.delete(key)
         return total if count == len(ranks) else -1
-
-    def forget(self, delete: bool = True) -> None:
-        for number in range(self._forgotten, self._log) if delete else ():
-            self.delete(f"log/{number}")
-        self._forgotten = self._log
 
     @property
     def beats(self) -> int:

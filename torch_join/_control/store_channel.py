@@ -110,6 +110,9 @@ class StoreChannel(Messages, WaitingChannel, Channel):
         self._all_have_met()
         return [self._decode(key, data, of) for key, data in zip(keys, found, strict=True)]
 
+    def post(self, key: str, value: Any, until_met: bool = True) -> None:
+        super().post(key, value, not key.startswith("finished/"))
+
     def delete(self, key: str) -> None:
         self._read.append(key)
 

@@ -181,9 +181,7 @@ class Lockstep:
         if self._plan is not None:
             self._notices = self._advance_plan(self._plan, notice or {})
             return True
-        if waits := self._attendance.say(samples, notice, waits or not self._forwards_alone):
-            self.driver.after_meeting()
-        return waits
+        return self._attendance.say(samples, notice, waits or not self._forwards_alone)
 
     @property
     def has_heard(self) -> bool:
@@ -206,7 +204,6 @@ class Lockstep:
             return beats[-1]
 
         plan.advance(meet)
-        self.driver.after_meeting()
         return beats[0].notices
 
     def skip(self, skips: bool) -> list[int]:

@@ -341,12 +341,6 @@ class Meetings:
         """Whether this rank is at the top of a step, before any code of the user's."""
         return self.in_loop and self._loop is not None and self._loop.asked and not self.members.may_break
 
-    def _forget(self) -> None:
-        """Delete what the last loop has left: all have read it."""
-        self.server.channel.forget()
-        for model in self.server.models():
-            model.forget()
-
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left, before it does anything else with others."""
 

@@ -187,7 +187,6 @@ class Server:
         self._subgroups.mark(self.members.before)
         end = -1, _records.END, (words, self.channel.position, self.members.leader, self.in_pieces)
         self.channel.announce(([end], ()), leads=self.members.leads)
-        self.channel.forget(delete=False)
         self.leave_tail()
         return words
 
@@ -235,24 +234,14 @@ class Server:
         return self._heard.popleft()
 
     def _answer(self, index: int, kind: str, payload: Any) -> None:
-        all_came = False
         if index >= 0:
             self.parts[index].receive(kind, payload)
-            all_came = self.parts[index].synchronizes(kind)
         elif kind == _records.COLLECTIVE:
             mirror(payload)
-            all_came = _records.wait_if_synchronizing(payload)
         elif kind == _records.TAIL:
             self._compare_counts(payload)
         else:
             raise _codec.foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
-        if all_came:
-            self.forget()
-
-    def forget(self) -> None:
-        """Delete the records up to one whose collective all joined ranks have come to, so that they have read it."""
-        self._subgroups.forget()
-        self.channel.forget(delete=self.members.deletes)
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
         """Run a main hook; each collective that it issues stands for one that the active ranks announce."""

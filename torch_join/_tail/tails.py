@@ -102,8 +102,6 @@ class Tails:
         with on_device(self.server.members.group):
             words, position, leader, in_pieces = self.server.follow(END)
         self.server.backwards.in_pieces = in_pieces or self.server.backwards.in_pieces
-        if not members.deletes:
-            channel.forget(delete=False)  # the lowest does, once all have read this one
         self.server.change(())
         # It may be another one than in the last announcement: the others may have left without one since.
         members.leader = leader

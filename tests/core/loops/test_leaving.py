@@ -239,7 +239,6 @@ def keys_in_the_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> li
         for step, batch in enumerate(join.batches(training.batches)):
             training.step(batch)
             if rank == lengths.index(max(lengths)) and step in (10, max(lengths) - 1):
-                time.sleep(0.8)  # threads delete four times a second
                 counts.append(store_of(channel_of(join)).num_keys())
     return counts
 
@@ -249,6 +248,31 @@ def keys_in_the_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> li
 def test_a_long_tail_leaves_little_in_the_store(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
     counts = next(filter(None, workers.run(len(lengths), keys_in_the_tail, lengths, heartbeat)))
     assert counts[1] < counts[0] + 8
+
+
+def keys_with_a_group(rank: int, lengths: tuple[int, ...]) -> list[int]:
+    """Return how many keys there are within a long tail, at its end, and after the loop."""
+    training, pair, counts = Training(lengths, rank), dist.new_group([0, 1]), []
+    with Join([training.ddp, training.optimizer]) as join:
+        store = store_of(channel_of(join))
+        for step, batch in enumerate(join.batches(training.batches)):
+            training.step(batch)
+            if rank in (0, 1):
+                dist.all_reduce(torch.ones(1), group=pair)
+            if step in (10, max(lengths) - 1):
+                counts.append(store.num_keys())
+        for _ in join.batches([]):
+            pass
+        counts.append(store.num_keys())
+    return counts
+
+
+@pytest.mark.parametrize("lengths", [(1, 60, 60), (60, 1, 60), (60, 60, 1), (1, 1, 60), (60, 2, 1)])
+def test_a_long_tail_with_a_group_of_some_ranks_leaves_nothing(workers: Workers, lengths: tuple[int, ...]) -> None:
+    for counts in workers.run(3, keys_with_a_group, lengths, links=True):
+        assert counts[-1] == 0
+        if len(counts) == 3:
+            assert counts[1] <= counts[0] + 4
 
 
 def noop(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

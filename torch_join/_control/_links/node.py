@@ -23,6 +23,7 @@ _BEAT = struct.Struct("<QIqH")  # number, how many have come, their sum, bytes o
 _BEAT_BYTES = _BEAT.size
 # Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
 SUMS, GATHERS = 1 << 62, 1 << 63
+_KEPT = 4096  # of what a rank keeps for others to ask for
 VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
 QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth time, a number
 _ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
@@ -126,10 +127,13 @@ class Node:
             return
         begin = 2 + int.from_bytes(payload[:2], "little")
         key, value, values = payload[2:begin].decode(), payload[begin:], stream.values
-        if key.startswith("log/") and int(key[4:]) < stream.floor:
-            return
         if kind == SET:
-            values[key] = value
+            name, _, until = key.rpartition("@")
+            if name and int(until) < stream.floor:
+                return
+            if name:
+                stream.until.setdefault(int(until), []).append(name)
+            values[name or key] = value
         elif kind == SWAP:
             length = 4 + int.from_bytes(value[:4], "little")
             if values.get(key, b"") == value[4:length]:
@@ -221,6 +225,8 @@ class Node:
         """Keep a value, and answer those who wait for it."""
         if (stream := self._stream(number)) is not None:
             stream.kept[key] = value
+            if len(stream.kept) > _KEPT:
+                del stream.kept[next(iter(stream.kept))]
             for who, asked in stream.asked.pop(key, ()):
                 self._answer(number, who, asked, value)
 

@@ -28,3 +28,4 @@ class Stream:
     begun: int = 0  # how many beats this rank has come to
     watched: dict[int, int] = field(default_factory=dict)  # by beat: in which gather ranks want to hear of who comes
     floor: int = 0  # records of the log before this one are done with
+    until: dict[int, list[str]] = field(default_factory=dict)  # by record: the keys that go when it is done with

@@ -155,10 +155,6 @@ class Sayer:
         with self.links.lock:
             self._node.keep_here(self.number, key, value)
 
-    def drop(self, key: str) -> None:
-        """Keep it no longer."""
-        self.stream.kept.pop(key, None)
-
     def come(self, number: int, total: int, notices: bytes, ranks: int) -> None:
         """Come to a beat, of some ranks if `ranks` is not 0."""
         with self.links.lock:

@@ -77,6 +77,7 @@ class TreeChannel(Messages, WaitingChannel, Channel):
             if watches:
                 self._beats.unwatch(index)
         self._all_have_met()
+        self._store.pass_log(self._log)
         return [*found.values()]
 
     def exchange(self, key: str, value: T, ranks: Sequence[int], of: Any = Any) -> dict[int, T]:
@@ -124,9 +125,6 @@ class TreeChannel(Messages, WaitingChannel, Channel):
         found = {rank: answers.pop(number) for rank, number in asked.items()}
         return {rank: self._decode(key, data, of) for rank, data in found.items()}
 
-    def drop(self, key: str) -> None:
-        self._store.sayer.drop(key)
-
     def contribute(self, key: str, number: int, ranks: Sequence[int]) -> None:
         self._store.sayer.contribute(key, number, sum(1 << rank for rank in ranks))
 
@@ -138,21 +136,20 @@ class TreeChannel(Messages, WaitingChannel, Channel):
     def delete(self, key: str) -> None:
         self._store.delete_keys([key])
 
+    def post(self, key: str, value: Any, until_met: bool = False) -> None:
+        super().post(key if until_met else f"{key}@{self._log}", value, until_met)
+
     def announce(self, record: Any, leads: bool) -> None:
         super().announce(record, leads)
         self._store.pass_log(self._log)
 
     def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
+        self._store.pass_log(self._log)  # what belongs to this record is still to be read when it has come
         self._is_awake = True
         try:
-            record = super().follow(meanwhile, of)
+            return super().follow(meanwhile, of)
         finally:
             self._is_awake = False
-        self._store.pass_log(self._log)
-        return record
-
-    def forget(self, delete: bool = True) -> None:
-        pass  # each rank has deleted its own
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         self._has_told = self._has_told or rank is None

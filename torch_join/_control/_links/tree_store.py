@@ -71,11 +71,12 @@ class TreeStore:
         self._sayer.delete(keys)
 
     def pass_log(self, number: int) -> None:
-        """Forget the records of the log before this one, and those of them that are to come."""
+        """Forget the records of the log before this one, what came with them, and what is to come of that."""
         stream = self._sayer.stream
         with self.tree.links.lock:
             for before in range(stream.floor, number):
-                self._values.pop(f"log/{before}", None)
+                for key in stream.until.pop(before, ()):
+                    self._values.pop(key, None)
             stream.floor = max(stream.floor, number)
 
     def num_keys(self) -> int:

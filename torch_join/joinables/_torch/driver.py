@@ -187,8 +187,6 @@ class HookDriver:
                         break
                     part, kind, payload, done = self.channel.follow(of=tuple[int, str, Any, bool])
                     self.parts[part].receive(kind, payload)
-                    if self.parts[part].synchronizes(kind):
-                        self.channel.forget(delete=self.members.deletes)
                     if done:
                         self._undone.discard(part)
             finally:
