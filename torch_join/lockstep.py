@@ -229,10 +229,6 @@ class LockstepJoin(Lockstep):
     def _syncs(self) -> bool:
         return bool(self._shadow.ddp.require_backward_grad_sync)
 
-    def finish(self) -> None:
-        self._no_loss.tidy()
-        super().finish()
-
     def sync_buffers(self) -> None:
         if not self.keeps_buffers:
             self._shadow.sync_buffers(0)

@@ -101,7 +101,7 @@ class Subgroups:
         if not any(rank in active for rank in self._groups[group]):
             return None
         if group not in self._next:
-            self._next[group] = self._channel.read(self._key(group), of=_RECORD, is_polled=True)
+            self._next[group] = self._channel.read(self._key(group), of=_RECORD)
         return self._take(group)
 
     def _take_part(self, number: int) -> None:
@@ -109,7 +109,7 @@ class Subgroups:
         for name in self._groups:
             while name in self._next or self._channel.posted(self._key(name)):
                 if name not in self._next:
-                    self._next[name] = self._channel.read(self._key(name), of=_RECORD, is_polled=True)
+                    self._next[name] = self._channel.read(self._key(name), of=_RECORD)
                 if self._next[name][0] > number:
                     break
                 if (work := begin(self._take(name))) is not None:

@@ -131,7 +131,7 @@ class LoopDriver(Meetings):
             said = self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters)
             compare(said, self.members.global_ranks)
             self._planned.rebalancing.close()
-            self.server.channel.finish()
+            self.server.channel.close(meets=True)
 
     def finish_left(self) -> None:
         """Finish a loop that this rank has left by `break`, if there is one."""
@@ -146,7 +146,7 @@ class LoopDriver(Meetings):
         self.server.close()
         while self._clears:
             self._clears.pop().remove()
-        self.server.channel.leave()
+        self.server.channel.close()
         _nesting.leave(self)
 
     # ------------------------------------------------------------ a loop over batches

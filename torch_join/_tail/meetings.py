@@ -274,7 +274,7 @@ class Meetings:
 
     def _say(self, has_input: bool, samples: int, at_last: bool, waits: bool = True) -> None:
         notice = {} if not has_input else {"last": True} if at_last else None
-        self.server.channel.say(samples, notice, self.members.active, waits)
+        self.server.channel.arrive(samples, notice, self.members.active)
         if has_input and self._planned.plan is None:  # else the batch that this rank has may be another's
             self.members.samples = samples
 

@@ -14,8 +14,7 @@ _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
     DONE: tuple[bool, bool],  # a step in lockstep; whether its backward is one too, and has a loss
-    # The parts' closing messages, the place in the beats, whose state all take, whether backwards go in pieces.
-    END: tuple[list[Any], tuple[int, list[tuple[int, int, int]]], int, bool],
+    END: tuple[list[Any], int, bool],  # the parts' closing messages, whose state all take, if backwards go in pieces
 }
 
 

@@ -13,7 +13,8 @@ from torch_join._collectives.parting import Parting
 from torch_join._collectives.subgroups import Subgroups
 from torch_join._collectives.tap import Call, CollectiveTap
 from torch_join._control import codec as _codec
-from torch_join._control.channel import Channel, Status
+from torch_join._control.channel import Channel
+from torch_join._control.said import Status
 from torch_join._tail import records as _records
 from torch_join._tail.agreement import Agreement, explain, explain_counts
 from torch_join.joinables._gradients.backwards import ServedBackwards
@@ -121,7 +122,7 @@ class Server:
         """Write what has been announced."""
         if self._said:
             self._subgroups.mark(self.members.active)
-            self.channel.announce(_records.record(self._said, self.members.active), leads=self.members.leads)
+            self.channel.append(_records.record(self._said, self.members.active), leads=self.members.leads)
             self._said = []
 
     def own_collectives(self) -> AbstractContextManager[None]:
@@ -185,8 +186,8 @@ class Server:
         """Tell the joined ranks, on the last active ones, that the tail is over; return the parts' closing messages."""
         words = [part.closing_message() for part in self.parts]
         self._subgroups.mark(self.members.before)
-        end = -1, _records.END, (words, self.channel.position, self.members.leader, self.in_pieces)
-        self.channel.announce(([end], ()), leads=self.members.leads)
+        end = -1, _records.END, (words, self.members.leader, self.in_pieces)
+        self.channel.append(([end], ()), leads=self.members.leads)
         self.leave_tail()
         return words
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.core.sharded.test_exactness import check
-from tests.support.inside import channel_of, store_of
+from tests.support.inside import channel_of, keys_of
 from tests.support.sharded import EPOCHS, Batch, Recipe, weights
 from tests.support.sharding import PATIENCE, Training
 from tests.support.workers import Workers
@@ -27,7 +27,7 @@ def keys_in_the_tail(rank: int, api: str) -> list[int]:
         for step, batch in enumerate(join.batches(recipe.batches(0, rank))):
             training.step(0, step, batch)
             if step in (10, 59):
-                counts.append(store_of(channel_of(join)).num_keys())
+                counts.append(keys_of(channel_of(join)))
     return counts
 
 
