@@ -1,9 +1,9 @@
-"""Measure what ranks pay to tell each other things: over links between them, and beside it over the job's store.
+"""Measure what ranks pay to tell each other things.
 
     python -m benchmarks.scale [--world-sizes 2 8 16] [--hosts 1] [--beats 400] [--rounds 5] [--json PATH]
 
-Real processes, which take turns between the two: what a beat costs each of them in CPU time, all threads together, and
-what it costs the process that serves the job's store. And how many messages a rank sends and gets per step of a loop.
+Real processes: what a barrier costs each of them in CPU time, all threads together. And how many messages a rank sends
+and gets per step of a loop.
 With `--hosts`, the ranks are dealt to as many hosts, which are all this one.
 
 `busy` says what the main thread does between saying and hearing: nothing (it waits, and reads), Python, or small
@@ -20,8 +20,8 @@ import multiprocessing
 import os
 import resource
 import statistics
+import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from torch_join._control._links.layout import Layout
 from torch_join.integration import open_channel
 
 CONTEXT = multiprocessing.get_context("forkserver")
-SWITCH = "TORCH_JOIN_LINKS"
 MODELLED = (64, 256, 1024)
 BUSY_AT_MOST = 8  # ranks
 WORK_SECONDS = 0.002
@@ -76,39 +75,26 @@ WORK: dict[str, Callable[[], None]] = {"nothing": do_nothing, "Python": run_pyth
 # ---------------------------------------------------------------- in the processes
 
 
-def serve(connection: Any) -> None:
-    """Serve the job's store, and say what that costs."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connection.send(server.port)
-    while connection.recv():
-        connection.send(cpu_seconds())
-
-
-def work(connection: Any, rank: int, world_size: int, port: int, hosts: int) -> None:
+def work(connection: Any, rank: int, world_size: int, path: str, hosts: int) -> None:
     """Measure what the parent asks for."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
     with mock.patch.object(wiring, "this_host", return_value=f"host {rank * hosts // world_size}"):
-        os.environ[SWITCH] = "1"
-        channels = {"links": open_channel()}
-        os.environ[SWITCH] = "0"
-        channels["store"] = open_channel(dist.new_group())
-        os.environ[SWITCH] = "1"
+        channel = open_channel()
         connection.send(None)
         while (asked := connection.recv()) is not None:
             kind, *arguments = asked
             if kind == "loop":
                 connection.send(messages_of_a_loop(*arguments))
             else:
-                connection.send(beat(channels[kind], *arguments))
+                connection.send(beat(channel, *arguments))
 
 
 def beat(channel: Any, beats: int, busy: str) -> tuple[float, float]:
     """Return the microseconds that a beat takes, and what it costs this process beside the work."""
     for _ in range(20):
-        channel.beat()
+        channel.barrier()
     channel.gather(None)
     alone = 0.0
     if busy != "nothing":
@@ -119,9 +105,9 @@ def beat(channel: Any, beats: int, busy: str) -> tuple[float, float]:
         channel.gather(None)
     start, used = time.perf_counter(), cpu_seconds()
     for _ in range(beats):
-        channel.say(1)
+        channel.arrive(1)
         WORK[busy]()
-        channel.hear()
+        channel.wait()
     seconds, used = time.perf_counter() - start, cpu_seconds() - used - alone
     return 1e6 * seconds / beats, 1e6 * used / beats
 
@@ -144,17 +130,14 @@ def messages_of_a_loop(steps: int, heartbeat: bool) -> list[int]:
 
 
 class Job:
-    """The processes of one world size, and the job's store in one of its own."""
+    """The processes of one world size."""
 
     def __init__(self, world_size: int, hosts: int) -> None:
-        self._store, theirs = CONTEXT.Pipe()
-        self._processes = [CONTEXT.Process(target=serve, args=(theirs,), daemon=True)]
-        self._processes[0].start()
-        port = self._store.recv()
-        self._ranks = []
+        self._processes, self._ranks = [], []
+        path = tempfile.mktemp(prefix="scale-")
         for rank in range(world_size):
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=work, args=(theirs, rank, world_size, port, hosts), daemon=True)
+            process = CONTEXT.Process(target=work, args=(theirs, rank, world_size, path, hosts), daemon=True)
             process.start()
             self._processes.append(process)
             self._ranks.append(ours)
@@ -167,11 +150,6 @@ class Job:
             connection.send(asked)
         return [connection.recv() for connection in self._ranks]
 
-    def server_seconds(self) -> float:
-        """Return what the store's process has used."""
-        self._store.send(True)
-        return float(self._store.recv())
-
     def close(self) -> None:
         """End the processes."""
         for connection in self._ranks:
@@ -182,17 +160,13 @@ class Job:
 
 
 def measure_beats(job: Job, beats: int, rounds: int, busy: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for the links and one for the store, which take turns."""
-    found: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
+    """Yield a row."""
+    rows = []
     for _ in range(rounds):
-        for kind in ("links", "store"):
-            before = job.server_seconds()
-            took, used = zip(*job.ask((kind, beats, busy)), strict=True)
-            server = 1e6 * (job.server_seconds() - before) / beats
-            found[kind].append((statistics.mean(took), statistics.mean(used), max(used), server))
-    for kind, rows in found.items():
-        latency, mean, busiest, server = map(statistics.median, zip(*rows, strict=True))
-        yield {"over": kind, "busy": busy, "beat": latency, "mean": mean, "busiest": busiest, "server": server}
+        took, used = zip(*job.ask(("beat", beats, busy)), strict=True)
+        rows.append((statistics.mean(took), statistics.mean(used), max(used)))
+    latency, mean, busiest = map(statistics.median, zip(*rows, strict=True))
+    yield {"busy": busy, "beat": latency, "mean": mean, "busiest": busiest}
 
 
 def measure_loops(job: Job, world_size: int) -> Iterator[dict[str, Any]]:
@@ -221,7 +195,7 @@ def connections(world_size: int, hosts: int) -> tuple[float, int]:
 
 def modelled(rows: list[dict[str, Any]], hosts: int) -> Iterator[tuple[str, ...]]:
     """Yield the model's rows."""
-    links = [row for row in rows if row["over"] == "links" and row["busy"] == "nothing"]
+    links = [row for row in rows if row["busy"] == "nothing"]
     if len(links) < 2:
         return
     fitted = links[-2]
@@ -270,13 +244,12 @@ def main() -> None:
     show(
         console,
         "Microseconds per beat: what it takes, and CPU",
-        ["ranks", "over", "busy", "takes", "mean rank", "busiest rank", "store's server"],
+        ["ranks", "busy", "takes", "mean rank", "busiest rank"],
         [
             (
                 str(r["ranks"]),
-                r["over"],
                 r["busy"],
-                *(f"{r[each]:.0f}" for each in ("beat", "mean", "busiest", "server")),
+                *(f"{r[each]:.0f}" for each in ("beat", "mean", "busiest")),
             )
             for r in beats
         ],

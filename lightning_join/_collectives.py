@@ -124,8 +124,8 @@ class StepCollectives(ParallelStrategy):
         if not self.enable_join or self.world_size == 1 or not dist.is_initialized():
             return {0: mine}
         if ranks is not None:
-            found = self.channel.exchange(f"shapes/{self.channel.records}", mine, ranks, list[int])
-            return dict(sorted(found.items()))
+            found = self.channel.gather(mine, of=list[int], among=(f"shapes/{self.channel.records}", ranks))
+            return dict(zip(sorted(ranks), found, strict=True))
         if self.driver is not None:
             return dict(enumerate(self.channel.gather(mine, of=list[int])))
         # Outside of a run there is no channel.
@@ -160,6 +160,6 @@ class StepCollectives(ParallelStrategy):
         with telling_failures(self.channel):
             yield
         if last:
-            self.channel.finish()
+            self.channel.close(meets=True)
         else:
             self.channel.gather(None)

@@ -212,7 +212,7 @@ class Joining(ParallelStrategy):
         # Under a `JoinCallback` the trainer's strategy is a plain one, and stays so.
         for plain, ours in self._remedies.items() if self.undo is None else ():
             exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
-        self.channel.tell(exception)
+        self.channel.fail(exception)
 
     def teardown(self) -> None:
         try:
@@ -230,7 +230,7 @@ class Joining(ParallelStrategy):
             self.driver.close()
         if self.rebalancing is not None:
             self.rebalancing.abandon()
-        self.channel.leave()
+        self.channel.close()
         for name in _OF_A_RUN:
             vars(self).pop(name, None)
 

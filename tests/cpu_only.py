@@ -28,9 +28,6 @@ CPU_ONLY: dict[str, tuple[str, ...]] = {
     ),
     "Only gloo says that a peer's process has ended.": (
         "tests/core/_control/test_survivors.py::test_a_process_that_has_ended_is_seen_from_a_tail_too",
-        "tests/core/_control/test_channel.py::test_a_killed_rank_is_named_within_seconds[store]",
-        "tests/core/_control/test_channel.py::test_a_collective_broken_by_a_kill_names_who_is_silent[store]",
-        "tests/core/_control/test_channel.py::test_a_rank_that_ends_before_it_has_left_is_named_by_rank_0",
     ),
     "What is offloaded to the CPU is made and summed there, for which the group has no backend.": (
         "tests/accelerate/test_sharded_random.py::test_a_few[1]",

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base import compat as _compat
 from torch_join._base import compat_groups as _compat_groups
-from torch_join._base.errors import UnsupportedError
+from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._handover.buffers import StepBuffers
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.synced_norms import has_synced_norms
@@ -185,7 +185,7 @@ class LockstepJoin(Lockstep):
             self.driver.derive(self._model, "backward", partial(self._listening_to, backward))
         if not counts:
             return True
-        _compat.wait_for_device(parameters[0].device.type, self._look)
+        _compat.wait_for_device(parameters[0].device.type, self._watch)
         totals = self._no_loss.read()
         for parameter in () if totals.has_gradients else parameters:
             parameter.grad = None
@@ -220,13 +220,20 @@ class LockstepJoin(Lockstep):
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
         if self._syncs:
             with self.driver.server.own_collectives() if self.in_tail else nullcontext():
-                _compat.check_reduced(self._shadow.ddp, self._look)
+                _compat.check_reduced(self._shadow.ddp, self._watch)
 
-    def _look(self) -> None:
-        """Raise, while this rank waits for its device, if another one has failed."""
-        if (failure := self.channel.failure()) is not None:
-            _compat_groups.abort(self.driver.members.group, self._shadow.parameters[0].device.type)
-            raise failure
+    def _watch(self) -> Callable[[], None]:
+        """Return what raises, while this rank waits for its device, if another one has failed."""
+        check = self.channel.failure_check()
+
+        def look() -> None:
+            try:
+                check()
+            except JoinError:
+                _compat_groups.abort(self.driver.members.group, self._shadow.parameters[0].device.type)
+                raise
+
+        return look
 
     @property
     def _shadow(self) -> ModelShadow:
@@ -235,10 +242,6 @@ class LockstepJoin(Lockstep):
     @property
     def _syncs(self) -> bool:
         return bool(self._shadow.ddp.require_backward_grad_sync)
-
-    def finish(self) -> None:
-        self._no_loss.tidy()
-        super().finish()
 
     def sync_buffers(self) -> None:
         if not self.keeps_buffers:

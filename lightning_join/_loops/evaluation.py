@@ -152,7 +152,6 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
             rounds.finish(self._serve_step)
             metrics_of(self.trainer).renew()
             cast(JoinResultCollection, self._results).reduce_all()
-            rounds.driver.after_meeting()
             self._store_dataloader_outputs()
 
     def _serve_step(self, active: tuple[int, ...]) -> None:

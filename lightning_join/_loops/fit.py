@@ -219,7 +219,7 @@ class JoinFitLoop(ResumingFitLoop):
 
     def agree_on_stop(self) -> None:
         """Stop, or terminate, on all ranks if one wants to; all ranks meet."""
-        self.apply_requests(channel_of(self.trainer).beat(notice=self.requests or None).notices)
+        self.apply_requests(channel_of(self.trainer).barrier(notice=self.requests or None).notices)
 
     def apply_requests(self, notices: Mapping[int, Mapping[str, object]], at_once: bool = True) -> set[str]:
         """Do what the `notices` ask for, which are the same on all ranks.

@@ -43,7 +43,7 @@ class MeetingEpochLoop(TrainingEpochLoop):
         self._hear()
         waits = self._needs_all(data_fetcher)
         if not waits:
-            join.channel.put_off()  # until the next forward
+            join.channel.defer_reads()  # until the next forward
         end = data_fetcher.fill() if join.plan is None else data_fetcher.fill(join.plan.ahead)
         notice: dict[str, Any] = self._fit_loop.requests
         if self._asks_to_validate or (trainer.is_global_zero and self._time_to_validate()):

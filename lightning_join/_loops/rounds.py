@@ -127,7 +127,7 @@ class Rounds:
         if all(self._of(rank)[1] for rank in ranks):
             return tuple(rank for rank in ranks if self._of(rank)[0] > self._steps)
         ends = not has_batch and self._rank not in self._ended
-        self._ended |= frozenset(self._strategy.channel.beat(notice={} if ends else None).notices)
+        self._ended |= frozenset(self._strategy.channel.barrier(notice={} if ends else None).notices)
         return tuple(rank for rank in ranks if rank not in self._ended)
 
     def _of(self, rank: int) -> tuple[int | float, bool]:

@@ -54,6 +54,12 @@ def in_accelerates(rank: int) -> bool:
             return is_connected()
 
 
-@pytest.mark.parametrize("way", [in_join, in_torchs, in_a_fit, in_accelerates])
+def of_an_optimizer(rank: int) -> bool:
+    """Nothing that is given tells the device: it is the current one."""
+    with Join([torch.optim.SGD([nn.Parameter(torch.ones(2, device="cpu"))], 0.1)]):
+        return is_connected()
+
+
+@pytest.mark.parametrize("way", [in_join, in_torchs, in_a_fit, in_accelerates, of_an_optimizer])
 def test_ranks_are_connected(devices: Workers, way: Callable[[int], bool]) -> None:
     assert devices.run(2, way) == [True, True]

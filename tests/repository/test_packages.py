@@ -72,7 +72,7 @@ def test_what_tests_know_of_the_inside_is_in_one_file() -> None:
 
 def test_the_scan_for_private_names_can_fail() -> None:
     source = """
-from torch_join._control import beats as _beats
+from torch_join._control import codec as _codec
 from torch_join._handover.transfer import _LARGE
 join._channel._store.num_keys()
 monkeypatch.setattr(_digest, "_tiles", None)

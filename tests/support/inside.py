@@ -28,7 +28,7 @@ from torch_join._base.devices import use_device
 from torch_join._collectives import call as _call
 from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.tap import CollectiveTap
-from torch_join._control import beats as _beats
+from torch_join._control import channel as _channel
 from torch_join._control import codec as _codec
 from torch_join._control import quiesce as _quiesce
 from torch_join._control import rendezvous as _rendezvous
@@ -40,12 +40,7 @@ from torch_join._control._links import tree as _tree
 from torch_join._control._links import wiring as _wiring
 from torch_join._control._links.stream import Stream
 from torch_join._control._links.tree import Tree
-from torch_join._control._links.tree_channel import TreeChannel
-from torch_join._control.beats import Beats
 from torch_join._control.channel import Channel
-from torch_join._control.messages import Messages
-from torch_join._control.store_channel import StoreChannel
-from torch_join._control.waiting import WaitingChannel
 from torch_join._handover import digest as _digest
 from torch_join._handover import optimizers as _optimizers
 from torch_join._handover import replicas as _replicas
@@ -56,7 +51,6 @@ from torch_join._schedule import rebalancing as _rebalancing
 from torch_join._schedule.packing import Skeleton, pack, unpack
 from torch_join._schedule.plan import Plan
 from torch_join._tail import nesting as _nesting
-from torch_join.joinables._sharded import model as _sharded_model
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.model import ModelPart
 
@@ -67,16 +61,14 @@ MODEL_AVERAGING_FOLDER = _compat_c10d._MODEL_AVERAGING_FOLDER
 PASSING_ON, concatenates = _compat_metrics._PASSING_ON, _compat_metrics._concatenates
 REVIVERS, dtypes = _codec._REVIVERS, _codec._dtypes
 LARGE, buckets_of = _transfer._LARGE, _transfer._buckets
-FULL, TILE = _beats._FULL, _digest._TILE
+TILE = _digest._TILE
 Override = Hook
 REFUSALS = tuple(value for value in vars(_call).values() if isinstance(value, _call.Refusal))
 entered_joins, asked_at_exit = _nesting._entered, _quiesce._asked
 
 # What tests replace: a module, and a name in it.
-FULL_PLACE = (_beats, "_FULL")
 TILES_PLACE = (_digest, "_tiles")
 PLACES_PLACE = (_optimizers, "_places")
-DELETES_AFTER_PLACE = (_sharded_model, "_MANY")
 SET_TRAINING_PLACE = (_replicas, "_set_training")
 QUIESCE_PLACE = (_quiesce, "_quiesce")
 
@@ -215,46 +207,10 @@ def checksum(objects: Sequence[Any]) -> int:
 # ---------------------------------------------------------------- a channel
 
 
-def store_of(channel: WaitingChannel | Beats) -> Any:
-    return channel._store
-
-
-def presence_store(channel: StoreChannel) -> Any:
-    """The store that roll calls are held over: a connection of its own."""
-    return channel._presence._store
-
-
-def who_answers(channel: StoreChannel) -> list[int]:
-    """Call the roll; wait for all."""
-    return list(channel._presence.call(lambda _: False))
-
-
-def keys_at_rest(channel: WaitingChannel) -> int:
-    """How many keys there are once all ranks, which all call this, have deleted what they are going to."""
-    dist.barrier()
-    while getattr(channel, "_read", ()):  # another thread deletes
-        time.sleep(0.01)
-    time.sleep(0.1)  # it may be at it
-    dist.barrier()
-    count = channel._store.num_keys()
-    dist.barrier()
-    return count
-
-
-def words_kept(channel: WaitingChannel) -> int:
-    """How many values this rank keeps for others to ask for, where that is not in the store."""
-    return len(channel._store.sayer.stream.kept) if isinstance(channel, TreeChannel) else 0
-
-
-def found_keys(channel: Any, keys: list[str]) -> list[bytes] | None:
-    """The values of keys, if they are there, as a wait looks for them."""
-    found: list[bytes] | None = channel._there(keys)
-    return found
-
-
-def replaced_clone(clone: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Within this, a connection to the job's store is made by `clone`."""
-    return mock.patch.object(dist.PrefixStore, "clone", clone)
+def keys_of(channel: Channel) -> int:
+    """How much of what was said in a channel this rank holds, besides what it keeps for others."""
+    stream = channel._stream
+    return sum(map(len, (stream.values, stream.numbers, stream.arrivals, stream.beats, stream.came, stream.answers)))
 
 
 def shared_tensor(group: Any, tensor: Tensor, look: Callable[[], None]) -> Tensor:
@@ -262,20 +218,15 @@ def shared_tensor(group: Any, tensor: Tensor, look: Callable[[], None]) -> Tenso
     return _compat_groups.broadcast_directly(group, tensor, look)
 
 
-def forget_failure(channel: WaitingChannel) -> None:
-    """Have the channel look again whether a rank has failed."""
-    channel._heard = None
-
-
 def delay_next_wait(channel: Any, seconds: float) -> None:
-    wait = channel._wait
+    wait = channel._until
 
-    def wait_late(*args: Any) -> Any:
-        channel._wait = wait
+    def wait_late(*args: Any, **kwargs: Any) -> Any:
+        channel._until = wait
         time.sleep(seconds)
-        return wait(*args)
+        return wait(*args, **kwargs)
 
-    channel._wait = wait_late
+    channel._until = wait_late
 
 
 # ---------------------------------------------------------------- links between ranks
@@ -291,7 +242,7 @@ def open_channel(group: dist.ProcessGroup | None = None, **options: Any) -> Chan
 
 
 def is_linked(channel: Any) -> bool:
-    return isinstance(channel, TreeChannel)
+    return isinstance(channel, Channel) and channel.world_size > 1
 
 
 def on_host(name: str) -> AbstractContextManager[Any]:
@@ -340,6 +291,11 @@ def tree_over(links: Any) -> Tree:
     tree = Tree.__new__(Tree)
     tree.links, tree._has_cores = links, False
     return tree
+
+
+def without_epoll() -> AbstractContextManager[Any]:
+    """Within this, connections are made as on a system that has no epoll."""
+    return mock.patch.object(_tree, "has_epoll", return_value=False)
 
 
 def limit_waits(channel: Any, seconds: float) -> None:
@@ -420,7 +376,7 @@ class Nodes:
     def meet(self, rank: int, gather: int) -> Callable[[], bool]:
         """Have a rank come to a gather; return what says whether all have."""
         self.all[rank].arrive(0, _node.GATHERS | gather, 1, 0, 0, b"")
-        return lambda: _node.GATHERS | gather in self.stream(rank).beats
+        return lambda: (_node.GATHERS | gather, 0) in self.stream(rank).beats
 
 
 def roll_calls_last(seconds: float) -> AbstractContextManager[Any]:
@@ -429,11 +385,15 @@ def roll_calls_last(seconds: float) -> AbstractContextManager[Any]:
 
 
 def silent(layout: Layout, rank: int, world_size: int, reached: set[int], answered: set[int]) -> list[int]:
-    """Whom a rank takes for failed that has called the roll."""
-    channel = TreeChannel.__new__(TreeChannel)
+    """Whom a rank takes for failed that has asked who is there."""
+    channel = Channel()
     channel.rank, channel.world_size = rank, world_size
-    channel._tree, channel._passing_on = mock.Mock(layout=layout), reached
-    return channel.silent(answered)
+    stream, channel._node = channel._stream, mock.Mock(layout=layout)
+    channel._node.call_roll.return_value = 1, 0.0
+    answer = _codec.encode((False, None))
+    stream.places = {other: (1, answer if other in answered else b"") for other in reached}
+    with mock.patch.object(_channel, "_ANSWERS_WITHIN", 0.0):
+        return channel.health().silent
 
 
 def links_of(channel: Any) -> Any:
@@ -453,9 +413,8 @@ def messages(channel: Any) -> list[int]:
 # ---------------------------------------------------------------- a `Join`, and its parts
 
 
-def channel_of(join: Any) -> WaitingChannel:
-    channel = join._driver.server.channel
-    assert isinstance(channel, WaitingChannel)
+def channel_of(join: Any) -> Channel:
+    channel: Channel = join._driver.server.channel
     return channel
 
 
@@ -546,24 +505,24 @@ def recorded_collectives() -> list[tuple[str, str, Any]]:
 
 def late_records(seconds: float) -> AbstractContextManager[Any]:
     """Write each record of the log so much later."""
-    original = TreeChannel.announce
+    original = Channel.append
 
     def announce(*args: Any, **kwargs: Any) -> None:
         time.sleep(seconds)
         original(*args, **kwargs)
 
-    return mock.patch.object(TreeChannel, "announce", announce)
+    return mock.patch.object(Channel, "append", announce)
 
 
 def slow_to_follow(seconds: float) -> AbstractContextManager[Any]:
     """Within this, this rank waits before it reads each record."""
-    follow = Messages.follow
+    follow = Channel.follow
 
-    def late(self: Messages, *args: Any, **kwargs: Any) -> Any:
+    def late(self: Channel, *args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
         return follow(self, *args, **kwargs)
 
-    return mock.patch.object(Messages, "follow", late)
+    return mock.patch.object(Channel, "follow", late)
 
 
 def awake_longer(factor: int) -> AbstractContextManager[Any]:

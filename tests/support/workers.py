@@ -63,13 +63,10 @@ class Workers:
     backend; see `tests.emulator`.
     """
 
-    def __init__(
-        self, most: int, device: str = os.environ.get("TORCH_JOIN_TEST_DEVICE", "cpu"), links: bool | None = None
-    ) -> None:
+    def __init__(self, most: int, device: str = os.environ.get("TORCH_JOIN_TEST_DEVICE", "cpu")) -> None:
         self.device = device
         if device == emulator.DEVICE:
             emulator.build()  # not in a worker, whose time is limited
-        self._links = os.environ.get("TORCH_JOIN_LINKS") != "0" if links is None else links
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._processes: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}
@@ -98,7 +95,6 @@ class Workers:
         deadline: float = 60.0,
         store: str = "file",
         timeout: float = 30.0,
-        links: bool | None = None,
     ) -> list[Outcome]:
         """Run `function(rank, *args)` on every rank; errors are outcomes too.
 
@@ -110,8 +106,6 @@ class Workers:
             store: What the process group is built from: `"file"`, `"tcp"` (a port of the system's choice),
                 or `""` for no process group.
             timeout: The process group's timeout in seconds.
-            links: Whether channels go over connections between the ranks; else over a store. By default as all of
-                these workers' do.
 
         Raises:
             DeadlineError: Some rank did not come back in time.
@@ -119,11 +113,10 @@ class Workers:
         if world_size > self._most:
             raise ValueError(f"These are {self._most} workers, not {world_size}.")
         self._runs += 1
-        links = self._links if links is None else links
         rendezvous = Path(self._folder.name) / f"store-{self._runs}"
         for rank in range(world_size):
             self._ensure(rank)
-            self._connections[rank].send((function, args, world_size, str(rendezvous), store, timeout, links))
+            self._connections[rank].send((function, args, world_size, str(rendezvous), store, timeout))
         outcomes: dict[int, Outcome] = {}
         end = time.monotonic() + deadline
         while missing := [rank for rank in range(world_size) if rank not in outcomes]:
@@ -195,10 +188,9 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
     backend, place = emulator.use(device, rank), emulator.place()
     while True:
         try:
-            function, args, world_size, rendezvous, store, timeout, links = connection.recv()
+            function, args, world_size, rendezvous, store, timeout = connection.recv()
         except EOFError:
             return
-        os.environ["TORCH_JOIN_LINKS"] = "1" if links else "0"
         # Anew each time: Lightning puts back the signal handlers that Python knows of, and not this one.
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -277,7 +269,7 @@ def connect() -> None:
     from tests.support.inside import open_channel
 
     channel = open_channel()
-    while len(channel.roll_call()) < dist.get_world_size():
+    while len(channel.health().answers) < dist.get_world_size():
         pass
     dist.barrier()
     channel.close()

@@ -86,21 +86,24 @@ def set_buffer(module: nn.Module, name: str, buffer: Tensor | None, persistent: 
     (set.discard if persistent else set.add)(module._non_persistent_buffers_set, name)
 
 
-def wait_for_device(kind: str, look: Callable[[], object] = lambda: None) -> None:
+def wait_for_device(kind: str, watch: Callable[[], Callable[[], None]]) -> None:
     """Wait until an accelerator has done all that was queued: its collectives return before they have run.
 
     Args:
         kind: Of device.
-        look: Called again and again meanwhile; it may raise. Nobody ends the collectives of a rank that has failed.
+        watch: Returns what is called again and again meanwhile, and may raise: nobody ends the collectives of a rank
+            that has failed.
     """
     if kind == "cpu":
         return
     done, pause = torch.Event(kind), 1e-5
     done.record()
-    while not done.query():
-        look()
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
+    if not done.query():
+        look = watch()
+        while not done.query():
+            look()
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
     torch.accelerator.current_stream().synchronize()
 
 
@@ -284,18 +287,18 @@ def zero_shard(zero: Any, rank: int) -> list[Tensor]:
     return [p for group in zero._partition_parameters()[rank] for p in group["params"]]
 
 
-def check_reduced(ddp: DistributedDataParallel, look: Callable[[], object]) -> None:
+def check_reduced(ddp: DistributedDataParallel, watch: Callable[[], Callable[[], None]]) -> None:
     """Raise what the next forward of `ddp` would raise if the backward that has just synced left parameters out.
 
     The ranks that have used these parameters wait for their gradients now, so that a loop in which ranks meet before
     the next forward would never come to it. All ranks call this: in DDP's first iteration it does what the next forward
-    would do first, which is to agree on the order of the buckets. For that it waits for the device, and calls `look`
-    meanwhile.
+    would do first, which is to agree on the order of the buckets. For that it waits for the device (see
+    `wait_for_device`).
 
     Raises:
         RuntimeError: DDP's own, which names the parameters and the remedies.
     """
     if not has_rebuilt_buckets(ddp):
         check_reduction_finished(ddp)
-        wait_for_device(next(ddp.parameters()).device.type, look)
+        wait_for_device(next(ddp.parameters()).device.type, watch)
     rebuild_buckets(ddp)

@@ -30,6 +30,14 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     return known or torch.device("cpu")
 
 
+def current_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device that this rank's part of a group works on, the current one as long as nobody has noted any."""
+    known, accelerator = device_of(group), torch.accelerator.current_accelerator()
+    if known.type != "cpu" or accelerator is None:
+        return known
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def on_device(group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
     """Make the device on which this rank's part of a group works the current one inside."""
     device = device_of(group)

@@ -117,11 +117,6 @@ class Membership:
         return self.rank == self.leader
 
     @property
-    def deletes(self) -> bool:
-        """Whether this is the lowest joined rank, which deletes what all joined ranks have read."""
-        return self.rank == self.joined_ranks[0]
-
-    @property
     def loss_factor(self) -> float:
         """What to multiply this rank's gradients with, as DDP divides their sum by the world size."""
         return loss_factor(self.weighting, self.world_size, len(self.active), self.samples, self.total_samples)

@@ -25,14 +25,11 @@ class Parting:
     def __init__(self, members: Membership) -> None:
         self._members = members
         self._loops = 0
-        self._kept: list[str] = []
         self._channel = Channel()
         self.begin_loop(self._channel)
 
     def begin_loop(self, channel: Channel) -> None:
         """Begin a loop; all ranks call this when all have left the one before: nobody asks of that any more."""
-        while self._kept:
-            self._channel.drop(self._kept.pop())
         self._loops += 1
         self._channel = channel
         self._ending: Collection[int] = ()
@@ -50,7 +47,7 @@ class Parting:
         if self._ending:
             if self._members.rank not in self._ending:
                 self._count += 1
-                self._keep(False)
+                self._channel.keep(self._key, False)
             self._ending = ()
 
     def before_collective(self, operation: str, waits: bool = True) -> None:
@@ -68,7 +65,7 @@ class Parting:
         members = self._members
         self._count += 1
         if members.rank not in self._ending:
-            self._keep(True)
+            self._channel.keep(self._key, True)
             return
         goes_on = [rank for rank in members.active if rank not in self._ending]
         if not waits or all(self._channel.ask(self._key, goes_on[:1], bool).values()):
@@ -81,10 +78,6 @@ class Parting:
             " next(iterator, None), before you do anything that other ranks take part in. If it belongs to the step, do"
             " it at the same steps on all ranks."
         )
-
-    def _keep(self, comes: bool) -> None:
-        self._channel.keep(self._key, comes)
-        self._kept.append(self._key)
 
     @property
     def _key(self) -> str:

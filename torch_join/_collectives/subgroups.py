@@ -38,7 +38,6 @@ class Subgroups:
         self._counts: dict[str, int] = {}
         self._next: dict[str, tuple[int, Call]] = {}  # read, and not yet taken part in
         self._works: list[dist.Work] = []
-        self._forgotten: list[str] = []
         self._active: tuple[int, ...] = ()  # at the last record
 
     def find(self, active: tuple[int, ...]) -> None:
@@ -101,7 +100,6 @@ class Subgroups:
             if _in_part(ranks, before_) or _in_part(ranks, self._active):
                 mark = f"sub/{name}/at/{number}"
                 before = self._channel.read(mark, lambda: self._take_part(number), int)
-                self._forgotten.append(mark)
                 while self._counts[name] < before:
                     self._take_part(number)
         while self._works:
@@ -113,27 +111,21 @@ class Subgroups:
         if not any(rank in active for rank in self._groups[group]):
             return None
         if group not in self._next:
-            self._next[group] = self._channel.read(self._key(group), of=_RECORD, is_polled=True)
+            self._next[group] = self._channel.read(self._key(group), of=_RECORD)
         return self._take(group)
-
-    def forget(self) -> None:
-        """Delete what has been read; all joined ranks must have read it."""
-        while self._forgotten:
-            self._channel.delete(self._forgotten.pop())
 
     def _take_part(self, number: int) -> None:
         """Take part in what comes before a record of the common log, as far as it has been announced."""
         for name in self._groups:
             while name in self._next or self._channel.posted(self._key(name)):
                 if name not in self._next:
-                    self._next[name] = self._channel.read(self._key(name), of=_RECORD, is_polled=True)
+                    self._next[name] = self._channel.read(self._key(name), of=_RECORD)
                 if self._next[name][0] > number:
                     break
                 if (work := begin(self._take(name))) is not None:
                     self._works.append(work)
 
     def _take(self, name: str) -> Call:
-        self._forgotten.append(self._key(name))
         self._counts[name] += 1
         _, call = self._next.pop(name)
         return call

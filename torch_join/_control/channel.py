@@ -1,87 +1,111 @@
-"""Small messages between the ranks of a process group."""
+"""Small messages between the ranks of a process group, over a tree of connections.
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+What another rank says is here when it is needed, or waited for. A failure that a rank tells of ends every wait at once.
+A process that has ended is noticed by its neighbours, by the end of its connections, and by whoever waits on its host,
+as one that is stopped is.
+"""
 
-from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError
-from torch_join._control.codec import closed
+import copy
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError, raise_any
+from torch_join._control import codec as _codec
+from torch_join._control._links import node as _node
+from torch_join._control._links.stream import no_place
+from torch_join._control._links.tree import Tree
+from torch_join._control.peers import LEFT, MOST_TEXT, SILENT, Peers
+from torch_join._control.said import Beat, Health, Status, met_another_way, waited_in_vain
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Beat:
-    """What all ranks together said in one beat.
-
-    Attributes:
-        total: The sum of every rank's `count`.
-        notices: What the ranks that had something to say sent, by rank.
-
-    """
-
-    total: int
-    notices: dict[int, dict[str, Any]] = field(default_factory=dict)
+MAX_COUNT = 1 << 30  # of all ranks together
+_SOME = 1 << 28  # barriers of some ranks, at most, between two of all
+_PROBES_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
+_ANSWERS_WITHIN = 3.0  # seconds
+_WATCHES_AFTER = 0.2  # seconds: most gathers have ended by then, and have said nothing more
 
 
-@closed("status")
-class Status(NamedTuple):
-    """What a rank says of itself when a failure is looked into.
-
-    Attributes:
-        models: Its forwards and synced backwards, by model.
-        word: What it has announced in the tail, as all active ranks must: a checksum, how much, the last.
-        loader: Where its loader is in a collective: at which step, and of which ranks.
-    """
-
-    models: list[list[int]]
-    word: tuple[int, int, str] | None = None
-    loader: tuple[int, list[int]] | None = None
+_ANSWER = tuple[bool, Status | None]
 
 
 class Channel:
-    """The messages of one rank; a world of one needs no store."""
+    """The messages of one rank.
 
-    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.names: Sequence[int] = range(world_size)  # by rank: its number in the whole job, which errors say
-        # What this rank adds to its answer to a roll call, and what the answers (by name) tell of a failure.
+    Args:
+        tree: Its connections, by default none, of a world of one.
+        timeout: How long it waits for another rank.
+
+    Attributes:
+        rank, world_size: This rank, and how many there are.
+        global_ranks: By rank, its number in the whole job, which errors say.
+        status: Returns what this rank adds to its answer where others ask who is there.
+        explain: Returns what the answers of all, by global rank, tell of a failure.
+        suspect: Called about once a second in a wait for others, which ends with what it raises.
+        before_meeting: Called before all ranks meet: to hear what they have said where they met before, if that was
+            put off.
+    """
+
+    def __init__(self, tree: Tree | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
+        self._tree = tree = tree or Tree.of_one()
+        self._node, self._links = tree.node, tree.links
+        self._number, self._stream = tree.open()
+        self._timeout = timeout
+        self.rank = tree.node.rank
+        self.global_ranks = tree.node.global_ranks
+        self.world_size = len(self.global_ranks)
         self.status: Callable[[], Status | None] = lambda: None
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
-        # Called about once a second in a wait for others, which ends with what it raises.
         self.suspect: Callable[[], object] = lambda: None
-        # Called before all ranks meet: to hear what they have said where they met before, if that was put off.
         self.before_meeting: Callable[[], object] = lambda: None
+        self._peers = Peers(self.rank, self.global_ranks, tree.node.processes)
+        self._beat, self._them = 0, 0  # the last barrier that this rank has come to: its number, and of whom
+        self._gathers = self._log = self._asked = 0
+        self._waits = False
+        self._is_awake = False  # while it waits for what others wait for it to answer
+        self._heard: PeerFailedError | None = None
+        self._has_told = False  # whether this rank has told of a failure of its own
+        self._silent: set[int] = set()  # who did not answer when it was last asked who is there, or has failed
+        # Weakly, so that a channel that is dropped is gone at once.
+        self._stream.place = weakref.WeakMethod(self._place)
+        self._end = weakref.finalize(self, tree.node.end, self._number)
 
-    def beat(self, count: int = 0, notice: dict[str, Any] | None = None) -> Beat:
-        """Meet all ranks: add up a number and share what some of them have to say; `say` and `hear` in one."""
-        self.say(count, notice)
-        return self.hear()
+    # ------------------------------------------------------------ meetings
 
-    def say(
-        self,
-        count: int = 0,
-        notice: dict[str, Any] | None = None,
-        ranks: Sequence[int] | None = None,
-        waits: bool = True,
-    ) -> None:
-        """Come to a beat, and say this rank's part.
+    def barrier(self, count: int = 0, notice: dict[str, Any] | None = None) -> Beat:
+        """Meet all ranks: add up a number and share what some of them have to say; `arrive` and `wait` in one."""
+        self.arrive(count, notice)
+        return self.wait()
+
+    def arrive(self, count: int = 0, notice: dict[str, Any] | None = None, ranks: Sequence[int] | None = None) -> None:
+        """Come to a barrier, and say this rank's part.
 
         Args:
             count: What this rank adds to the sum, from 0 to 2**30 divided by the number of ranks.
             notice: What this rank has to say, if anything: a JSON object.
-            ranks: Who meets, by default all; the others call `skip_to` before they take part again.
-            waits: Whether this rank goes on to `hear` at once. If not, and some of all ranks meet, it most
-                often need not wait then.
+            ranks: Who meets, by default all. From one barrier of all to the next they become fewer, never more.
 
         Raises:
             JoinValueError: `count` is out of range.
         """
-        self._said = Beat(count, {} if notice is None else {self.rank: notice})
+        self.before_meeting()
+        if not 0 <= count <= MAX_COUNT // self.world_size:
+            most = MAX_COUNT // self.world_size
+            raise JoinValueError(f"A barrier of {self.world_size} ranks adds from 0 to {most} on each, not {count}.")
+        some = ranks is not None and len(ranks) < self.world_size
+        self._them = _bits(ranks or ()) if some else 0
+        # Those of some ranks are counted from the last one of all: the others take no part in them.
+        self._beat = self._beat + 1 if some else (self._beat // _SOME + 1) * _SOME
+        said = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
+        with self._links.lock:
+            self._node.come(self._number, self._beat)
+            self._node.arrive(self._number, self._beat, 1, count, self._them, said)
 
-    def hear(self) -> Beat:
-        """Wait until all participants have come to the beat that this rank has come to with `say`.
+    def wait(self) -> Beat:
+        """Wait until all participants have come to the barrier that this rank has come to with `arrive`.
 
         Returns:
             The sum and the notices of all ranks, the same on each.
@@ -91,35 +115,96 @@ class Channel:
             JoinTimeoutError: Another rank did not come within the channel's timeout.
 
         """
-        return self._said
+        key, beats = (self._beat, self._them), self._stream.beats
+        if self._links.is_put_off and key not in beats:
+            self.poll()
+        if key not in beats:
+            self._until(lambda: key in beats)
+        else:
+            self._links.resume()
+        total, notices = beats.pop(key)
+        lines = [self._decode("a notice", line, tuple[int, dict[str, Any]]) for line in notices.splitlines()]
+        return Beat(total, dict(sorted(lines, key=lambda notice: notice[0])))
 
-    def put_off(self) -> None:
-        """Note that this rank calls `catch_up` in a moment, or waits: what comes need not be read before.
+    @property
+    def beats(self) -> int:
+        """A number that tells the last barrier that this rank has come to from all others."""
+        return self._beat
+
+    def defer_reads(self) -> None:
+        """Note that this rank calls `poll` in a moment, or waits: what comes need not be read before.
 
         Without it, another thread reads at once what comes, and takes the interpreter's lock for that.
         """
+        self._links.put_off()
 
-    def catch_up(self) -> None:
-        """Read what has come since `put_off`, and pass it on; waits for nobody."""
+    def poll(self) -> None:
+        """Read what has come since `defer_reads`, and pass it on; waits for nobody."""
+        if self._links.is_put_off:
+            self._links.read()
+            if self._node.layout.children:  # a rank that passes messages on is ready for more
+                self._links.resume()
 
-    def gather(self, value: T, unless_beat: bool = False, of: Any = Any) -> list[T]:
-        """Meet all ranks and return every rank's value, by rank.
+    def gather(
+        self,
+        value: T,
+        unless_beat: bool = False,
+        of: Any = Any,
+        among: tuple[str, Sequence[int]] | None = None,
+    ) -> list[T]:
+        """Meet all ranks, or some, and return every rank's value, by rank.
 
         Args:
             value: What this rank has to say: numbers, strings, lists, tuples, dictionaries and the like.
-            unless_beat: Whether to raise, within a second, where another rank comes to the next beat instead.
+            unless_beat: Whether to raise, within a second, where another rank comes to the next barrier instead.
             of: The type that all values must be of.
+            among: A name that is used once, and the ranks that meet; by default all do.
 
         Raises:
             JoinError: See `unless_beat`. Or what was read is no message of a rank, or not of that type.
-            JoinTypeError: `value` is of no kind that goes over the store.
+            JoinTypeError: `value` is of no kind that goes over the channel.
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
 
         """
-        return [value]
+        data = _codec.encode(value)
+        if among is not None:
+            values = self._gather(_node.number_of(among[0]), data, _bits(among[1]), None)
+        else:
+            self.before_meeting()
+            index, self._gathers = self._gathers, self._gathers + 1
+            values = self._gather(index, data, 0, index if unless_beat else None)
+            self._pass_log()
+        return [self._decode(f"a gathered value of rank {rank}", said, of) for rank, said in sorted(values.items())]
 
-    def announce(self, record: Any, leads: bool) -> None:
+    def _gather(self, name: int, data: bytes, them: int, watches: int | None) -> dict[int, bytes]:
+        key, beats, position = (_node.GATHERS | name, them), self._stream.beats, self._beat
+        with self._links.lock:
+            self._node.arrive(self._number, key[0], 1, 0, them, _node.VALUE.pack(self.rank, len(data)) + data)
+        is_watching = False
+
+        def look() -> None:
+            nonlocal is_watching
+            if not is_watching:
+                is_watching = True
+                with self._links.lock:
+                    self._node.watch(self._number, watches or 0, position)
+            # A rank that has met this one here comes to the next barrier later, when all have met.
+            if position in self._stream.came and key not in beats:
+                raise met_another_way(self.global_ranks[self.rank])
+
+        try:
+            self._until(lambda: key in beats, later=None if watches is None else look)
+        finally:
+            if is_watching:
+                with self._links.lock:
+                    self._node.unwatch(self._number, watches or 0, position)
+        _, said = beats.pop(key)
+        return _node.values_of(said)
+
+    # ------------------------------------------------------------ the log, and what is posted
+
+    def append(self, record: Any, leads: bool) -> None:
         """Add a record to the log that some ranks keep and others follow; waits for nobody.
 
         Args:
@@ -127,11 +212,10 @@ class Channel:
             leads: Whether this rank writes it. The ranks that keep the log all call this in the same
                 order, and one of them writes.
         """
-
-    @property
-    def records(self) -> int:
-        """How many records of the log this rank has written, or would have, or followed."""
-        return 0
+        if leads:
+            self.post(f"log/{self._log}", record)
+        self._log += 1
+        self._pass_log()
 
     def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
         """Wait for the log's next record.
@@ -144,40 +228,54 @@ class Channel:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: No record came within the channel's timeout.
         """
-        raise JoinTimeoutError("A world of one has nobody to follow.")
+        self._pass_log()  # what belongs to this record is still to be read when it has come
+        self._is_awake = True
+        try:
+            record = self.read(f"log/{self._log}", meanwhile, of)
+        finally:
+            self._is_awake = False
+        self._log += 1
+        return record
 
-    def post(self, key: str, value: Any, until_met: bool = False) -> None:
+    @property
+    def records(self) -> int:
+        """How many records of the log this rank has written, or would have, or followed."""
+        return self._log
+
+    def _pass_log(self) -> None:
+        with self._links.lock:
+            self._stream.pass_log(self._log)
+
+    def post(self, key: str, value: Any) -> None:
         """Give a value (what `gather` takes) a name of its own; waits for nobody.
 
-        Args:
-            key: The name.
-            value: The value.
-            until_met: Whether it can go when all ranks have met in a `gather`.
+        Each rank keeps it until it passes the record that this one writes next.
         """
+        data = _codec.encode(value)
+        with self._links.lock:
+            self._node.post(self._number, self._log, key, data)
 
     def posted(self, key: str) -> bool:
         """Whether there is a value of this name."""
-        return False
+        self._links.read()
+        return key in self._stream.values
 
-    def read(
-        self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any, is_polled: bool = False
-    ) -> Any:
-        """Wait for the value of this name, as `follow` does for a record.
+    def read(self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
+        """Wait for the value of this name, as `follow` does for a record; see there."""
+        values = self._stream.values
+        self._until(lambda: key in values, meanwhile)
+        return self._decode(repr(key), values[key], of)
 
-        Args:
-            key: The name.
-            meanwhile: See `follow`.
-            of: The type that the value must be of.
-            is_polled: Whether ranks ask with `posted` for it: a wait is then not cut short when a rank fails.
-        """
-        return self.follow(meanwhile)
-
-    def add(self, key: str, number: int) -> int:
-        """Add to the number of this name, which begins at 0, and return the sum; waits for nobody."""
-        return number
+    # ------------------------------------------------------------ what one rank keeps, or adds up
 
     def keep(self, key: str, value: Any) -> None:
-        """Give a value (what `gather` takes) a name of this rank's, by which others may `ask` it; waits for nobody."""
+        """Give a value (what `gather` takes) a name of this rank's, by which others may `ask` it; waits for nobody.
+
+        Of all that a rank keeps, the last few thousand are there.
+        """
+        data = _codec.encode(value)
+        with self._links.lock:
+            self._node.keep(self._number, key, data)
 
     def ask(self, key: str, ranks: Sequence[int], of: Any = Any) -> dict[int, Any]:
         """Return what ranks keep by a name, by rank.
@@ -191,89 +289,212 @@ class Channel:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank does not keep it within the channel's timeout.
         """
-        return {}
+        asked = {rank: self._ask(_node.ASK, rank, key, 0) for rank in ranks}
+        answers = self._stream.answers
+        self._until(lambda: all(number in answers for number in asked.values()))
+        return {rank: self._decode(repr(key), answers.pop(number), of) for rank, number in asked.items()}
 
-    def drop(self, key: str) -> None:
-        """Keep the value of this name no longer."""
+    def add(self, key: str, number: int) -> int:
+        """Add to the number of this name, which begins at 0, and return the sum; rank 0 knows the last few."""
+        asked, answers = self._ask(_node.ADD, 0, key, number), self._stream.answers
+        self._until(lambda: asked in answers)
+        return int.from_bytes(answers.pop(asked), "little", signed=True)
 
-    def exchange(self, key: str, value: T, ranks: Sequence[int], of: Any = Any) -> dict[int, T]:
-        """Meet some ranks, of which this is one, and return what each of these has to say, by rank; see `gather`.
-
-        Args:
-            key: A name that is used once.
-            value: What this rank has to say.
-            ranks: Those that call this.
-            of: The type that all values must be of.
-        """
-        return {self.rank: value}
+    def _ask(self, kind: int, rank: int, key: str, number: int) -> int:
+        with self._links.lock:
+            self._asked += 1
+            self._node.ask(self._number, kind, _node.QUESTION.pack(rank, self.rank, self._asked, number) + key.encode())
+        return self._asked
 
     def contribute(self, key: str, number: int, ranks: Sequence[int]) -> None:
         """Add a number below 2**32 to a sum of one of each of these ranks, all of which call this; waits for nobody."""
+        with self._links.lock:
+            self._node.arrive(self._number, _node.SUMS | _node.number_of(key), 1, number, _bits(ranks), b"")
 
     def contributed(self, key: str, ranks: Sequence[int]) -> int | None:
         """Return that sum, once, on the first of the ranks; `None` while it is not complete. Waits for nobody."""
-        return None
+        self._links.read()
+        name = _node.SUMS | _node.number_of(key), 1 << min(ranks)
+        total, _ = self._stream.beats.pop(name, (None, b""))
+        return total
 
-    def delete(self, key: str) -> None:
-        """Delete the value of this name."""
+    # ------------------------------------------------------------ failures
 
-    def forget(self, delete: bool = True) -> None:
-        """Delete the records up to here, which all who follow must have read, or leave that to another rank."""
+    def fail(self, reason: str | BaseException, rank: int | None = None) -> None:
+        """Tell the other ranks that this one (or `rank`, which cannot) is unable to go on; waits for nobody.
 
-    @property
-    def beats(self) -> int:
-        """How many beats this rank has taken part in."""
-        return 0
-
-    @property
-    def position(self) -> Any:
-        """Where this rank is in the beats, for those that have met without."""
-
-    def skip_to(self, position: Any) -> None:
-        """Take up the beats again, after others have met without this rank: at the `position` of one of them."""
-
-    def fail(self, reason: str, rank: int | None = None) -> None:
-        """Tell the other ranks that this one (or `rank`, which cannot) is unable to go on; waits for nobody."""
-
-    def tell(self, error: BaseException) -> None:
-        """Tell them what has ended this rank: an error of its own, or a failure of which another channel knows."""
+        Args:
+            reason: Why; or what has ended this rank, an error of its own, or a failure of which another channel knows.
+            rank: Who.
+        """
+        if isinstance(reason, PeerFailedError):
+            if self._heard is not None or reason.rank not in self.global_ranks:
+                return
+            rank, reason = self.global_ranks.index(reason.rank), reason.reason
+        elif isinstance(reason, BaseException):
+            reason = f"{type(reason).__name__}: {reason}"
+        self._has_told = self._has_told or rank is None
+        self._links.read()
+        told = _codec.encode((self.rank if rank is None else rank, reason[:MOST_TEXT]))
+        with self._links.lock:
+            self._node.fail(self._number, told)
 
     def failure(self) -> PeerFailedError | None:
         """Return the failure that another rank has told of, if any; waits for nobody."""
-        return None
+        self._links.read()
+        return self._known_failure()
 
-    def vigil(self) -> Callable[[], None]:
+    def _known_failure(self) -> PeerFailedError | None:
+        if self._heard is None and (data := self._stream.failure) is not None:
+            self._heard = self._read_failure(data)
+        # A new one each time: what is raised holds the frames that it has passed, and with them this channel.
+        return copy.copy(self._heard)
+
+    def _read_failure(self, data: bytes) -> PeerFailedError | None:
+        me = self.global_ranks[self.rank]
+        try:
+            rank, reason = _codec.decode(data, tuple[int, str])
+        except _codec.Malformed as problem:
+            error = _codec.foreign("a failure", problem)
+            return PeerFailedError(f"Rank {me} cannot go on, since a rank may have failed. {error}")
+        self._silent.add(rank)
+        if rank == self.rank:
+            return None if self._has_told else PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
+        return self._peers.error(rank, reason)
+
+    def failure_check(self) -> Callable[[], None]:
         """Return what a wait for another rank, by other means than this channel, has to call again and again.
 
         It raises as a wait on the channel does: `PeerFailedError` if a rank has failed or its process is gone,
         `JoinTimeoutError` when the channel's timeout is over.
         """
-        return lambda: None
+        return self._check(self.failure)
 
-    def roll_call(self) -> dict[int, Any]:
-        """Return who is there: by rank, whether it waits on this channel, and what its `status` says.
+    def _check(self, failure: Callable[[], PeerFailedError | None]) -> Callable[[], None]:
+        self._peers.begin_to_watch()
+        start = time.monotonic()
+        deadline, next_probe = start + self._timeout.total_seconds(), start + _PROBES_EVERY
+
+        def look() -> None:
+            nonlocal next_probe
+            raise_any(failure())
+            now = time.monotonic()
+            if now > deadline:
+                raise self._timed_out()
+            if now > next_probe:
+                next_probe = now + _PROBES_EVERY
+                if (found := self._peers.find_failed(dict.fromkeys(self._links.left, LEFT))) is not None:
+                    rank, why = found
+                    self.fail(why, rank)
+                    raise self.failure() or self._peers.error(rank, why)
+                self.suspect()
+
+        return look
+
+    def health(self) -> Health:
+        """Return who is there.
 
         Ranks answer from a thread of their own, wherever they are. Whoever does not within three
         seconds has ended or is stopped. Ends early once a failure has been told of.
         """
-        return {self.rank: [False, self.status()]}
+        places = self._stream.places
+        with self._links.lock:
+            call, until = self._node.call_roll(self._number)
+        deadline = time.monotonic() + _ANSWERS_WITHIN
 
-    def silent(self, answers: Container[int]) -> list[int]:
-        """Return which ranks have given no answer to a roll call, less those that are asked through such a one."""
-        return [rank for rank in range(self.world_size) if rank not in answers]
+        def answered(rank: int) -> bool:
+            return rank in places and places[rank][0] >= call
 
-    def leave(self) -> None:
-        """Answer no more roll calls."""
+        def enough() -> bool:
+            now = time.monotonic()
+            late = now > deadline or self.failure() is not None
+            return late or (now > until and all(map(answered, range(self.world_size))))
 
-    def close(self) -> None:
-        """Leave, and delete what the last messages left in the store: rank 0, which goes last, what all others gave."""
+        self._tree.wait(enough, lambda: None)
+        found = {rank: places[rank][1] for rank in range(self.world_size) if answered(rank)}
+        # Who has left has been reached, and answers nothing.
+        answers = {rank: self._decode("an answer", data, _ANSWER) for rank, data in found.items() if data}
+        missing = [rank for rank in range(self.world_size) if rank not in answers]
+        stuck = {*missing} - found.keys()
+        silent = [rank for rank in missing if self._node.layout.between(rank).isdisjoint(stuck)]
+        if self._heard is None:  # which ends it early
+            self._silent = {*silent}
+        return Health(answers, silent)
 
-    def finish(self) -> None:
-        """Close, when all ranks have come here; rank 0, whose process may host the store, when all others have left.
+    def _place(self) -> bytes:
+        try:
+            return _codec.encode((self._waits, self.status()))
+        except Exception:  # the status is in the making, in another thread
+            return _codec.encode((self._waits, None))
 
-        Not by a barrier of the process group: on an accelerator that needs to be told of a device, or takes the first.
+    def _decode(self, what: str, data: bytes, of: Any) -> Any:
+        try:
+            return _codec.decode(data, of)
+        except _codec.Malformed as problem:
+            error = _codec.foreign(what, problem)
+            self.fail(error)
+            raise error from None
+
+    # ------------------------------------------------------------ the end
+
+    def close(self, meets: bool = False) -> None:
+        """Say and answer nothing more.
+
+        Args:
+            meets: Whether all ranks come here, and wait for each other. Not by a barrier of the process group: on an
+                accelerator that needs to be told of a device, or takes the first.
 
         Raises:
             PeerFailedError: A rank has ended before.
         """
-        self.close()
+        if meets:
+            self.gather(None)
+        self._stream.place = no_place
+        self._tree.part()  # with what was said of a failure, before the process may end
+        if self.world_size > 1:  # else others may share it
+            self._end()
+
+    # ------------------------------------------------------------ waiting
+
+    def _until(
+        self,
+        ready: Callable[[], bool],
+        meanwhile: Callable[[], None] | None = None,
+        later: Callable[[], None] | None = None,
+    ) -> None:
+        check: Callable[[], None] | None = None
+        start = time.monotonic()
+
+        def look() -> None:
+            nonlocal check
+            if meanwhile is not None:
+                meanwhile()
+            if later is not None and time.monotonic() - start > _WATCHES_AFTER:
+                later()
+            check = check or self._check(self._known_failure)
+            check()
+
+        self._waits = True
+        try:
+            self._tree.wait(ready, look, self._stream if meanwhile is None else None, self._is_awake)
+        finally:
+            self._waits = False
+
+    def _timed_out(self) -> JoinError:
+        answers, _ = self.health()
+        if (failure := self.failure()) is not None:
+            return failure
+        ranks = self.global_ranks
+        waited = f"Rank {ranks[self.rank]} waited {self._timeout.total_seconds():.0f} s for the other ranks"
+        if self._silent:
+            text = f"{waited}, and {self._peers.name(self._silent)} did not answer: killed, or stopped."
+            return PeerFailedError(text, ranks[min(self._silent)], SILENT)
+        if (explained := self.explain({ranks[rank]: status for rank, (_, status) in answers.items()})) is not None:
+            return explained
+        busy = [rank for rank, (waits, _) in answers.items() if not waits]
+        who = f"{self._peers.name(busy)} at work elsewhere" if busy else "all wait"
+        return waited_in_vain(waited, who)
+
+
+def _bits(ranks: Sequence[int]) -> int:
+    return sum(1 << rank for rank in ranks)

@@ -35,8 +35,9 @@ class Malformed(ValueError):  # noqa: N818  who reads turns it into an error
 def foreign(what: str, why: object) -> JoinError:
     """Return the error of a rank that has read in the store what no rank can have written."""
     return JoinError(
-        f"What the job's key-value store holds as {what} is not a message of its ranks: {why}. Something else writes to"
-        " that store, which has no password: let nobody but the job's own machines reach its port."
+        f"What this rank has read as {what} is not a message of its ranks: {why}. Either they run different versions of"
+        " torch_join, or something else writes to the job's key-value store, which has no password: let nobody but the"
+        " job's own machines reach its port."
     )
 
 

@@ -5,7 +5,7 @@ from types import TracebackType
 from torch_join._base import compat as _compat
 from torch_join._base.errors import PeerFailedError, name_ranks, raise_any
 from torch_join._control.channel import Channel
-from torch_join._control.waiting import SILENT
+from torch_join._control.peers import SILENT
 
 
 class telling_failures:  # noqa: N801  it is used like a function
@@ -30,22 +30,23 @@ class telling_failures:  # noqa: N801  it is used like a function
             return
         channel, reason = self._channel, error
         if _compat.is_communication_error(error):
-            answers = channel.roll_call()  # the rank that broke the collective may still be writing why
+            answers, silent = channel.health()  # the rank that broke the collective may still be writing why
             try:
                 raise_any(channel.failure())
             except PeerFailedError as failure:
                 raise failure from error
-            if silent := channel.silent(answers):
+            names = channel.global_ranks
+            if silent:
                 channel.fail(SILENT, silent[0])
                 raise PeerFailedError(
-                    f"A collective failed on rank {channel.names[channel.rank]}, and"
-                    f" {name_ranks(channel.names[rank] for rank in silent)} did not answer since:"
+                    f"A collective failed on rank {names[channel.rank]}, and"
+                    f" {name_ranks(names[rank] for rank in silent)} did not answer since:"
                     " killed, or stopped. Its own log says why.",
-                    channel.names[silent[0]],
+                    names[silent[0]],
                     SILENT,
                 ) from error
-            reason = channel.explain({channel.names[rank]: status for rank, (_, status) in answers.items()}) or error
-        channel.tell(reason)
+            reason = channel.explain({names[rank]: status for rank, (_, status) in answers.items()}) or error
+        channel.fail(reason)
         if reason is not error:
             try:
                 raise reason from error

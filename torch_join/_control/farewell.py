@@ -24,8 +24,8 @@ def say_farewell(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
     channel = open_channel(group, timeout)
     try:
         with telling_failures(channel):
-            check_all_go_on(channel.gather(ENDS, of=list[str]), channel.names)
-        channel.finish()
+            check_all_go_on(channel.gather(ENDS, of=list[str]), channel.global_ranks)
+        channel.close(meets=True)
     except JoinTimeoutError:
         pass
     except PeerFailedError as error:
@@ -33,4 +33,4 @@ def say_farewell(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
             return
         raise
     finally:
-        channel.leave()
+        channel.close()

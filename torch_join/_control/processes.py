@@ -35,12 +35,15 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """Return the process that calls this."""
-    return Process(os.getpid(), _look(os.getpid(), None)[1])
+    """Return the process that calls this; 0 where the system does not tell of others."""
+    began = _look(os.getpid(), None)[1]
+    return Process(os.getpid() if began else 0, began)
 
 
 def this_host() -> str:
     """Return what tells this host, and the numbers of processes on it, from others."""
+    if not Path("/proc/self/ns").exists():
+        return os.uname().nodename
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{os.uname().nodename} {boot} {os.stat('/proc/self/ns/pid').st_ino} {os.stat('/proc/self/ns/net').st_ino}"
 

@@ -116,7 +116,7 @@ class Audit:
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after)
         texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY), found, strict=True)
         self._warn(
-            channel, [text.format(when=when, what=_list(items, channel.names)) for text, items in texts if items]
+            channel, [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]
         )
 
     def even(self, channel: Channel, has_gradients: bool, left: bool = False) -> None:
@@ -134,7 +134,7 @@ class Audit:
             found, *_ = _differences(channel, {**looked, "found": {}}, {})
             self._warn(
                 channel,
-                [_DIFFERED.format(when="After an even loop", what=_list(found, channel.names))] if found else [],
+                [_DIFFERED.format(when="After an even loop", what=_list(found, channel.global_ranks))] if found else [],
             )
 
     def _warn(self, channel: Channel, said: list[str]) -> None:

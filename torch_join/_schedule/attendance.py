@@ -102,7 +102,7 @@ class ToldAttendance(Attendance):
     def say(self, samples: int, notice: dict[str, Any] | None, waits: bool) -> bool:
         """Go on to the next step, and say this rank's part; see `Lockstep.say`."""
         waits = waits or self.in_tail
-        self._channel.say(samples, notice, waits=waits)
+        self._channel.arrive(samples, notice)
         self.go_to(self.step + 1)
         self.samples, self._is_unheard = samples, True
         if waits := waits or self.in_tail:
@@ -110,12 +110,12 @@ class ToldAttendance(Attendance):
         return waits
 
     def catch_up(self) -> None:
-        """Read what others have said so far, without waiting; see `Channel.catch_up`."""
+        """Read what others have said so far, without waiting; see `Channel.poll`."""
         with self._lock:
             if not self._is_hearing:
                 self._is_hearing = True
                 try:
-                    self._channel.catch_up()
+                    self._channel.poll()
                 finally:
                     self._is_hearing = False
 
@@ -137,7 +137,7 @@ class ToldAttendance(Attendance):
         return self._notices
 
     def _take(self) -> None:
-        beat = self._channel.hear()
+        beat = self._channel.wait()
         self.announce({rank: notice["end"] for rank, notice in beat.notices.items() if "end" in notice})
         self.total_samples, self._notices = beat.total, beat.notices
         self.check_termination(self._channel.rank, self._throws)

@@ -92,7 +92,7 @@ class Exchange:
         self._skeleton_to: dict[int, bytes] = {}
         self._wanted: queue.SimpleQueue[tuple[int, Coming] | None] = queue.SimpleQueue()
         self._under_way: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
-        threads = (_receive, (self._group, self._wanted, channel.names)), (_wait_for_sent, (self._under_way,))
+        threads = (_receive, (self._group, self._wanted, channel.global_ranks)), (_wait_for_sent, (self._under_way,))
         self._threads = [threading.Thread(target=run, args=args, name=_THREAD, daemon=True) for run, args in threads]
         for thread in self._threads:
             thread.start()
@@ -187,11 +187,11 @@ def _connect(group: dist.ProcessGroup, name: str, channel: Channel) -> _Group:
     """Make a group that torch does not count: the names of those that it does may differ by rank, or come twice."""
     store, rank, world_size = _store(group, name), dist.get_rank(group), dist.get_world_size(group)
     try:  # it waits for all ranks, whatever happens to them
-        return beside(lambda: dist.ProcessGroupGloo(store, rank, world_size, _FOREVER), channel.vigil())
+        return beside(lambda: dist.ProcessGroupGloo(store, rank, world_size, _FOREVER), channel.failure_check())
     except JoinError:
         raise
     except RuntimeError as error:
-        channel.vigil()()  # if another rank has told why, this raises
+        channel.failure_check()()  # if another rank has told why, this raises
         raise JoinError(_CANNOT.format(error)) from error
 
 
@@ -222,11 +222,11 @@ def awaited(future: "Future[T]", channel: Channel) -> T:
         PeerFailedError: Another rank has failed.
         JoinTimeoutError: It did not come within the channel's timeout.
     """
-    look = channel.vigil()
+    look = channel.failure_check()
     while not wait([future], _POLL_SECONDS).done:
         look()
     if future.exception() is not None:
-        channel.vigil()()  # if another rank has told why, this raises
+        channel.failure_check()()  # if another rank has told why, this raises
     return future.result()
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch_join._base.errors import JoinValueError
-from torch_join._control.channel import Beat, Channel
+from torch_join._control.channel import Channel
+from torch_join._control.said import Beat
 from torch_join._schedule.exchange import Exchange, arrived
 from torch_join._schedule.plan import Plan, Row, Share
 
@@ -130,9 +131,9 @@ class Rebalancer:
         batches = self._source.reserve(is_own + len(receivers))
         if len(batches) < is_own + len(receivers):
             raise JoinValueError(
-                f"The loader of rank {self._channel.names[me]} has ended before the length that it said it had, while"
-                " other ranks count on that: its sampler yields less than its __len__ says. Mend it, or train without"
-                " rebalance=True."
+                f"The loader of rank {self._channel.global_ranks[me]} has ended before the length that it said it had,"
+                " while other ranks count on that: its sampler yields less than its __len__ says. Mend it, or train"
+                " without rebalance=True."
             )
         samples = sum(map(self._size, batches)) if self._size is not None else 0
         for receiver, batch in zip(receivers, batches[is_own:], strict=True):

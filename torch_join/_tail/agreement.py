@@ -11,6 +11,7 @@ from torch_join._handover.objects import Apart
 from torch_join._tail.records import Announcement
 
 _COMPARED = ("forward", "collective", "log", "gather", "reduce", "reshard")  # of these the payload too
+_WORD = tuple[int, int, str]
 _EVERY = 8  # steps; but each of the first ones, where a mistake of the program shows
 
 
@@ -94,15 +95,14 @@ class Agreement:
             JoinError: This rank and the lowest active one have announced different things.
         """
         lowest = min(after or before)
-        key = f"{self._tail}/last/{len(after)}"
-        if rank == lowest:
-            self._channel.post(key, self.word, until_met=True)
-        elif self._channel.read(key, of=tuple[int, int, str])[:2] != self.word[:2]:
+        among = f"{self._tail}/last/{len(after)}", before
+        words = dict(zip(sorted(before), self._channel.gather(self.word, of=_WORD, among=among), strict=True))
+        if rank != lowest and words[lowest][:2] != self.word[:2]:
             raise self._disagreement()
 
     def _disagreement(self) -> JoinError:
-        answers = self._channel.roll_call()
-        names = self._channel.names
+        answers = self._channel.health().answers
+        names = self._channel.global_ranks
         words = {names[rank]: status.word for rank, (_, status) in answers.items() if status and status.word}
         return JoinError(
             "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"

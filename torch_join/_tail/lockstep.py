@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
-from torch_join._control.channel import Beat
+from torch_join._control.said import Beat
 from torch_join._handover.buffers import StepBuffers
 from torch_join._schedule.attendance import ToldAttendance
 from torch_join._schedule.plan import Share
@@ -148,7 +148,7 @@ class Lockstep:
         self._present = self._plan or self._attendance
 
     def _meet(self, samples: int, notice: dict[str, Any]) -> Beat:
-        return self.channel.beat(samples, notice or None)
+        return self.channel.barrier(samples, notice or None)
 
     @property
     def plan(self) -> Rebalancer | None:
@@ -181,9 +181,7 @@ class Lockstep:
         if self._plan is not None:
             self._notices = self._advance_plan(self._plan, notice or {})
             return True
-        if waits := self._attendance.say(samples, notice, waits or not self._forwards_alone):
-            self.driver.after_meeting()
-        return waits
+        return self._attendance.say(samples, notice, waits or not self._forwards_alone)
 
     @property
     def has_heard(self) -> bool:
@@ -206,7 +204,6 @@ class Lockstep:
             return beats[-1]
 
         plan.advance(meet)
-        self.driver.after_meeting()
         return beats[0].notices
 
     def skip(self, skips: bool) -> list[int]:
@@ -216,7 +213,7 @@ class Lockstep:
             The ranks that leave.
         """
         samples = 0 if skips else self._counts[0]
-        beat = self.channel.beat(samples, {} if skips else None)
+        beat = self.channel.barrier(samples, {} if skips else None)
         if self._plan is not None:
             self._plan.leave([*beat.notices])
             self._plan.total_samples = beat.total

@@ -130,9 +130,8 @@ class LoopDriver(Meetings):
                 part.after_all(self.members.last_joiner)
             said = self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters)
             compare(said, self.members.global_ranks)
-            self._forget()
             self._planned.rebalancing.close()
-            self.server.channel.finish()
+            self.server.channel.close(meets=True)
 
     def finish_left(self) -> None:
         """Finish a loop that this rank has left by `break`, if there is one."""
@@ -147,7 +146,7 @@ class LoopDriver(Meetings):
         self.server.close()
         while self._clears:
             self._clears.pop().remove()
-        self.server.channel.leave()
+        self.server.channel.close()
         _nesting.leave(self)
 
     # ------------------------------------------------------------ a loop over batches
@@ -193,7 +192,6 @@ class LoopDriver(Meetings):
             said = self.server.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
             compare([theirs for _, theirs, _ in said], self.members.global_ranks)
             lengths = [theirs for theirs, _, _ in said]
-            self._forget()
             ways = [way for _, _, way in said]
             if _ASKS not in ways:
                 return  # nobody goes through it

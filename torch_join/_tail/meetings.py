@@ -274,7 +274,7 @@ class Meetings:
 
     def _say(self, has_input: bool, samples: int, at_last: bool, waits: bool = True) -> None:
         notice = {} if not has_input else {"last": True} if at_last else None
-        self.server.channel.say(samples, notice, self.members.active, waits)
+        self.server.channel.arrive(samples, notice, self.members.active)
         if has_input and self._planned.plan is None:  # else the batch that this rank has may be another's
             self.members.samples = samples
 
@@ -344,12 +344,6 @@ class Meetings:
     def _at_top(self) -> bool:
         """Whether this rank is at the top of a step, before any code of the user's."""
         return self.in_loop and self._loop is not None and self._loop.asked and not self.members.may_break
-
-    def _forget(self) -> None:
-        """Delete what the last loop has left: all have read it."""
-        self.server.channel.forget()
-        for model in self.server.models():
-            model.forget()
 
     def _return_to_loop(self) -> None:
         """Finish a loop that this rank has left, before it does anything else with others."""

@@ -27,26 +27,16 @@ class NoLossCount:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._stale: str | None = None
 
     def add(self, holds_gradients: bool) -> None:
         """Count this rank, before its backward."""
-        self.tidy()
-        mine = 1 if holds_gradients else 1 + _GRADIENTS
-        if self._channel.add(self._key, mine) == mine:
-            self._stale = self._key
+        self._channel.add(self._key, 1 if holds_gradients else 1 + _GRADIENTS)
 
     def read(self) -> Totals:
         """Return what is left when all ranks that count themselves have done so: after the backward's collectives."""
         total = self._channel.add(self._key, 0)
         everyone = self._channel.world_size
         return Totals(total % _GRADIENTS < everyone, total // _GRADIENTS < everyone)
-
-    def tidy(self) -> None:
-        """Delete what the last step has left; the ranks have met since."""
-        if self._stale is not None:
-            self._channel.delete(self._stale)
-            self._stale = None
 
     @property
     def _key(self) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch_join._base.errors import JoinValueError, UnsupportedError, name_ranks, raise_any
 from torch_join._base.samples import count_samples
-from torch_join._control.channel import Beat
+from torch_join._control.said import Beat
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing
@@ -132,7 +132,7 @@ class PlannedLoops:
         return batch
 
     def _meet(self, samples: int, notice: dict[str, Any]) -> Beat:
-        self.server.channel.say(samples, notice or None, self.server.members.active)
+        self.server.channel.arrive(samples, notice or None, self.server.members.active)
         return self.hear()
 
     def hear(self) -> Beat:
@@ -142,7 +142,7 @@ class PlannedLoops:
             JoinValueError: With a plan, some of them have left the loop.
             PeerFailedError: Another rank has failed, perhaps since it said its part.
         """
-        beat = self.server.channel.hear()
+        beat = self.server.channel.wait()
         if self.puts_off:
             raise_any(self.server.channel.failure())
         left = self.server.members.named(rank for rank, notice in beat.notices.items() if not notice)

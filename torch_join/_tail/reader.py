@@ -208,7 +208,7 @@ class LoaderWatch:
         if time.monotonic() < self._asks_at:
             return
         before, self._found = self._found, {}
-        for rank, (_, status) in self._channel.roll_call().items():
+        for rank, (_, status) in self._channel.health().answers.items():
             if status is not None and status.loader is not None and self._members.name in status.loader[1]:
                 self._found[rank] = status.loader[0]
         for rank, step in self._found.items():

@@ -1,10 +1,8 @@
 """The records with which active ranks announce what they do, and what a joined rank takes for one."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch_join._base import compat as _compat
 from torch_join._collectives.call import Call
 from torch_join._control import codec as _codec
 
@@ -17,10 +15,8 @@ _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
     DONE: tuple[bool, bool],  # a step in lockstep; whether its backward is one too, and has a loss
-    # The parts' closing messages, the place in the beats, whose state all take, whether backwards go in pieces.
-    END: tuple[list[Any], tuple[int, list[tuple[int, int, int]]], int, bool],
+    END: tuple[list[Any], int, bool],  # the parts' closing messages, whose state all take, if backwards go in pieces
 }
-_MEETINGS = ("all_reduce", "all_gather", "all_gather_single", "all_gather_object", "barrier")
 
 
 def record(said: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
@@ -56,11 +52,3 @@ def is_record(kind: str, payload: Any, expected: str) -> bool:
     except (_codec.Malformed, KeyError) as problem:
         raise _codec.foreign("a record of the tail", problem) from None
     return kind == expected
-
-
-def wait_if_synchronizing(call: Call) -> bool:
-    """Wait for a collective, if nobody can leave it before all have come; of nothing, backends exchange nothing."""
-    if call.operation not in _MEETINGS or any(math.prod(spec.shape) == 0 for spec in call.inputs):
-        return False
-    _compat.wait_for_device(call.device)
-    return True

@@ -15,7 +15,8 @@ from torch_join._collectives.parting import Parting
 from torch_join._collectives.subgroups import Subgroups
 from torch_join._collectives.tap import Call, CollectiveTap
 from torch_join._control import codec as _codec
-from torch_join._control.channel import Channel, Status
+from torch_join._control.channel import Channel
+from torch_join._control.said import Status
 from torch_join._tail import records as _records
 from torch_join._tail.agreement import Agreement, explain, explain_counts
 from torch_join.joinables._gradients.backwards import ServedBackwards
@@ -129,13 +130,13 @@ class Server:
         if self.in_tail and self.members.leads:
             keys = (_records.ASIDE.format(self.channel.records, place) for place in count())
             key = next(key for key in keys if not self.channel.posted(key))
-            self.channel.post(key, ([(index, kind, payload)], self.members.active), until_met=True)
+            self.channel.post(key, ([(index, kind, payload)], self.members.active))
 
     def tell(self) -> None:
         """Write what has been announced."""
         if self._said:
             self._subgroups.mark(self.members.active)
-            self.channel.announce(_records.record(self._said, self.members.active), leads=self.members.leads)
+            self.channel.append(_records.record(self._said, self.members.active), leads=self.members.leads)
             self._said = []
 
     def own_collectives(self) -> AbstractContextManager[None]:
@@ -199,9 +200,8 @@ class Server:
         """Tell the joined ranks, on the last active ones, that the tail is over; return the parts' closing messages."""
         words = [part.closing_message() for part in self.parts]
         self._subgroups.mark(self.members.before)
-        end = -1, _records.END, (words, self.channel.position, self.members.leader, self.in_pieces)
-        self.channel.announce(([end], ()), leads=self.members.leads)
-        self.channel.forget(delete=False)
+        end = -1, _records.END, (words, self.members.leader, self.in_pieces)
+        self.channel.append(([end], ()), leads=self.members.leads)
         self.leave_tail()
         return words
 
@@ -254,7 +254,7 @@ class Server:
         """Answer what was announced aside before a record of the log."""
         while self.channel.posted(key := _records.ASIDE.format(number, self._asides)):
             self._asides += 1
-            said, active = self.channel.read(key, of=_records.RECORD, is_polled=True)
+            said, active = self.channel.read(key, of=_records.RECORD)
             if self.members.rank in active:
                 continue  # it has done so itself before it joined
             _records.check_record(said, active, len(self.parts), self.members.active)
@@ -262,24 +262,14 @@ class Server:
                 self._answer(*announcement)
 
     def _answer(self, index: int, kind: str, payload: Any) -> None:
-        all_came = False
         if index >= 0:
             self.parts[index].receive(kind, payload)
-            all_came = self.parts[index].synchronizes(kind)
         elif kind == _records.COLLECTIVE:
             mirror(payload)
-            all_came = _records.wait_if_synchronizing(payload)
         elif kind == _records.TAIL:
             self._compare_counts(payload)
         else:
             raise _codec.foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
-        if all_came:
-            self.forget()
-
-    def forget(self) -> None:
-        """Delete the records up to one whose collective all joined ranks have come to, so that they have read it."""
-        self._subgroups.forget()
-        self.channel.forget(delete=self.members.deletes)
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
         """Run a main hook; each collective that it issues stands for one that the active ranks announce."""

@@ -148,8 +148,3 @@ class StepDriver:
         """All ranks have come to the end of what each evaluates, some before the others."""
         for part in self.server.parts:
             part.leave_tail()
-
-    def after_meeting(self) -> None:
-        """All ranks have met since the last step: what was announced in it has been read."""
-        if self.members.joined:
-            self.server.forget()

@@ -95,20 +95,17 @@ class Tails:
         """Do what the active ranks announce, with nothing, until they have joined too; see `begin_tail`."""
         if self.refusal is not None:
             raise self.refusal
-        members, channel = self.server.members, self.server.channel
+        members = self.server.members
         if not members.announces:
             self._look(at_top)
         self.server.join()
         with on_device(self.server.members.group):
-            words, position, leader, in_pieces = self.server.follow(END)
+            words, leader, in_pieces = self.server.follow(END)
         self.server.backwards.in_pieces = in_pieces or self.server.backwards.in_pieces
-        if not members.deletes:
-            channel.forget(delete=False)  # the lowest does, once all have read this one
         self.server.change(())
         # It may be another one than in the last announcement: the others may have left without one since.
         members.leader = leader
         members.last_joiner = False
-        channel.skip_to(position)
         self._hand_over(words)
         members.all_active()
 
@@ -117,8 +114,8 @@ class Tails:
         members, channel = self.server.members, self.server.channel
         # Between two departures nothing may be announced.
         place = f"steps/{channel.records}/{len(members.active)}"
-        said = channel.exchange(place, steps.words(is_late), members.before, Words)
-        steps.compare({members.global_ranks[rank]: words for rank, words in said.items()})
+        said = channel.gather(steps.words(is_late), of=Words, among=(place, members.before))
+        steps.compare(dict(zip(members.named(sorted(members.before)), said, strict=True)))
 
     def _look(self, at_top: bool) -> None:
         """Look at what there is, on every rank, where the first ones join."""
@@ -186,9 +183,9 @@ class Tails:
             JoinError: A rank has ended its training.
         """
         everyone = self.server.channel.gather([type(thing).__name__ for thing in self._objects], of=list[str])
-        check_all_go_on(everyone, self.server.channel.names)
+        check_all_go_on(everyone, self.server.channel.global_ranks)
         if any(names != everyone[0] for names in everyone):
-            words = zip(self.server.channel.names, everyone, strict=True)
+            words = zip(self.server.channel.global_ranks, everyone, strict=True)
             given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in words)
             raise JoinValueError(f"All ranks must give Join the same joinables in the same order, but gave {given}.")
 

@@ -92,9 +92,6 @@ class ModelPart(Part):
         """A loop over `batches` begins."""
         self._gradients.begin_loop()
 
-    def forget(self) -> None:
-        self._others.forget()
-
     def remember(self) -> None:
         """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
         self._gradients.remember(self._shadowed.accumulates)
@@ -291,9 +288,6 @@ class ModelPart(Part):
         elif kind in ("backward", "begin"):
             self._second_backward.awaits_first = False
             self.driver.note_backward(self.index)
-
-    def synchronizes(self, kind: str) -> bool:
-        return self._shadowed.synchronizes(kind)
 
     def closing_message(self) -> tuple[Runs, bool, list[int] | None, list[int] | None]:
         _compat.check_reduction_finished(self.ddp)

@@ -165,9 +165,6 @@ class LoopModel(Protocol):
     def begin_loop(self) -> None:
         """A loop over `batches` begins."""
 
-    def forget(self) -> None:
-        """Delete what this rank has said in tails: all have read it."""
-
     def remember(self) -> None:
         """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
 
@@ -276,10 +273,6 @@ class Part:
     def answer(self, kind: str, payload: Any) -> None:
         """Do, on a joined rank, the counterpart of what was announced."""
         raise NotImplementedError
-
-    def synchronizes(self, kind: str) -> bool:
-        """Whether all ranks must have come to what was announced before this rank could finish its answer to it."""
-        return False
 
     def before_collective(self, ddps: bool) -> None:
         """Hear, on an active rank in the tail, of a collective in backward: of DDP's, or of another one.

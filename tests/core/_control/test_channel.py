@@ -12,44 +12,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.inside import keys_at_rest, open_channel, store_of, words_kept
-from tests.support.workers import Outcome, Workers, connect, sum_and_read
+from tests.support.inside import keys_of, open_channel
+from tests.support.workers import Workers, connect, sum_and_read
 from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
-from torch_join._control.channel import Beat
 from torch_join._control.codec import MAX_BYTES
-from torch_join._control.store_channel import StoreChannel
-from torch_join._control.waiting import WaitingChannel
+from torch_join._control.said import Beat
 from torch_join.integration import Channel, telling_failures
-
-
-class Over:
-    """Workers whose channels go over connections between the ranks, or over a store."""
-
-    def __init__(self, workers: Workers, links: bool) -> None:
-        self._workers, self._links = workers, links
-
-    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._workers.run(*args, links=self._links, **kwargs)
-
-    def outcomes(self, *args: Any, **kwargs: Any) -> list[Outcome]:
-        return self._workers.outcomes(*args, links=self._links, **kwargs)
-
-
-@pytest.fixture(params=[True, False], ids=["links", "store"])
-def either(request: pytest.FixtureRequest, workers: Workers) -> Over:
-    return Over(workers, request.param)
-
-
-@pytest.fixture
-def over_a_store(workers: Workers) -> Over:
-    return Over(workers, links=False)
 
 
 def test_a_world_of_one_needs_no_store() -> None:
     channel = open_channel()
-    assert type(channel) is Channel
-    assert channel.beat(3) == Beat(3)
-    assert channel.beat(notice={"end": 2}) == Beat(0, {0: {"end": 2}})
+    assert channel.barrier(3) == Beat(3)
+    assert channel.barrier(notice={"end": 2}) == Beat(0, {0: {"end": 2}})
     assert channel.gather("x") == ["x"]
     channel.fail("no")
     assert channel.failure() is None
@@ -61,26 +35,26 @@ def gather_the_most(rank: int) -> int:
     return len(said[0])
 
 
-def test_the_largest_value_that_may_be_sent_is_one_that_the_store_takes(either: Over) -> None:
-    assert either.run(2, gather_the_most) == [MAX_BYTES - 2] * 2
+def test_the_largest_value_that_may_be_sent_is_one_that_the_store_takes(workers: Workers) -> None:
+    assert workers.run(2, gather_the_most) == [MAX_BYTES - 2] * 2
 
 
 def put_off(rank: int) -> list[Beat]:
     channel = open_channel()
     said, heard = [], []
-    channel.before_meeting = lambda: heard.append(channel.hear()) if len(heard) < len(said) else None
+    channel.before_meeting = lambda: heard.append(channel.wait()) if len(heard) < len(said) else None
     for number in range(3):
-        channel.say(rank + number, {"from": rank}, waits=False)
+        channel.arrive(rank + number, {"from": rank})
         said.append(number)
         if number < 2:
             assert channel.gather(rank) == [0, 1]
-    assert channel.beat(5) == Beat(10)
+    assert channel.barrier(5) == Beat(10)
     return heard
 
 
-def test_what_was_said_is_heard_before_all_meet_again(either: Over) -> None:
+def test_what_was_said_is_heard_before_all_meet_again(workers: Workers) -> None:
     notices = {0: {"from": 0}, 1: {"from": 1}}
-    assert either.run(2, put_off) == [[Beat(2 * number + 1, notices) for number in range(3)]] * 2
+    assert workers.run(2, put_off) == [[Beat(2 * number + 1, notices) for number in range(3)]] * 2
 
 
 def beat_and_gather(rank: int) -> list[Any]:
@@ -88,7 +62,7 @@ def beat_and_gather(rank: int) -> list[Any]:
     seen: list[Any] = []
     for step in range(200):
         notice = {"end": step} if step % 50 == rank else None
-        beat = channel.beat(count=rank + step, notice=notice)
+        beat = channel.barrier(count=rank + step, notice=notice)
         seen.append((beat.total, beat.notices))
         if step % 70 == 0:
             seen.append(channel.gather((rank, step)))
@@ -98,8 +72,8 @@ def beat_and_gather(rank: int) -> list[Any]:
 
 @pytest.mark.parametrize("store", ["file", "tcp"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_beats_add_up_and_carry_notices(either: Over, world_size: int, store: str) -> None:
-    outcomes = either.outcomes(world_size, beat_and_gather, store=store)
+def test_beats_add_up_and_carry_notices(workers: Workers, world_size: int, store: str) -> None:
+    outcomes = workers.outcomes(world_size, beat_and_gather, store=store)
     expected: list[Any] = []
     for step in range(200):
         notices = {rank: {"end": step} for rank in range(world_size) if step % 50 == rank}
@@ -127,13 +101,13 @@ def add_up(rank: int, ranks: tuple[int, ...]) -> list[Any]:
     channel.gather(None)
     if rank == ranks[0]:
         found += [channel.contributed(f"together/{step}", ranks) for step in range(20)]
-    channel.finish()
+    channel.close(meets=True)
     return found
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (1, 2), (0, 2)])
-def test_what_some_ranks_add_up_comes_to_the_first_of_them(either: Over, ranks: tuple[int, ...]) -> None:
-    found = either.run(3, add_up, ranks)
+def test_what_some_ranks_add_up_comes_to_the_first_of_them(workers: Workers, ranks: tuple[int, ...]) -> None:
+    found = workers.run(3, add_up, ranks)
     total = sum(2**32 - 1 - rank for rank in ranks)
     assert found[ranks[0]] == [None] * 20 + [total - len(ranks) * step for step in range(20)]
     assert [found[rank] for rank in range(3) if rank != ranks[0]] == [[], []]
@@ -151,14 +125,12 @@ def ask_each_other(rank: int) -> list[Any]:
         channel.gather(None)
         found.append(channel.ask(f"word/{step // 2}", others, of=list[int]))
         channel.gather(None)
-    for step in range(20):
-        channel.drop(f"word/{step}")
-    channel.finish()
+    channel.close(meets=True)
     return found
 
 
-def test_what_ranks_keep_is_told_to_those_who_ask(either: Over) -> None:
-    for rank, found in enumerate(either.run(3, ask_each_other)):
+def test_what_ranks_keep_is_told_to_those_who_ask(workers: Workers) -> None:
+    for rank, found in enumerate(workers.run(3, ask_each_other)):
         others = [other for other in range(3) if other != rank]
         for step in range(20):
             assert found[2 * step] == {other: [other, step] for other in others}
@@ -176,124 +148,73 @@ def ask_a_rank_that_fails(rank: int) -> str:
     return str(error.value)
 
 
-def test_a_question_to_a_rank_that_fails_ends(either: Over) -> None:
-    assert "Rank 1: ValueError: no" in either.run(2, ask_a_rank_that_fails)[0]
+def test_a_question_to_a_rank_that_fails_ends(workers: Workers) -> None:
+    assert "Rank 1: ValueError: no" in workers.run(2, ask_a_rank_that_fails)[0]
 
 
 def count_keys(rank: int) -> list[int]:
     counts = []
     channel = open_channel()
-    assert isinstance(channel, WaitingChannel)
     for step in range(100):
-        channel.beat(notice={"x": 1} if step % 3 == 0 else None)
+        channel.barrier(notice={"x": 1} if step % 3 == 0 else None)
         channel.keep(f"word/{step}", step)
         channel.gather(None)
-        channel.drop(f"word/{step}")
         if step in (10, 99):
-            counts.append(keys_at_rest(channel) + words_kept(channel))
+            counts.append(keys_of(channel))
     return counts
 
 
-def test_what_has_been_read_is_deleted(either: Over) -> None:
-    for early, late in either.run(3, count_keys):
+def test_what_has_been_read_is_deleted(workers: Workers) -> None:
+    for early, late in workers.run(3, count_keys):
         assert late <= early + 2
 
 
 def close_a_channel(rank: int) -> int:
     channel = open_channel()
-    assert isinstance(channel, WaitingChannel)
     dist.barrier()  # what the ranks were connected over is gone
-    before = store_of(channel).num_keys()
+    before = keys_of(channel)
     dist.barrier()
     for step in range(5):
-        channel.beat(notice={"x": step})
+        channel.barrier(notice={"x": step})
         channel.gather(step)
     dist.barrier()
     channel.close()
     dist.barrier()
-    left = store_of(channel).num_keys() - before
+    left = keys_of(channel) - before
     dist.barrier()
     return int(left)
 
 
-def test_a_closed_channel_leaves_nothing(either: Over) -> None:
-    assert either.run(3, close_a_channel) == [0] * 3
-
-
-def finish_slowly(rank: int) -> tuple[float, int]:
-    """The last rank is slow to come out; the others leave, and their processes might end."""
-    channel = open_channel()
-    assert isinstance(channel, WaitingChannel)
-    dist.barrier()
-    before = store_of(channel).num_keys()
-    dist.barrier()
-    channel.gather(rank)
-    if rank == 2:
-        post = channel.post
-
-        def post_late(*args: Any) -> None:
-            time.sleep(7)  # longer than a rank waits before it looks for another one
-            post(*args)
-
-        channel.post = post_late  # type: ignore[method-assign]
-    start = time.monotonic()
-    channel.finish()
-    seconds = time.monotonic() - start
-    dist.barrier()
-    left = int(store_of(channel).num_keys() - before)
-    dist.barrier()
-    return seconds, left
-
-
-def test_rank_0_leaves_last(over_a_store: Over) -> None:
-    results = over_a_store.run(3, finish_slowly)
-    (first, _), (second, _), (last, _) = results
-    assert second < 5 < 7 <= last
-    assert first > last - 1
-    assert [left for _, left in results] == [0] * 3
-
-
-def die_at_the_end(rank: int) -> None:
-    channel = open_channel()
-    assert isinstance(channel, WaitingChannel)
-    dist.barrier()
-    if rank == 1:
-        channel.post = lambda *_: os._exit(0)  # type: ignore[method-assign]
-    channel.finish()
-
-
-def test_a_rank_that_ends_before_it_has_left_is_named_by_rank_0(over_a_store: Over) -> None:
-    first, dead, _ = over_a_store.outcomes(3, die_at_the_end)
-    assert dead.error == "the process ended"
-    assert first.error.startswith("PeerFailedError: Rank 0 has waited for rank 1 to come out")
+def test_a_closed_channel_leaves_nothing(workers: Workers) -> None:
+    assert workers.run(3, close_a_channel) == [0] * 3
 
 
 def two_channels(rank: int) -> list[int]:
     first, second = open_channel(), open_channel()
-    totals = [first.beat(rank).total, second.beat(10 * rank).total, first.beat(1).total]
+    totals = [first.barrier(rank).total, second.barrier(10 * rank).total, first.barrier(1).total]
     dist.barrier()
     return totals
 
 
-def test_channels_do_not_meet(either: Over) -> None:
-    assert either.run(2, two_channels) == [[1, 10, 2]] * 2
+def test_channels_do_not_meet(workers: Workers) -> None:
+    assert workers.run(2, two_channels) == [[1, 10, 2]] * 2
 
 
 def a_group_of_two(rank: int) -> int:
     group = dist.new_group([0, 2])
     channel = open_channel(group) if rank != 1 else Channel()
-    total = channel.beat(rank).total if rank != 1 else 0
+    total = channel.barrier(rank).total if rank != 1 else 0
     dist.barrier()
     return total
 
 
-def test_a_channel_of_a_group(either: Over) -> None:
-    assert either.run(3, a_group_of_two) == [2, 0, 2]
+def test_a_channel_of_a_group(workers: Workers) -> None:
+    assert workers.run(3, a_group_of_two) == [2, 0, 2]
 
 
 def fail_before(rank: int, what: str) -> tuple[str, float]:
     channel = open_channel()
-    channel.beat()
+    channel.barrier()
     start = time.monotonic()
     if rank == 1:
         with pytest.raises(KeyError), telling_failures(channel):
@@ -301,13 +222,13 @@ def fail_before(rank: int, what: str) -> tuple[str, float]:
         time.sleep(0.5)
         return "", 0.0
     with pytest.raises(PeerFailedError) as error:
-        channel.beat() if what == "beat" else channel.gather(None)
+        channel.barrier() if what == "beat" else channel.gather(None)
     return str(error.value), time.monotonic() - start
 
 
 @pytest.mark.parametrize("what", ["beat", "gather"])
-def test_a_failure_ends_the_wait_at_once(either: Over, what: str) -> None:
-    for rank, (text, seconds) in enumerate(either.run(3, fail_before, what)):
+def test_a_failure_ends_the_wait_at_once(workers: Workers, what: str) -> None:
+    for rank, (text, seconds) in enumerate(workers.run(3, fail_before, what)):
         if rank != 1:
             assert text == f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: KeyError: 'a hole'"
             assert seconds < 2
@@ -315,7 +236,7 @@ def test_a_failure_ends_the_wait_at_once(either: Over, what: str) -> None:
 
 def say_and_fail(rank: int) -> str:
     channel = open_channel()
-    channel.beat()
+    channel.barrier()
     if rank == 1:
         time.sleep(0.2)
         channel.post("verdict", "all the same")
@@ -323,31 +244,31 @@ def say_and_fail(rank: int) -> str:
         return ""
     text: str = channel.read("verdict", lambda: time.sleep(0.5), str)  # looks, and then both come
     with pytest.raises(PeerFailedError):
-        channel.beat()
+        channel.barrier()
     return text
 
 
-def test_what_was_said_before_a_failure_is_heard(either: Over) -> None:
-    assert either.run(3, say_and_fail) == ["all the same", "", "all the same"]
+def test_what_was_said_before_a_failure_is_heard(workers: Workers) -> None:
+    assert workers.run(3, say_and_fail) == ["all the same", "", "all the same"]
 
 
 def go_on_without_rank_1(rank: int) -> str:
     channel = open_channel()
-    channel.beat()
+    channel.barrier()
     if rank == 0:
         channel.fail("its process is stopped: by a signal.", 1)
     dist.barrier()
     found = ""
     if rank == 1:
         with pytest.raises(PeerFailedError) as error:
-            channel.beat()
+            channel.barrier()
         found = str(error.value)
     dist.barrier()
     return found
 
 
-def test_a_rank_that_others_have_given_up_is_told(either: Over) -> None:
-    told = either.run(3, go_on_without_rank_1)[1]
+def test_a_rank_that_others_have_given_up_is_told(workers: Workers) -> None:
+    told = workers.run(3, go_on_without_rank_1)[1]
     assert told == "The others go on, or end, without rank 1: its process is stopped: by a signal."
 
 
@@ -364,8 +285,8 @@ def the_first_failure_counts(rank: int) -> str:
     return failure
 
 
-def test_the_first_failure_counts(either: Over) -> None:
-    assert either.run(3, the_first_failure_counts)[2].endswith("Rank 0: first")
+def test_the_first_failure_counts(workers: Workers) -> None:
+    assert workers.run(3, the_first_failure_counts)[2].endswith("Rank 0: first")
 
 
 def broken_collective(rank: int) -> str:
@@ -376,18 +297,18 @@ def broken_collective(rank: int) -> str:
                 raise KeyError("a hole")
             dist.barrier()
     except PeerFailedError as error:
-        channel.leave()  # the store's host stays until the others have heard, too
+        channel.close()  # the store's host stays until the others have heard, too
         dist.destroy_process_group()
         return f"{error} <- {type(error.__cause__).__name__}"
     except KeyError:
-        channel.leave()  # the store's host stays until the others have heard, too
+        channel.close()  # the store's host stays until the others have heard, too
         dist.destroy_process_group()
         time.sleep(1.5)
     return ""
 
 
-def test_a_broken_collective_is_explained(either: Over) -> None:
-    text = either.outcomes(2, broken_collective)[0].value
+def test_a_broken_collective_is_explained(workers: Workers) -> None:
+    text = workers.outcomes(2, broken_collective)[0].value
     assert re.search("Rank 1: KeyError: 'a hole' <- (RuntimeError|DistBackendError)", text)
 
 
@@ -398,35 +319,35 @@ def wait_in_vain(rank: int) -> str:
         time.sleep(3.5)
         return ""
     with pytest.raises(JoinTimeoutError) as error:
-        channel.beat()
+        channel.barrier()
     time.sleep(1.5)
     return str(error.value)
 
 
-def test_a_timeout_names_who_is_missing(either: Over) -> None:
-    for rank, text in enumerate(either.run(3, wait_in_vain)[:2]):
+def test_a_timeout_names_who_is_missing(workers: Workers) -> None:
+    for rank, text in enumerate(workers.run(3, wait_in_vain)[:2]):
         assert f"Rank {rank} waited 1 s" in text
         assert re.search(r"rank(s [01],)? 2 at work elsewhere\.", text), text
 
 
 def killed_peer(rank: int) -> tuple[str, float]:
     channel = open_channel()
-    channel.beat()
+    channel.barrier()
     dist.barrier()
     if rank == 1:
         os._exit(1)
     start = time.monotonic()
     try:
-        channel.beat()
+        channel.barrier()
     except PeerFailedError as error:
-        channel.leave()  # the store's host stays until the others have heard, too
+        channel.close()  # the store's host stays until the others have heard, too
         dist.destroy_process_group()
         return str(error), time.monotonic() - start
     return "", 0.0
 
 
-def test_a_killed_rank_is_named_within_seconds(either: Over) -> None:
-    outcomes = either.outcomes(3, killed_peer, timeout=60.0)
+def test_a_killed_rank_is_named_within_seconds(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, killed_peer, timeout=60.0)
     assert outcomes[1].error == "the process ended"
     for outcome in (outcomes[0], outcomes[2]):
         text, seconds = outcome.value
@@ -443,39 +364,33 @@ def broken_by_a_kill(rank: int) -> str:
                 os._exit(1)
             sum_and_read()
     except PeerFailedError as error:
-        channel.leave()  # the store's host stays until the others have heard, too
+        channel.close()  # the store's host stays until the others have heard, too
         dist.destroy_process_group()
         return str(error)
     return ""
 
 
-def test_a_collective_broken_by_a_kill_names_who_is_silent(either: Over) -> None:
-    outcomes = either.outcomes(2, broken_by_a_kill, timeout=60.0)
+def test_a_collective_broken_by_a_kill_names_who_is_silent(workers: Workers) -> None:
+    outcomes = workers.outcomes(2, broken_by_a_kill, timeout=60.0)
     assert re.search("rank 1 did not answer since|Rank 1: its process is gone", outcomes[0].value), outcomes[0]
 
 
 def slow_peer(rank: int) -> int:
     channel = open_channel()
-    if isinstance(channel, StoreChannel):
-        store_of(channel).set_timeout(timedelta(seconds=1))  # so that the wait turns into looking around
     if rank == 1:
         time.sleep(2.0)
-    found = channel.beat(1).total + len(channel.gather(None))
+    found = channel.barrier(1).total + len(channel.gather(None))
     dist.barrier()
     return found
 
 
-def test_a_slow_rank_is_waited_for(either: Over) -> None:
-    assert either.run(2, slow_peer) == [4, 4]
+def test_a_slow_rank_is_waited_for(workers: Workers) -> None:
+    assert workers.run(2, slow_peer) == [4, 4]
 
 
 def test_counts_out_of_range_are_refused() -> None:
-    store = dist.HashStore()
-    channel = StoreChannel(store, 0, 2, timedelta(seconds=1), group=None, second=store, hosts=False)
-    with pytest.raises(JoinValueError, match="adds from 0 to 536870912 on each, not -1"):
-        channel.beat(-1)
-    with pytest.raises(JoinValueError, match="at most 32767 ranks"):
-        StoreChannel(store, 0, 70_000, timedelta(seconds=1), group=None, second=store, hosts=False)
+    with pytest.raises(JoinValueError, match="adds from 0 to 1073741824 on each, not -1"):
+        Channel().barrier(-1)
 
 
 def drop(rank: int) -> tuple[int, bool]:
@@ -485,7 +400,7 @@ def drop(rank: int) -> tuple[int, bool]:
         gc.collect()
         before = threading.active_count()
         channel = open_channel()
-        channel.beat()
+        channel.barrier()
         dropped = weakref.ref(channel)
         dist.barrier()
         del channel
@@ -495,5 +410,5 @@ def drop(rank: int) -> tuple[int, bool]:
         dist.barrier()
 
 
-def test_a_dropped_channel_ends_its_thread_at_once(either: Over) -> None:
-    assert either.run(2, drop) == [(0, True)] * 2
+def test_a_dropped_channel_ends_its_thread_at_once(workers: Workers) -> None:
+    assert workers.run(2, drop) == [(0, True)] * 2

@@ -20,8 +20,8 @@ from torch_join import JoinError, JoinTypeError
 from torch_join._base.hyperparameters import take_hyperparameters
 from torch_join._collectives.call import Call, TensorSpec
 from torch_join._control import codec as _codec
-from torch_join._control.channel import Status
 from torch_join._control.codec import Malformed, check, decode, encode, is_closed
+from torch_join._control.said import Status
 from torch_join._handover.mirror import Changes
 from torch_join.joinables._gradients.verdicts import CLEARED, FULL, KEPT, NONE, Runs, State, runs_of, states_of
 

@@ -140,11 +140,11 @@ def backward_of_a_model() -> Callable[[], object]:
 def wait_for_others(channel: Channel, where: str) -> None:
     if where == "late beat":
         for _ in range(1000):
-            channel.say(1, waits=False)
-            channel.put_off()
+            channel.arrive(1)
+            channel.defer_reads()
             time.sleep(0.01)
-            channel.catch_up()
-            channel.hear()
+            channel.poll()
+            channel.wait()
     elif where == "gather":
         channel.gather(None)
     elif where in ("log", "sub-group"):
@@ -152,7 +152,7 @@ def wait_for_others(channel: Channel, where: str) -> None:
     elif where == "collective":
         sum_and_read()
     else:
-        channel.beat()
+        channel.barrier()
 
 
 kept: list[Any] = []  # gloo may wait for ever for a message of which a rank has sent a part, and so does its end
@@ -193,7 +193,7 @@ def suffer(rank: int, case: Case, path: str) -> tuple[str, float, float]:
         except Exception as error:
             text, end = f"{type(error).__name__}: {error}", time.monotonic()
         for each in channels:
-            each.leave()
+            each.close()
         if case.where in ("collective", "model") and not is_hit:
             kept.append((back, dist.group.WORLD))
         dist.destroy_process_group()
@@ -332,7 +332,7 @@ LISTED = [
 
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[Workers]:
-    pool = Workers(WORLD_SIZE, links=True)
+    pool = Workers(WORLD_SIZE)
     yield pool
     pool.close()
 

@@ -25,22 +25,26 @@ from tests.support.inside import (
     awake_longer,
     channel_of,
     is_linked,
+    keys_of,
     links_of,
     messages,
     neighbours,
     on_host,
     open_channel,
     silent,
-    store_of,
     tree_over,
+    without_epoll,
 )
 from tests.support.workers import Workers
 from torch_join import Join, JoinTypeError, PeerFailedError
+from torch_join._control._links.portable import PortableLinks
+from torch_join._control._links.stream import Stream
+from torch_join._control.said import Beat
 
 
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[Workers]:
-    pool = Workers(12, links=True)
+    pool = Workers(12)
     yield pool
     pool.close()
 
@@ -51,15 +55,15 @@ def crowd() -> Iterator[Workers]:
 class Ends:
     """Two processes' links in one, and what each has got."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Links] = Links) -> None:
         # As between hosts; and links know nothing of another kind of socket.
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.ours = ours = socket.create_connection(listener.getsockname())
             theirs, _ = listener.accept()
         self.got: tuple[list[Any], list[Any]] = [], []
         self.lost: list[int] = []
-        self.first = Links({1: ours}, lambda *message: self.got[0].append(message), self.lost.extend)
-        self.second = Links({0: theirs}, lambda *message: self.got[1].append(message), self.lost.extend)
+        self.first = kind({1: ours}, lambda *message: self.got[0].append(message), self.lost.extend)
+        self.second = kind({0: theirs}, lambda *message: self.got[1].append(message), self.lost.extend)
 
     def wait(self, ready: Any) -> None:
         end = time.monotonic() + 20
@@ -76,16 +80,25 @@ def ends() -> Iterator[Ends]:
     made.second.close()
 
 
-def test_what_a_peer_has_said_last_is_heard(ends: Ends) -> None:
-    with ends.first.lock:  # it is in the midst of something, and says things itself
-        ends.second.send([0], 2, 0, b"why")
-        ends.second.close()
+@pytest.fixture(params=[Links, PortableLinks])
+def either(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    """With epoll, and as where there is none."""
+    made = Ends(request.param)
+    yield made
+    made.first.close()
+    made.second.close()
+
+
+def test_what_a_peer_has_said_last_is_heard(either: Ends) -> None:
+    with either.first.lock:  # it is in the midst of something, and says things itself
+        either.second.send([0], 2, 0, b"why")
+        either.second.close()
         for _ in range(3):
-            ends.first.send([1], 0, 0, b"too late")
+            either.first.send([1], 0, 0, b"too late")
             time.sleep(0.05)
-    ends.wait(lambda: ends.first.left == {1})
-    assert ends.got[0] == [(1, 2, 0, b"why")]
-    assert not ends.lost
+    either.wait(lambda: either.first.left == {1})
+    assert either.got[0] == [(1, 2, 0, b"why")]
+    assert not either.lost
 
 
 def test_a_peer_that_ends_before_it_has_got_all_is_lost() -> None:
@@ -103,15 +116,15 @@ def test_a_peer_that_ends_before_it_has_got_all_is_lost() -> None:
     links.close()
 
 
-def test_more_than_sockets_hold_goes_both_ways_at_once(ends: Ends) -> None:
+def test_more_than_sockets_hold_goes_both_ways_at_once(either: Ends) -> None:
     texts = [bytes([number]) * 3_000_000 for number in range(12)]
     for text in texts:  # nobody reads meanwhile but the threads
-        ends.first.send([1], 3, 7, text)
-        ends.second.send([0], 4, 8, text)
-    ends.wait(lambda: len(ends.got[0]) == len(ends.got[1]) == 12)
-    assert ends.got[1] == [(0, 3, 7, text) for text in texts]
-    assert ends.got[0] == [(1, 4, 8, text) for text in texts]
-    assert ends.first.messages == ends.second.messages == [12, 12]
+        either.first.send([1], 3, 7, text)
+        either.second.send([0], 4, 8, text)
+    either.wait(lambda: len(either.got[0]) == len(either.got[1]) == 12)
+    assert either.got[1] == [(0, 3, 7, text) for text in texts]
+    assert either.got[0] == [(1, 4, 8, text) for text in texts]
+    assert either.first.messages == either.second.messages == [12, 12]
 
 
 @pytest.mark.parametrize("piece", [1, 7, 13])  # bytes that come at a time; a header has nine
@@ -143,40 +156,40 @@ def test_whoever_waits_reads_and_the_thread_does_not(ends: Ends) -> None:
     ends.wait(lambda: len(ends.got[0]) == 2)
 
 
-def test_the_thread_reads_while_who_waits_looks(ends: Ends) -> None:
+def test_the_thread_reads_while_who_waits_looks(either: Ends) -> None:
     got: list[int] = []
 
     def look() -> None:
-        ends.second.send([0], 1, 0, b"x")
+        either.second.send([0], 1, 0, b"x")
         time.sleep(0.2)
-        got.append(len(ends.got[0]))
+        got.append(len(either.got[0]))
 
-    tree_over(ends.first).wait(lambda: len(got) == 2, look, ())
+    tree_over(either.first).wait(lambda: len(got) == 2, look, Stream())
     assert got == [1, 2]
 
 
-@pytest.mark.parametrize(("keys", "reads"), [((), 4), ({"failure"}, 3), (None, 3)])
+@pytest.mark.parametrize(("stream", "reads"), [(Stream(), 4), (Stream(failure=b"told"), 3), (None, 3)])
 def test_who_waits_looks_at_once_where_a_failure_is_told_and_else_when_all_is_quiet(
-    ends: Ends, keys: Any, reads: int
+    ends: Ends, stream: Stream | None, reads: int
 ) -> None:
     looks: list[int] = []
     with mock.patch.object(ends.first, "read", wraps=ends.first.read) as read:
-        tree_over(ends.first).wait(lambda: len(looks) == 3, lambda: looks.append(1), keys)
+        tree_over(ends.first).wait(lambda: len(looks) == 3, lambda: looks.append(1), stream)
     assert read.call_count == reads  # the last one after the last look
 
 
-def test_who_waits_amid_what_others_say_looks_too(ends: Ends) -> None:
+def test_who_waits_amid_what_others_say_looks_too(either: Ends) -> None:
     looks: list[int] = []
     done = threading.Event()
 
     def chatter() -> None:
         while not done.wait(0.002):
-            ends.second.send([0], 1, 0, b"x")
+            either.second.send([0], 1, 0, b"x")
 
     thread = threading.Thread(target=chatter)
     thread.start()
     try:
-        tree_over(ends.first).wait(lambda: len(looks) == 5, lambda: looks.append(len(ends.got[0])), ())
+        tree_over(either.first).wait(lambda: len(looks) == 5, lambda: looks.append(len(either.got[0])), Stream())
     finally:
         done.set()
         thread.join()
@@ -242,18 +255,18 @@ def test_who_has_yet_to_send_the_rest_of_a_message_does_not_put_off_reading(ends
     ends.wait(lambda: len(ends.got[1]) == 1)
 
 
-def test_many_threads_send_whole_messages(ends: Ends) -> None:
+def test_many_threads_send_whole_messages(either: Ends) -> None:
     def send(number: int) -> None:
         for _ in range(200):
-            ends.first.send([1], number, 0, bytes([number]) * 5000)
+            either.first.send([1], number, 0, bytes([number]) * 5000)
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    ends.wait(lambda: len(ends.got[1]) == 1600)
-    assert all(payload == bytes([kind]) * 5000 for _, kind, _, payload in ends.got[1])
+    either.wait(lambda: len(either.got[1]) == 1600)
+    assert all(payload == bytes([kind]) * 5000 for _, kind, _, payload in either.got[1])
 
 
 def test_a_message_that_is_too_long_ends_the_connection() -> None:
@@ -271,34 +284,80 @@ def test_a_message_that_is_too_long_ends_the_connection() -> None:
     assert lost[0] == 5
 
 
-def test_whoever_says_goodbye_is_not_lost(ends: Ends) -> None:
+def test_whoever_says_goodbye_is_not_lost(either: Ends) -> None:
     before = threading.active_count()
-    ends.first.send([1], 2, 0, b"last words")
-    ends.first.close()
-    ends.wait(lambda: ends.second.left == {0})
+    either.first.send([1], 2, 0, b"last words")
+    either.first.close()
+    either.wait(lambda: either.second.left == {0})
     time.sleep(0.1)
-    assert ends.got[1] == [(0, 2, 0, b"last words")]
-    assert ends.lost == []
+    assert either.got[1] == [(0, 2, 0, b"last words")]
+    assert either.lost == []
     assert threading.active_count() == before - 1
 
 
-def test_a_forked_child_holds_no_connection(ends: Ends) -> None:
-    with ends.first.lock:  # as another thread may
+def test_a_forked_child_holds_no_connection(either: Ends) -> None:
+    with either.first.lock:  # as another thread may
         child = os.fork()
     if child == 0:
-        with ends.first.lock:
+        with either.first.lock:
             pass
-        ends.first.close()  # as a finalizer does
+        either.first.close()  # as a finalizer does
         time.sleep(5)
         os._exit(0)
-    ends.first.send([1], 2, 0, b"x")
-    ends.wait(lambda: ends.got[1])
-    ends.ours.shutdown(socket.SHUT_WR)
+    either.first.send([1], 2, 0, b"x")
+    either.wait(lambda: either.got[1])
+    either.ours.shutdown(socket.SHUT_WR)
     start = time.monotonic()
-    ends.wait(lambda: ends.lost)
+    either.wait(lambda: either.lost)
     assert time.monotonic() - start < 1
     os.kill(child, 9)
     os.waitpid(child, 0)
+
+
+def train_without_epoll(rank: int) -> list[Any]:
+    with without_epoll():
+        channel = open_channel(dist.new_group())
+        assert isinstance(links_of(channel), PortableLinks)
+        model = DistributedDataParallel(torch.nn.Linear(5, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Join([model, optimizer], heartbeat=True) as join:
+            assert isinstance(links_of(channel_of(join)), PortableLinks)
+            for x in join.batches([torch.ones(2, 5)] * (5, 40, 0)[rank]):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        begin = time.monotonic()
+        for step in range(200):
+            assert channel.barrier(rank, {"at": step} if rank == 1 else None) == Beat(3, {1: {"at": step}})
+        assert time.monotonic() - begin < 5
+    return [p.tolist() for p in model.parameters()]
+
+
+def test_a_loop_without_epoll(workers: Workers) -> None:
+    first, *others = workers.run(3, train_without_epoll)
+    assert others == [first] * 2
+
+
+def end_without_epoll(rank: int) -> tuple[str, float]:
+    with without_epoll():
+        channel = open_channel()
+    channel.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(PeerFailedError) as error:
+        channel.barrier()
+    channel.close()
+    dist.destroy_process_group()
+    return str(error.value), time.monotonic() - begin
+
+
+def test_a_killed_rank_is_named_without_epoll(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, end_without_epoll)
+    for rank in (0, 2):
+        text, seconds = outcomes[rank].value
+        assert text.startswith(f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: its process is gone")
+        assert seconds < 1.0
 
 
 # ---------------------------------------------------------------- the layout
@@ -363,31 +422,29 @@ def meet(rank: int, hosts: str) -> Any:
     world_size, found = len(hosts), []
     for step in range(60):
         notice = {"at": step} if step % world_size == rank else None
-        beat = channel.beat(rank + step, notice)
+        beat = channel.barrier(rank + step, notice)
         found.append((beat.total, beat.notices))
     # Some ranks meet, on both sides of nodes that do not take part.
     some = range(1, world_size, 2)
     if rank in some:
         for step in range(20):
-            channel.say(step, {"rank": rank} if step == 7 else None, some)
-            beat = channel.hear()
+            channel.arrive(step, {"rank": rank} if step == 7 else None, some)
+            beat = channel.wait()
             found.append((beat.total, beat.notices))
-        assert channel.exchange("theirs", {"at": rank}, some) == {other: {"at": other} for other in some}
-    values = channel.gather((rank, channel.position))
-    if rank not in some:
-        channel.skip_to(values[1][1])
+        assert channel.gather({"at": rank}, among=("theirs", some)) == [{"at": other} for other in some]
+    channel.gather(rank)
     if rank in some:
         channel.contribute("sum", rank, some)
-    found.append((channel.beat(1).total, {}))
+    found.append((channel.barrier(1).total, {}))
     assert channel.contributed("sum", some) == (sum(some) if rank == 1 else None)
-    assert channel.beats == 81
+    assert len({*channel.gather(channel.beats)}) == 1
     if rank == world_size - 1:
-        channel.announce("said by one", leads=True)
+        channel.append("said by one", leads=True)
     assert rank == world_size - 1 or channel.follow() == "said by one"
     sums = channel.add("together", 1)
     assert 0 < sums <= world_size
     channel.gather(None)
-    channel.finish()
+    channel.close(meets=True)
     return found
 
 
@@ -406,12 +463,12 @@ def test_meetings_over_several_levels(crowd: Workers, hosts: str) -> None:
 
 def count_messages(rank: int) -> list[int]:
     channel = open_channel()
-    channel.beat()
+    channel.barrier()
     dist.barrier()
     time.sleep(0.3)  # the deletions of what all have met in
     before = messages(channel)
     for _ in range(100):
-        channel.beat(1)
+        channel.barrier(1)
     return [after - then for after, then in zip(messages(channel), before, strict=True)]
 
 
@@ -430,21 +487,22 @@ def call_the_roll_at_once(rank: int) -> tuple[int, list[int]]:
     time.sleep(0.3)
     before = sum(messages(channel))
     dist.barrier()
-    answered = [len(channel.roll_call())]
+    answered = [len(channel.health().answers)]
     dist.barrier()
     time.sleep(0.3)
     took = sum(messages(channel)) - before
     if rank == 11:
-        channel.leave()
+        channel.close()
     dist.barrier()
-    answered.append(len(channel.roll_call()))
+    if rank != 11:
+        answered.append(len(channel.health().answers))
     dist.barrier()
     return took, answered
 
 
 def test_who_calls_the_roll_at_once_hears_the_same_answers(crowd: Workers) -> None:
     for rank, (took, answered) in enumerate(crowd.run(12, call_the_roll_at_once)):
-        assert answered == [12, 11], rank
+        assert answered == ([12] if rank == 11 else [12, 11]), rank
         assert took <= (7 if rank == 0 else 5 if rank == 1 else 1) * (12 + 2), rank
 
 
@@ -456,9 +514,8 @@ def gather_what_cannot_be_sent(rank: int) -> list[int]:
     return channel.gather(rank)
 
 
-@pytest.mark.parametrize("links", [False, True])
-def test_what_cannot_be_sent_is_refused_before_anything_is_said(crowd: Workers, links: bool) -> None:
-    for outcome in crowd.outcomes(2, gather_what_cannot_be_sent, deadline=20.0, links=links):
+def test_what_cannot_be_sent_is_refused_before_anything_is_said(crowd: Workers) -> None:
+    for outcome in crowd.outcomes(2, gather_what_cannot_be_sent, deadline=20.0):
         assert outcome.value == [0, 1], outcome.error
 
 
@@ -469,24 +526,24 @@ def meet_late(rank: int, hosts: str, catches_up: bool) -> list[Any]:
     assert is_linked(channel)
     found: list[Any] = []
     for step in range(40):
-        channel.put_off()
-        channel.say(rank, {"at": step} if step == rank else None, waits=False)
+        channel.defer_reads()
+        channel.arrive(rank, {"at": step} if step == rank else None)
         if catches_up:
-            channel.catch_up()
+            channel.poll()
         if step % len(hosts) == rank:
             time.sleep(0.02)
-        found.append(tuple(vars(channel.hear()).values()))
-    channel.put_off()
+        found.append(tuple(vars(channel.wait()).values()))
+    channel.defer_reads()
     if rank == len(hosts) - 1:
         channel.fail("on purpose")
-        channel.leave()
+        channel.close()
         return found
-    channel.say(waits=False)
+    channel.arrive()
     begin = time.monotonic()
     with pytest.raises(PeerFailedError, match=f"Rank {len(hosts) - 1} failed.*on purpose"):
-        channel.hear()
+        channel.wait()
     assert time.monotonic() - begin < 0.5
-    channel.leave()
+    channel.close()
     return found
 
 
@@ -507,14 +564,13 @@ def train_unevenly(rank: int) -> list[int]:
     keys = []
     for _ in range(3):
         with Join([model, optimizer], heartbeat=True) as join:
-            store = store_of(channel_of(join))
+            store = channel_of(join)
             for step, x in enumerate(join.batches([torch.ones(2, 5)] * (5, 40, 80)[rank])):
                 model(x).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 if step == 39:
-                    time.sleep(0.6)  # until another thread has deleted what all have read
-                    keys.append(store.num_keys())
+                    keys.append(keys_of(store))
     return keys
 
 
@@ -530,9 +586,9 @@ def open_and_close(rank: int) -> list[tuple[int, int, int]]:
     counts = []
     for number in range(60):
         channel = open_channel()
-        channel.beat()
+        channel.barrier()
         channel.gather(number)
-        channel.finish()
+        channel.close(meets=True)
         streams = len(links_of(channel)._handle.__self__.streams)
         if number in (9, 59):
             dist.barrier()
@@ -551,8 +607,8 @@ def open_in_new_groups(rank: int) -> int:
     for number in range(6):
         group = dist.new_group([0, 1, 2])
         channel = open_channel(group)
-        assert channel.beat(rank).total == 3
-        channel.finish()
+        assert channel.barrier(rank).total == 3
+        channel.close(meets=True)
         dist.barrier()
         dist.destroy_process_group(group)
         del channel, group
@@ -569,7 +625,7 @@ def test_links_end_with_their_group(crowd: Workers) -> None:
 def children_hold(rank: int) -> list[bool]:
     """Whether a child process has this rank's connections, whichever way it was begun."""
     channel = open_channel()
-    channel.beat()
+    channel.barrier()
     inodes = {os.readlink(f"/proc/self/fd/{one.fileno()}") for one in neighbours(channel).values()}
     assert inodes
     found = []
@@ -582,7 +638,7 @@ def children_hold(rank: int) -> list[bool]:
         os._exit(0)
     found.append(os.read(reader, 1) == b"1")
     os.waitpid(child, 0)
-    channel.beat()
+    channel.barrier()
     return found
 
 
@@ -595,11 +651,11 @@ def test_children_hold_nothing(crowd: Workers) -> None:
 
 def hold_the_interpreter(rank: int, who: int, seconds: float) -> tuple[int, float]:
     channel = open_channel()
-    channel.beat()
+    channel.barrier()
     if rank == who:
         ctypes.PyDLL(None).usleep(int(1e6 * seconds))  # does not give the lock away
     start = time.monotonic()
-    total = channel.beat(1).total + len(channel.gather(rank))
+    total = channel.barrier(1).total + len(channel.gather(rank))
     return total, time.monotonic() - start
 
 
@@ -609,14 +665,14 @@ def test_a_rank_in_a_long_call_fails_nobody(crowd: Workers) -> None:
 
 def end_at_once(rank: int, gone: tuple[int, ...]) -> str:
     channel = open_channel()
-    channel.beat()
+    channel.barrier()
     if rank in gone:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         ctypes.PyDLL(None).usleep(4_000_000)  # so that rank 9 hears from nobody
     with pytest.raises(PeerFailedError) as error:
-        channel.beat()
-    channel.leave()
+        channel.barrier()
+    channel.close()
     dist.destroy_process_group()
     return str(error.value)
 
@@ -630,15 +686,15 @@ def test_who_finds_several_ranks_gone_does_not_blame_one(crowd: Workers) -> None
 def notice_late(rank: int, late: int) -> str:
     with on_host(str(rank)):
         channel = open_channel()
-    channel.beat()
+    channel.barrier()
     if rank == 0:
         neighbours(channel)[1].shutdown(socket.SHUT_RDWR)
     if rank == late:
         ctypes.PyDLL(None).usleep(700_000)
     with pytest.raises(PeerFailedError) as error:
-        channel.beat()
-        channel.beat()  # what was said before the first one may have come
-    channel.leave()
+        channel.barrier()
+        channel.barrier()  # what was said before the first one may have come
+    channel.close()
     dist.destroy_process_group()
     return str(error.value)
 
@@ -654,13 +710,13 @@ def wait_for_each_other(rank: int, cores: int) -> list[int]:
         channel = open_channel(dist.new_group())
     assert is_linked(channel)
     counts = []
-    for meet in (channel.gather, lambda _: channel.announce(0, True) if rank == 0 else channel.follow()):
+    for meet in (channel.gather, lambda _: channel.append(0, True) if rank == 0 else channel.follow()):
         with mock.patch.object(os, "sched_yield") as yields, awake_longer(50):
             if rank == 0:
                 time.sleep(0.3)
             meet(None)
         counts.append(yields.call_count)
-    channel.finish()
+    channel.close(meets=True)
     return counts
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import re
 import threading
 import time
@@ -9,6 +10,7 @@ import weakref
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,51 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.inside import found_keys, replaced_clone, shared_tensor
-from tests.support.workers import Workers
-from torch_join import JoinTimeoutError, PeerFailedError
+from tests.support.inside import shared_tensor
+from torch_join import JoinError, JoinTimeoutError, PeerFailedError
 from torch_join._control.beside import beside
-from torch_join._control.failures import telling_failures
+from torch_join._control.codec import encode
 from torch_join._control.processes import Process
-from torch_join._control.store_channel import StoreChannel
-from torch_join.integration import open_channel
-
-
-class Counted:
-    """A store that counts how many keys it is asked for."""
-
-    def __init__(self) -> None:
-        self.store = dist.HashStore()
-        self.asked = 0
-
-    def check(self, keys: list[str]) -> bool:
-        self.asked += len(keys)
-        return bool(self.store.check(keys))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-
-def test_one_key_that_is_late_is_asked_for_alone() -> None:
-    store: Any = Counted()
-    keys = [f"key/{index}" for index in range(64)]
-    channel = StoreChannel(store, 0, 64, timedelta(seconds=1), group=None, second=dist.HashStore(), hosts=False)
-    try:
-        for late in (keys[0], keys[37], keys[63]):
-            for key in keys:
-                store.set(key, "there")
-            store.delete_key(late)
-            assert found_keys(channel, keys) is None
-            before = store.asked
-            assert found_keys(channel, keys) is None
-            assert store.asked == before + 1
-            store.set(late, "there too")
-            found = found_keys(channel, keys)
-            assert found is not None
-            assert found[keys.index(late)] == b"there too"
-        assert found_keys(channel, keys[:5]) == [b"there"] * 5
-    finally:
-        channel.leave()
+from torch_join._control.set_up import SetUp
 
 
 def test_what_is_done_beside_is_returned_and_raised() -> None:
@@ -105,22 +68,22 @@ class Dying:
         return partial(self._ask, name)
 
 
-def end_of_set_up(store: Dying, second: Dying, processes: dict[int, Process]) -> tuple[PeerFailedError, float]:
+def set_up_over(store: Any, rank: int = 1, world_size: int = 3, seconds: float = 60.0) -> SetUp:
+    return SetUp(store, rank, range(world_size), timedelta(seconds=seconds))
+
+
+def end_of_set_up(store: Dying, processes: dict[int, Process]) -> tuple[PeerFailedError, float]:
     """Return what rank 1 of three raises when its store's server goes as it waits, and how long it takes to leave."""
-    first: Any = store
-    other: Any = second
-    channel = StoreChannel(first, 1, 3, timedelta(seconds=60), None, other, hosts=False, is_watchful=True)
-    channel.processes = processes
-    store.is_gone = second.is_gone = True
+    set_up = set_up_over(store)
+    set_up.peers.processes = processes
+    store.is_gone = True
     start = time.monotonic()
     try:
-        with pytest.raises(PeerFailedError) as found, telling_failures(channel):
-            channel.gather(None)
-        channel.leave()
+        with pytest.raises(PeerFailedError) as found, set_up.telling():
+            set_up.exchange(None, None)
         return found.value, time.monotonic() - start
     finally:
         store.over.set()
-        second.over.set()
 
 
 ENDED = Process(os.getpid(), began=0)  # whose number has come to mean this one
@@ -128,34 +91,58 @@ BOTH = "Rank 0: its process is gone.* The same goes for rank 2, and any of them 
 
 
 def test_whoever_is_gone_with_a_store_is_named() -> None:
-    error, _ = end_of_set_up(Dying(0.01), Dying(0.01), {0: ENDED, 2: ENDED})
+    error, _ = end_of_set_up(Dying(0.01), {0: ENDED, 2: ENDED})
     assert re.search(BOTH, str(error))
 
 
-def test_whoever_is_gone_at_a_roll_call_is_named() -> None:
-    store: Any = dist.HashStore()
-    channel = StoreChannel(store, 1, 3, timedelta(seconds=1), None, store, hosts=False)
-    channel.processes = {0: ENDED, 2: ENDED}
-    try:
-        channel.roll_call()
-        assert re.search(BOTH, str(channel.failure()))
-    finally:
-        channel.leave()
-
-
-def test_a_store_that_is_gone_is_asked_once() -> None:
-    store, second = Dying(0.5), Dying(20)
-    error, seconds = end_of_set_up(store, second, {})
+def test_a_store_that_is_gone_is_said_to_be() -> None:
+    error, seconds = end_of_set_up(Dying(0.5), {})
     assert str(error).startswith("The rank that hosts the job's key-value store")
-    assert store.asked == 1
-    assert seconds < 0.5 + 1.0 + 0.7  # the thread that answers roll calls is waited for
+    assert seconds < 0.5 + 1.0 + 0.7
 
 
 def test_a_store_that_is_gone_with_the_first_rank_is_not_waited_for() -> None:
-    error, seconds = end_of_set_up(Dying(20), Dying(20), {0: ENDED})
+    error, seconds = end_of_set_up(Dying(20), {0: ENDED})
     assert str(error).startswith("Rank 0 failed, so rank 1 cannot go on. Rank 0: its process is gone")
     assert error.rank == 0
-    assert seconds < 1.0 + 1.0 + 1.0
+    assert seconds < 2.0
+
+
+def test_why_a_rank_that_is_gone_failed_is_read_where_it_has_said_so() -> None:
+    store: Any = dist.HashStore()
+    set_up = set_up_over(store)
+    store.set("torch_join/1/failure", encode((2, "KeyError: 'a hole'")))
+    set_up.peers.processes = {2: ENDED}
+    with pytest.raises(PeerFailedError, match=r"^Rank 2 failed, so rank 1 cannot go on. Rank 2: KeyError: 'a hole'$"):
+        set_up.exchange(None, None)
+
+
+def test_who_does_not_come_in_time_is_named() -> None:
+    store: Any = dist.HashStore()
+    store.set("torch_join/1/0/0", encode(None))
+    with pytest.raises(JoinTimeoutError, match="Rank 1 waited 0 s for rank 2 to begin its `with`"):
+        set_up_over(store, seconds=0.2).exchange(None, None)
+
+
+class Evil:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("what", ["pickle", "garbage", "wrong"])
+@pytest.mark.parametrize("key", ["0/0/all", "failure"])
+def test_what_a_stranger_writes_is_no_message(tmp_path: Path, key: str, what: str) -> None:
+    store: Any = dist.HashStore()
+    evil = pickle.dumps([Evil(str(tmp_path / "run"))] * 3)
+    store.set(f"torch_join/1/{key}", {"pickle": evil, "garbage": b"\x00", "wrong": encode({"a": [None, -1]})}[what])
+    with pytest.raises(JoinError, match=r"is not a message of its ranks.*let nobody but the job's own machines"):
+        set_up_over(store).exchange(1, int)
+    assert not (tmp_path / "run").exists()
 
 
 class Held:
@@ -184,29 +171,6 @@ def test_an_error_beside_keeps_no_frame() -> None:
         assert reference() is None
     finally:
         gc.enable()
-
-
-def connect_with(rank: int, text: str) -> str:
-    """Return what a rank hears whose own connection to the job's store cannot be made."""
-    error = dist.DistNetworkError(text)
-    try:
-        with replaced_clone(mock.Mock(side_effect=error)):
-            open_channel(timeout=timedelta(seconds=5))
-    except (PeerFailedError, JoinTimeoutError, dist.DistNetworkError) as found:
-        return f"{type(found).__name__}: {found}"
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("Failed to recv, got 0 bytes", "PeerFailedError: The rank that hosts the job's key-value store"),
-        ("Too many open files", "DistNetworkError: Too many open files"),
-    ],
-)
-def test_who_cannot_connect_blames_no_other_rank(workers: Workers, text: str, said: str) -> None:
-    for found in workers.run(2, connect_with, text, store="tcp", links=True):
-        assert found.startswith(said)
 
 
 class Unsaid(dist._Work):

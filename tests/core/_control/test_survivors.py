@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import at_set_up, channel_of, open_channel
+from tests.support.inside import at_set_up, open_channel
 from tests.support.workers import Workers, connect, sum_and_read
 from torch_join import Join, JoinError, PeerFailedError
 from torch_join._base.compat_groups import is_gone
 from torch_join._collectives.tap import CollectiveTap
-from torch_join._control.waiting import WaitingChannel
 from torch_join.integration import telling_failures
 
 
@@ -93,24 +92,23 @@ def test_a_rank_that_is_killed_in_the_tail_is_noticed_soon(workers: Workers) -> 
 def host_raises(rank: int, where: str) -> str:
     connect()
     channel = open_channel()
-    assert isinstance(channel, WaitingChannel)
     try:
         with telling_failures(channel):
             if rank == 0:
                 raise KeyError("a hole")
             if where == "store":
-                channel.beat()
+                channel.barrier()
             elif where == "collective":
                 sum_and_read()
             else:
                 time.sleep(5)
-                channel.beat()
+                channel.barrier()
     except PeerFailedError as error:
-        channel.leave()
+        channel.close()
         dist.destroy_process_group()
         return str(error)
     except KeyError:
-        channel.leave()
+        channel.close()
         dist.destroy_process_group()
         os._exit(1)  # and the store with it
     return ""
@@ -142,7 +140,7 @@ def host_raises_at_set_up(rank: int) -> str:
 
 
 def test_the_words_of_the_stores_host_are_heard_at_set_up(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, host_raises_at_set_up, links=True)
+    outcomes = workers.outcomes(3, host_raises_at_set_up)
     for rank in (1, 2):
         assert outcomes[rank].value == (f"Rank 0 failed, so rank {rank} cannot go on. Rank 0: KeyError: 'a hole'"), (
             outcomes
@@ -161,9 +159,9 @@ def host_sees_a_collective_break(rank: int) -> str:
                     time.sleep(0.01)
                 raise RuntimeError("Connection closed by peer")  # as gloo says of a rank that has left
             time.sleep(1)
-            channel.beat()
+            channel.barrier()
     except (PeerFailedError, KeyError) as error:
-        channel.leave()
+        channel.close()
         dist.destroy_process_group()
         if rank == 0:
             os._exit(1)  # and the store with it
@@ -171,9 +169,8 @@ def host_sees_a_collective_break(rank: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("links", [False, True])
-def test_the_stores_host_stays_until_all_have_heard(workers: Workers, links: bool) -> None:
-    outcomes = workers.outcomes(3, host_sees_a_collective_break, links=links)
+def test_the_stores_host_stays_until_all_have_heard(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, host_sees_a_collective_break)
     assert outcomes[2].value == "Rank 1 failed, so rank 2 cannot go on. Rank 1: KeyError: 'a hole'", outcomes
 
 
@@ -183,17 +180,16 @@ def hear_of_another_channel(rank: int) -> str:
         with telling_failures(channel):
             if rank == 0:
                 raise PeerFailedError("Rank 1 failed, so rank 0 cannot go on. Rank 1: it is ill", 1, "it is ill")
-            channel.beat()
+            channel.barrier()
     except PeerFailedError as error:
         text = str(error)
-    channel.leave()
+    channel.close()
     dist.destroy_process_group()
     return text
 
 
-@pytest.mark.parametrize("links", [False, True])
-def test_what_another_channel_knows_is_told(workers: Workers, links: bool) -> None:
-    _, ill, other = workers.run(3, hear_of_another_channel, links=links)
+def test_what_another_channel_knows_is_told(workers: Workers) -> None:
+    _, ill, other = workers.run(3, hear_of_another_channel)
     assert ill == "The others go on, or end, without rank 1: it is ill"
     assert other == "Rank 1 failed, so rank 2 cannot go on. Rank 1: it is ill"
 
@@ -201,7 +197,7 @@ def test_what_another_channel_knows_is_told(workers: Workers, links: bool) -> No
 def host_notices(rank: int) -> tuple[str, float]:
     connect()
     channel = open_channel(timeout=timedelta(seconds=40))
-    channel.beat()
+    channel.barrier()
     dist.barrier()
     if rank == 2:
         os._exit(1)
@@ -209,11 +205,11 @@ def host_notices(rank: int) -> tuple[str, float]:
     try:
         with telling_failures(channel):
             if rank == 0:
-                channel.beat()
+                channel.barrier()
             else:
                 channel.read("never")  # which nobody can set in place of rank 0
     except JoinError as error:
-        channel.leave()
+        channel.close()
         dist.destroy_process_group()
         if rank == 0:
             os._exit(3)
@@ -242,7 +238,7 @@ def breaks_without_a_word(rank: int) -> str:
             # It comes here when rank 0 has found out, and long before a wait looks for processes that have ended.
             start = time.monotonic()
             try:
-                channel.beat()
+                channel.barrier()
             finally:
                 assert time.monotonic() - start < 3
     except PeerFailedError as error:
@@ -252,14 +248,8 @@ def breaks_without_a_word(rank: int) -> str:
     return ""
 
 
-def test_a_rank_that_does_not_answer_is_told_of_to_the_others(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, breaks_without_a_word, links=False)
-    assert "rank 1 did not answer since" in outcomes[0].value, outcomes
-    assert "Rank 1 failed, so rank 2 cannot go on. Rank 1: it does not answer: it was killed" in outcomes[2].value
-
-
 def test_a_rank_that_is_gone_is_named_by_all(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, breaks_without_a_word, links=True)
+    outcomes = workers.outcomes(3, breaks_without_a_word)
     for rank in (0, 2):
         assert (
             f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: its process is gone: killed" in outcomes[rank].value
@@ -312,9 +302,9 @@ def fail(rank: int, group: dist.ProcessGroup) -> None:
         with telling_failures(channel):
             if rank == 1:
                 raise KeyError("a hole")
-            channel.beat()
+            channel.barrier()
     except (KeyError, PeerFailedError):
-        channel.leave()
+        channel.close()
 
 
 def fail_and_leave(rank: int) -> bool:
@@ -329,10 +319,9 @@ def fail_and_leave(rank: int) -> bool:
         gc.enable()
 
 
-@pytest.mark.parametrize("links", [False, True])
-def test_a_failure_leaves_no_cycle_around_the_process_group(workers: Workers, links: bool) -> None:
+def test_a_failure_leaves_no_cycle_around_the_process_group(workers: Workers) -> None:
     """A process that is forked, for a DataLoader, may collect it; and torch waits for ever for its threads there."""
-    assert workers.run(3, fail_and_leave, links=links) == [True] * 3
+    assert workers.run(3, fail_and_leave) == [True] * 3
 
 
 # ---------------------------------------------------------------- ranks by their number in the whole job
@@ -391,7 +380,7 @@ def slow(rank: int) -> int:
         try:
             if rank == 1:
                 time.sleep(6)
-            channel.beat()
+            channel.barrier()
             if rank == 1:
                 time.sleep(6)
             channel.gather(rank)
@@ -402,44 +391,11 @@ def slow(rank: int) -> int:
         os.unlink(file.name)
     dist.barrier()
     assert not found, found
-    return channel.beat(1).total
+    return channel.barrier(1).total
 
 
 def test_a_healthy_wait_is_quiet(workers: Workers) -> None:
     assert workers.run(3, slow) == [3] * 3
-
-
-def count_connections(rank: int) -> list[int]:
-    made: list[int] = []
-
-    def counted(kind: Any) -> Any:
-        clone = kind.clone
-        kind.clone = lambda self: (made.append(1), clone(self))[1]
-        return clone
-
-    kinds = dist.TCPStore, dist.PrefixStore
-    clones = [counted(kind) for kind in kinds]
-    counts = []
-    try:
-        for _ in range(3):
-            model, optimizer = model_and_optimizer()
-            with Join([model, optimizer]) as join:
-                counts.append(len(made))
-                for x in join.batches([torch.ones(2, 5)] * (1 + rank)):
-                    model(x).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    time.sleep(0.3)
-                channel_of(join).roll_call()
-            counts.append(len(made))
-    finally:
-        for kind, clone in zip(kinds, clones, strict=True):
-            kind.clone = clone  # type: ignore[method-assign]
-    return counts
-
-
-def test_connections_are_made_before_anything_is_trained(workers: Workers) -> None:
-    assert workers.run(2, count_connections, store="tcp") == [[2] * 6] * 2
 
 
 # ---------------------------------------------------------------- the end of the interpreter

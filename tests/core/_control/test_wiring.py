@@ -6,7 +6,6 @@ import socket
 import struct
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -29,14 +28,14 @@ from tests.support.inside import (
     seen_listeners,
 )
 from tests.support.workers import Workers
-from torch_join import JoinError, JoinTimeoutError, PeerFailedError
+from torch_join import JoinError, JoinTimeoutError, PeerFailedError, UnsupportedError
 
 SECRET = bytes(range(32))
 
 
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[Workers]:
-    pool = Workers(12, links=True)
+    pool = Workers(12)
     yield pool
     pool.close()
 
@@ -164,7 +163,7 @@ def open_among_strangers(rank: int, hosts: str) -> tuple[list[int], list[bool]]:
         ports = [listener.fileno() for listener, _ in listeners]
         if rank == 0:
             thread.join(10)
-    totals = [channel.beat(rank).total for _ in range(20)]
+    totals = [channel.barrier(rank).total for _ in range(20)]
     dist.barrier()
     for one in found:
         one.close()
@@ -173,37 +172,30 @@ def open_among_strangers(rank: int, hosts: str) -> tuple[list[int], list[bool]]:
 
 @pytest.mark.parametrize("hosts", ["aaa", "abc"])
 def test_a_job_begins_among_strangers_and_listens_no_more(workers: Workers, hosts: str) -> None:
-    assert workers.run(3, open_among_strangers, hosts, links=True) == [([3] * 20, [True] * 3)] * 3
+    assert workers.run(3, open_among_strangers, hosts) == [([3] * 20, [True] * 3)] * 3
 
 
 # ---------------------------------------------------------------- where links cannot be made
 
 
-def open_where_one_cannot(rank: int, hosts: str) -> tuple[bool, list[str], int]:
+def open_where_one_cannot(rank: int, hosts: str) -> str:
     connect = socket.create_connection
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError("no network here")
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with (
-            connects_within(1.0),
-            on_host(hosts[rank]),
-            mock.patch.object(socket, "create_connection", refuse if rank == 1 else connect),
-        ):
-            channel = open_channel()
-    again = open_channel()
-    total = channel.beat(1).total + again.beat(1).total
-    dist.barrier()
-    return is_linked(channel) or is_linked(again), [str(each.message) for each in caught], total
+    refused = mock.patch.object(socket, "create_connection", refuse if rank == 1 else connect)
+    with connects_within(1.0), on_host(hosts[rank]), refused, pytest.raises(UnsupportedError) as error:
+        open_channel()
+    return str(error.value)
 
 
-def test_all_agree_on_the_store_where_one_cannot_connect(workers: Workers) -> None:
-    (first, said, total), *others = workers.run(3, open_where_one_cannot, "abc", links=True)
-    assert (first, total) == (False, 6)
-    assert [text[:34] for text in said] == ["The ranks cannot be connected: ran"]
-    assert others == [(False, [], 6)] * 2
+def test_all_say_why_one_cannot_be_connected(workers: Workers) -> None:
+    for text in workers.run(3, open_where_one_cannot, "abc"):
+        assert text.startswith("The ranks cannot be connected to each other")
+        assert "rank 1: its parent in the tree cannot be reached, at " in text
+        assert "let TCP connections through" in text
+        assert "name one on each in GLOO_SOCKET_IFNAME" in text
 
 
 # ---------------------------------------------------------------- children that outlive their parent
@@ -211,20 +203,20 @@ def test_all_agree_on_the_store_where_one_cannot_connect(workers: Workers) -> No
 
 def die_with_children(rank: int, path: str) -> tuple[str, float]:
     channel = open_channel(timeout=timedelta(seconds=30))
-    channel.beat()
+    channel.barrier()
     children = []
     for _ in range(2):  # as those of a DataLoader, which do not see at once that their parent has ended
         children.append(os.fork())
         if children[-1] == 0:
             time.sleep(4)
             os._exit(0)
-    channel.beat()
+    channel.barrier()
     if rank == 1:
         Path(path).write_text(" ".join(map(str, [time.monotonic(), *children])))
         os.kill(os.getpid(), signal.SIGKILL)
     text = ""
     try:
-        channel.beat()
+        channel.barrier()
     except Exception as error:
         text = str(error)
     end = time.monotonic()

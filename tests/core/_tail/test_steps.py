@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import keys_at_rest
+from tests.support.inside import keys_of
 from tests.support.workers import Workers
 from torch_join._control.rendezvous import open_channel
-from torch_join._control.waiting import WaitingChannel
 from torch_join._shadow.model import ModelShadow
 from torch_join._tail.steps import StepDriver
 from torch_join.lockstep import LockstepJoin
@@ -21,7 +20,6 @@ STEPS = 60
 
 def count_keys(rank: int) -> tuple[list[bool], list[int]]:
     channel = open_channel()
-    assert isinstance(channel, WaitingChannel)
     ddp = DistributedDataParallel(nn.Linear(2, 1))
     driver = StepDriver(channel)
     join = LockstepJoin(driver, ModelShadow(ddp))
@@ -40,7 +38,7 @@ def count_keys(rank: int) -> tuple[list[bool], list[int]]:
         join.say(STEPS if step == STEPS - 2 and rank else None, int(step + 1 < length))
         join.hear()
         if step in (10, STEPS - 2):
-            counts.append(keys_at_rest(channel))
+            counts.append(keys_of(channel))
     dist.barrier()  # all have read what closing deletes
     driver.close()
     channel.close()
@@ -69,13 +67,12 @@ def meet_unheard(rank: int) -> list[object]:
         seen.append(join.hear())
     seen.append(join.is_last_step)
     driver.close()
-    channel.finish()
+    channel.close(meets=True)
     return seen
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
-def test_all_ranks_may_meet_while_some_have_not_heard_the_others(workers: Workers, links: bool) -> None:
-    first, second = workers.run(2, meet_unheard, links=links)
+def test_all_ranks_may_meet_while_some_have_not_heard_the_others(workers: Workers) -> None:
+    first, second = workers.run(2, meet_unheard)
     assert first == second
     assert first[-1] is True
     notices = {rank: {"from": rank} for rank in range(2)}

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.cases import difference
-from tests.support.inside import channel_of, store_of, unwritten
+from tests.support.inside import channel_of, keys_of, unwritten
 from tests.support.joinables import WorldJoinable
 from tests.support.loops import Models, Program, reference
 from tests.support.workers import Workers, connect
@@ -220,9 +220,9 @@ def keys_left(rank: int, lengths: tuple[int, ...]) -> int:
             with torch.no_grad():
                 for _ in join.batches([0] * lengths[rank]):
                     ddp(torch.zeros(1, 2))
-        store = store_of(channel_of(join))
+        store = channel_of(join)
     dist.barrier()
-    keys = store.num_keys()
+    keys = keys_of(store)
     dist.barrier()
     return keys
 
@@ -239,8 +239,7 @@ def keys_in_the_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> li
         for step, batch in enumerate(join.batches(training.batches)):
             training.step(batch)
             if rank == lengths.index(max(lengths)) and step in (10, max(lengths) - 1):
-                time.sleep(0.8)  # threads delete four times a second
-                counts.append(store_of(channel_of(join)).num_keys())
+                counts.append(keys_of(channel_of(join)))
     return counts
 
 
@@ -249,6 +248,31 @@ def keys_in_the_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> li
 def test_a_long_tail_leaves_little_in_the_store(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
     counts = next(filter(None, workers.run(len(lengths), keys_in_the_tail, lengths, heartbeat)))
     assert counts[1] < counts[0] + 8
+
+
+def keys_with_a_group(rank: int, lengths: tuple[int, ...]) -> list[int]:
+    """Return how many keys there are within a long tail, at its end, and after the loop."""
+    training, pair, counts = Training(lengths, rank), dist.new_group([0, 1]), []
+    with Join([training.ddp, training.optimizer]) as join:
+        store = channel_of(join)
+        for step, batch in enumerate(join.batches(training.batches)):
+            training.step(batch)
+            if rank in (0, 1):
+                dist.all_reduce(torch.ones(1), group=pair)
+            if step in (10, max(lengths) - 1):
+                counts.append(keys_of(store))
+        for _ in join.batches([]):
+            pass
+        counts.append(keys_of(store))
+    return counts
+
+
+@pytest.mark.parametrize("lengths", [(1, 60, 60), (60, 1, 60), (60, 60, 1), (1, 1, 60), (60, 2, 1)])
+def test_a_long_tail_with_a_group_of_some_ranks_leaves_nothing(workers: Workers, lengths: tuple[int, ...]) -> None:
+    for counts in workers.run(3, keys_with_a_group, lengths):
+        assert counts[-1] <= 4  # others may have come to what follows
+        if len(counts) == 3:
+            assert counts[1] <= counts[0] + 4
 
 
 def noop(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

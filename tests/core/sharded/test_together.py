@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import DELETES_AFTER_PLACE
 from tests.support.sharded import EPOCHS, TOLERANCE, Recipe, weights
 from tests.support.sharding import LIMIT, PATIENCE, full_state, shard
 from tests.support.workers import Workers
@@ -134,7 +132,7 @@ def train_pupil(rank: int, api: str) -> dict[str, Tensor]:
     teacher.requires_grad_(False)
     teacher, pupil = (shard(model, Recipe(api=api)) for model in (teacher, pupil))
     optimizer = torch.optim.Adagrad(pupil.parameters(), lr=0.1)
-    with mock.patch.object(*DELETES_AFTER_PLACE, 0), Join([teacher, pupil, optimizer], timeout=LIMIT) as join:
+    with Join([teacher, pupil, optimizer], timeout=LIMIT) as join:
         for batch in join.batches(BATCHES.batches(0, rank)):
             optimizer.zero_grad()
             distil(teacher, pupil, batch).backward()

@@ -1,20 +1,17 @@
 """Units that are gathered for nothing, that begin to train in the middle of a loop, and what a joined rank keeps."""
 
-import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.core.sharded.test_exactness import check
-from tests.support.inside import DELETES_AFTER_PLACE, channel_of, store_of
+from tests.support.inside import channel_of, keys_of
 from tests.support.sharded import EPOCHS, Batch, Recipe, weights
 from tests.support.sharding import PATIENCE, Training
 from tests.support.workers import Workers
-from torch_join.joinables._sharded.following import Following
 
 
 def test_what_was_gathered_ahead_and_is_not_used(workers: Workers) -> None:
@@ -30,8 +27,7 @@ def keys_in_the_tail(rank: int, api: str) -> list[int]:
         for step, batch in enumerate(join.batches(recipe.batches(0, rank))):
             training.step(0, step, batch)
             if step in (10, 59):
-                time.sleep(0.8)  # threads delete four times a second
-                counts.append(store_of(channel_of(join)).num_keys())
+                counts.append(keys_of(channel_of(join)))
     return counts
 
 
@@ -39,27 +35,6 @@ def keys_in_the_tail(rank: int, api: str) -> list[int]:
 def test_a_long_tail_leaves_little_in_the_store(workers: Workers, api: str) -> None:
     counts = workers.run(2, keys_in_the_tail, api, **PATIENCE)[1]
     assert counts[1] < counts[0] + 40  # the records of a step or two
-
-
-def train_with_one_who_reads_late(rank: int, recipe: Recipe) -> float:
-    answer = Following.answer
-
-    def late(self: Following, kind: str, payload: Any) -> None:
-        answer(self, kind, payload)
-        time.sleep(0.4)  # threads delete four times a second
-
-    at_once = mock.patch.object(*DELETES_AFTER_PLACE, 0)
-    with at_once, mock.patch.object(Following, "answer", late if rank == 3 else answer):
-        training = Training(rank, recipe)
-        with training.joined() as join:
-            for step, batch in enumerate(join.batches(recipe.batches(0, rank))):
-                training.step(0, step, batch)
-    return float(sum(parameter.full_tensor().sum() for parameter in training.model.parameters()))
-
-
-def test_a_record_stays_until_all_have_read_it(workers: Workers) -> None:
-    recipe = Recipe((2, 1, 1, 1), options={"reshard": 2})  # ranks 0 and 1 gather together in backward
-    assert len({*workers.run(4, train_with_one_who_reads_late, recipe, **PATIENCE)}) == 1
 
 
 # Whether a block trains from a step on; None: as before.

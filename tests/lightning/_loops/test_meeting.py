@@ -276,11 +276,10 @@ def fit_looking_meanwhile(rank: int, case: Case, by_signal: bool) -> tuple[Resul
     return result_of(trainer, module), module.seen
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
 @pytest.mark.parametrize("by_signal", [False, True], ids=["thread", "signal"])
-def test_is_last_batch_while_its_rank_waits(workers: Workers, by_signal: bool, links: bool) -> None:
+def test_is_last_batch_while_its_rank_waits(workers: Workers, by_signal: bool) -> None:
     case = Case((5, 5), epochs=2, iterable=True, scheduler="epoch")
-    results = workers.run(2, fit_looking_meanwhile, case, by_signal, links=links, deadline=60.0)
+    results = workers.run(2, fit_looking_meanwhile, case, by_signal, deadline=60.0)
     assert_exact(case, [result for result, _ in results])
     assert len(results[0][1]) == 2
     if not by_signal:
@@ -404,10 +403,9 @@ def fit_saving_at_a_signal(rank: int, case: Case, path: Path) -> Result:
     return result_of(trainer, module)
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
-def test_a_signal_may_have_all_ranks_save_a_checkpoint(workers: Workers, tmp_path: Path, links: bool) -> None:
+def test_a_signal_may_have_all_ranks_save_a_checkpoint(workers: Workers, tmp_path: Path) -> None:
     case, path = Case((5, 5), epochs=1, iterable=True), tmp_path / "a.ckpt"
-    assert_exact(case, workers.run(2, fit_saving_at_a_signal, case, path, links=links, deadline=60.0))
+    assert_exact(case, workers.run(2, fit_saving_at_a_signal, case, path, deadline=60.0))
     progress = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     assert (progress["current"]["ready"], progress["is_last_batch"]) == (5, False)
 
@@ -456,10 +454,9 @@ def fit_computing(rank: int, case: Case) -> tuple[Result, list[Tensor]]:
     return result_of(trainer, module), module.values
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
-def test_a_metric_may_be_computed_before_the_others_are_heard(workers: Workers, links: bool) -> None:
+def test_a_metric_may_be_computed_before_the_others_are_heard(workers: Workers) -> None:
     case = Case((4, 4), iterable=True, epochs=1)
-    results = workers.run(2, fit_computing, case, links=links)
+    results = workers.run(2, fit_computing, case)
     assert_exact(case, [result for result, _ in results])
     assert results[0][1] == results[1][1]
     batches = [case.batch(rank, 0, index)[0] for index in range(4) for rank in range(2)]
@@ -493,12 +490,11 @@ def fit_failing(rank: int, case: Case, place: str) -> None:
     build_trainer(case, strategy=strategy).fit(module)
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "store"])
 @pytest.mark.parametrize("model", ["mlp", "norm"])
 @pytest.mark.parametrize("place", ["on_train_batch_end", "on_before_optimizer_step"])
-def test_whoever_has_gone_ahead_hears_of_a_failure(workers: Workers, place: str, links: bool, model: str) -> None:
+def test_whoever_has_gone_ahead_hears_of_a_failure(workers: Workers, place: str, model: str) -> None:
     case = Case((5, 5, 5), iterable=True, model=model)
-    outcomes = workers.outcomes(3, fit_failing, case, place, links=links, timeout=20.0)
+    outcomes = workers.outcomes(3, fit_failing, case, place, timeout=20.0)
     for rank in (0, 2):
         assert "PeerFailedError" in outcomes[rank].error, outcomes[rank].trace
         assert "Rank 1: ValueError: on purpose" in outcomes[rank].error

@@ -314,7 +314,7 @@ class RollCall(pl.Callback):
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         if trainer.world_size > 1:
-            assert len(trainer.strategy.channel.roll_call()) == trainer.world_size
+            assert len(trainer.strategy.channel.health().answers) == trainer.world_size
 
 
 def limiting(folder: str) -> Made:

@@ -1,1 +1,1 @@
-"""A channel over connections between the ranks: `links.py` carries bytes, `tree.py` what they mean."""
+"""Connections between the ranks: `links.py` carries bytes, `node.py` has what they mean, `tree.py` waits for them."""

@@ -67,6 +67,18 @@ class Links:
         self.is_put_off = False
         self._put_offs = 0  # how many times it was
         self._pause: float | None = None  # how long the thread sleeps at most
+        self._process = os.getpid()
+        self._closing = not connections  # a world of one
+        if self._closing:
+            return
+        self._open()
+        self._thread = threading.Thread(target=self._forward, name="torch_join links", daemon=True)
+        _alive.add(self)
+        self._thread.start()
+
+    # ------------------------------------------------------------ what `PortableLinks` does otherwise
+
+    def _open(self) -> None:
         self._inner, self._outer = select.epoll(), select.epoll()
         for file in self._by_file:
             self._inner.register(file, select.EPOLLIN)
@@ -74,11 +86,22 @@ class Links:
         self._outer.register(self._inner_file, select.EPOLLIN)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._outer.register(self._alarm, select.EPOLLIN)
-        self._closing = False
-        self._process = os.getpid()
-        self._thread = threading.Thread(target=self._forward, name="torch_join links", daemon=True)
-        _alive.add(self)
-        self._thread.start()
+
+    def _wake(self) -> None:
+        """Have the thread look around."""
+        os.eventfd_write(self._alarm, 1)
+
+    def _watch(self, link: Link, writes: bool) -> None:
+        """Hear from now on when there is something to be read, or room for what has yet to be sent."""
+        self._inner.modify(link.socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if writes else 0))
+
+    def _unwatch(self, link: Link) -> None:
+        self._inner.unregister(link.socket.fileno())
+
+    def _close_files(self) -> None:
+        self._inner.close()
+        self._outer.close()
+        os.close(self._alarm)
 
     # ------------------------------------------------------------ what others use
 
@@ -107,7 +130,7 @@ class Links:
         if sent < len(message):
             link.outgoing += message[sent:]
             self.resume()
-            self._inner.modify(link.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
+            self._watch(link, writes=True)
 
     def begin_reading(self) -> bool:
         """Begin a wait: this thread reads, and the other one need not wake up; return that it does."""
@@ -135,7 +158,7 @@ class Links:
                 self.is_put_off = True
                 self._outer.modify(self._inner_file, 0)
                 if self._pause is None:
-                    os.eventfd_write(self._alarm, 1)
+                    self._wake()
 
     def resume(self) -> None:
         """Have the thread read at once again, if that was put off."""
@@ -186,7 +209,7 @@ class Links:
         self.flush()
         with self.lock:
             self._closing = True
-        os.eventfd_write(self._alarm, 1)
+        self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._drop()
@@ -200,9 +223,7 @@ class Links:
     def _drop(self) -> None:
         for link in self._links.values():
             link.socket.close()
-        self._inner.close()
-        self._outer.close()
-        os.close(self._alarm)
+        self._close_files()
         _alive.discard(self)
 
     # ------------------------------------------------------------ reading
@@ -221,12 +242,16 @@ class Links:
                 if self._readers == 0 and not self.is_put_off:
                     self._take(self._inner.poll(0))
                 put_offs, self._pause = self._put_offs, _READS_WITHIN if self.is_put_off else None
-                now = time.monotonic()
-                ended = {peer: now - since for peer, since in self._ended.items() if peer not in self.left}
-            if ended:
-                self._lost(ended)
-                if min(ended.values()) < _LOOKS_FOR:
-                    self._pause = _LOOKS_EVERY
+            self._look_at_ended()
+
+    def _look_at_ended(self) -> None:
+        now = time.monotonic()
+        with self.lock:
+            ended = {peer: now - since for peer, since in self._ended.items() if peer not in self.left}
+        if ended:
+            self._lost(ended)
+            if min(ended.values()) < _LOOKS_FOR:
+                self._pause = _LOOKS_EVERY
 
     def _take(self, found: list[tuple[int, int]]) -> None:
         for file, events in found:
@@ -248,12 +273,12 @@ class Links:
             self._stop_sending(link)
             return
         if not link.outgoing:
-            self._inner.modify(link.socket.fileno(), select.EPOLLIN)
+            self._watch(link, writes=False)
 
     def _stop_sending(self, link: Link) -> None:
         self._takers.pop(link.peer, None)
         link.outgoing.clear()
-        self._inner.modify(link.socket.fileno(), select.EPOLLIN)
+        self._watch(link, writes=False)
 
     def _receive(self, link: Link) -> None:
         try:
@@ -282,10 +307,10 @@ class Links:
         self._ended[link.peer] = time.monotonic()
         del self._by_file[link.socket.fileno()]
         self._stop_sending(link)
-        self._inner.unregister(link.socket.fileno())
+        self._unwatch(link)
         with suppress(OSError):
             link.socket.shutdown(socket.SHUT_RDWR)  # so that the peer notices too, if it is there
-        os.eventfd_write(self._alarm, 1)  # have the thread find out why
+        self._wake()  # the thread finds out why
 
 
 _alive: "weakref.WeakSet[Links]" = weakref.WeakSet()

@@ -7,6 +7,7 @@ Messages of one rank come in the order in which it sent them, and after whatever
 part at one node, which passes on what comes first.
 """
 
+import hashlib
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,24 +16,41 @@ from torch_join._control import codec as _codec
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
 from torch_join._control._links.stream import Stream
+from torch_join._control.peers import BROKEN, GONE
 from torch_join._control.processes import Process
-from torch_join._control.waiting import GONE
 
-SET, SWAP, DELETE, ADD, ASK, ANSWER, UP, DOWN, WATCH, CALL, PLACE = range(11)  # kinds of messages
+POST, FAIL, CAME, ADD, ASK, ANSWER, UP, DOWN, WATCH, CALL, PLACE = range(11)  # kinds of messages
+_POST = struct.Struct("<QI")  # until which record, and bytes of the name that follows, and the value after it
 _BEAT = struct.Struct("<QIqH")  # number, how many have come, their sum, bytes of the set of ranks that follows
 _BEAT_BYTES = _BEAT.size
 # Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
 SUMS, GATHERS = 1 << 62, 1 << 63
+_KEPT, _SUMS_KEPT = 4096, 16  # of what a rank keeps for others to ask for, and of what rank 0 has added up
 VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
 QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth time, a number
 _ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
-_WATCH = struct.Struct("<QQ")  # in which gather, and for which beat
+_WATCH = struct.Struct("<QQ")  # in which gather, and after which barrier
+_CAME = struct.Struct("<Q")  # after which barrier somebody has come to the next one
 _CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # which roll call; and which rank, whose answer follows
 _SAME_CALL_SECONDS = 0.1  # where many notice the same, they call the roll once
 _NEVER = 1 << 32  # a call that nobody answers
-BROKEN = "the link between ranks"
 _BROKEN_SECONDS = 0.3  # after which a process that is still there has not ended
 _NOTICES_WITHIN = 1.0  # the other end, perhaps amid a call: one that has left by then would be taken for killed
+
+
+def number_of(name: str) -> int:
+    """Return what stands for a name that is used once."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+
+
+def values_of(said: bytes) -> dict[int, bytes]:
+    """Return what ranks have said in a gather, each with a `VALUE` before it."""
+    values, begin = {}, 0
+    while begin < len(said):
+        rank, length = VALUE.unpack_from(said, begin)
+        begin += VALUE.size + length
+        values[rank] = said[begin - length : begin]
+    return values
 
 
 def _pack(beat: int, came: int, total: int, ranks: int, notices: bytes) -> bytes:
@@ -53,7 +71,7 @@ class Node:
         layout: The tree.
         rank: This rank.
         processes: Of the ranks on this rank's host.
-        names: By rank, the number that errors say.
+        global_ranks: By rank, the number that errors say.
         is_gone: Says of a rank of another host whether its process has ended, or `None` where nothing tells.
 
     Attributes:
@@ -67,13 +85,13 @@ class Node:
         layout: Layout,
         rank: int,
         processes: Mapping[int, Process],
-        names: Sequence[int],
+        global_ranks: Sequence[int],
         is_gone: Callable[[int], bool | None],
     ) -> None:
         self.layout = layout
         self.rank = rank
         self.processes = processes
-        self._names = names
+        self.global_ranks = global_ranks
         self._is_gone = is_gone
         self._neighbours = [*layout.children, *([] if layout.parent is None else [layout.parent])]
         self.streams: dict[int, Stream] = {}
@@ -99,15 +117,13 @@ class Node:
         elif kind == PLACE:
             self._note_place(peer, number, payload)
         else:
-            self.keep(number, kind, payload)
+            self._note(number, kind, payload)
             self.pass_on(peer, kind, number, payload)
 
     def end(self, number: int) -> None:
         """Forget a stream; what others say in it is passed on all the same."""
         with self.links.lock:
-            if (stream := self.streams.pop(number, None)) is not None:
-                stream.values.clear()
-                stream.numbers.clear()
+            self.streams.pop(number, None)
 
     def pass_on(self, source: int | None, kind: int, number: int, payload: bytes) -> None:
         """Send to all neighbours but one."""
@@ -118,31 +134,39 @@ class Node:
             return self.streams.setdefault(number, Stream())
         return self.streams.get(number)
 
-    # ------------------------------------------------------------ keys
+    # ------------------------------------------------------------ what one says to all
 
-    def keep(self, number: int, kind: int, payload: bytes) -> None:
+    def post(self, number: int, until: int, key: str, value: bytes) -> None:
+        """Give a key a value, on all ranks, until they pass this record of the log."""
+        name = key.encode()
+        self._say(number, POST, _POST.pack(until, len(name)) + name + value)
+
+    def fail(self, number: int, told: bytes) -> None:
+        """Tell all of a failure, unless one is known: ranks may differ then."""
+        if (stream := self._stream(number)) is not None and stream.failure is None:
+            self._say(number, FAIL, told)
+
+    def _say(self, number: int, kind: int, payload: bytes) -> None:
+        self._note(number, kind, payload)
+        self.pass_on(None, kind, number, payload)
+
+    def _note(self, number: int, kind: int, payload: bytes) -> None:
         """Take note of what is said to all."""
         if (stream := self._stream(number)) is None:
             return
-        begin = 2 + int.from_bytes(payload[:2], "little")
-        key, value, values = payload[2:begin].decode(), payload[begin:], stream.values
-        if key.startswith("log/") and int(key[4:]) < stream.floor:
-            return
-        if kind == SET:
-            values[key] = value
-        elif kind == SWAP:
-            length = 4 + int.from_bytes(value[:4], "little")
-            if values.get(key, b"") == value[4:length]:
-                values[key] = value[length:]
+        if kind == FAIL:
+            stream.failure = stream.failure or payload
+        elif kind == CAME:
+            stream.came.update(_CAME.unpack(payload))
         else:
-            for gone in value.decode().split("\n"):
-                values.pop(gone, None)
-                stream.numbers.pop(gone, None)
+            until, length = _POST.unpack_from(payload)
+            end = _POST.size + length
+            stream.keep_until(until, payload[_POST.size : end].decode(), payload[end:])
 
     # ------------------------------------------------------------ what many say to all, once
 
     def watch(self, number: int, gather: int, beat: int, source: int | None = None) -> None:
-        """Have all ranks of a gather hear of whoever comes to a beat."""
+        """Have all ranks of a gather hear of whoever comes to a barrier after this one."""
         if (stream := self._stream(number)) is not None:
             if gather <= stream.watched.get(beat, -1):  # another rank has said so
                 return
@@ -152,22 +176,22 @@ class Node:
             self._tell_came(number, beat)
 
     def come(self, number: int, beat: int) -> None:
-        """Note that this rank comes to a beat, and tell whoever wants to hear of it."""
+        """Note that this rank comes to a barrier, and tell whoever wants to hear of it."""
         if (stream := self._stream(number)) is not None:
-            stream.begun = beat + 1
-            if stream.watched.pop(beat, None) is not None:
-                self._tell_came(number, beat)
+            stream.begun = beat
+            for before in [before for before in stream.watched if before < beat]:
+                del stream.watched[before]
+                self._tell_came(number, before)
 
     def unwatch(self, number: int, gather: int, beat: int) -> None:
         """Note that a gather has ended: all that its ranks have said of it has come before."""
         if (stream := self._stream(number)) is not None:
             stream.watched = {at: other for at, other in stream.watched.items() if other > gather}
             if beat not in stream.watched:  # else another rank is in the next gather, and this one is to hear of it too
-                stream.values.pop(f"came/{beat}", None)
+                stream.came.discard(beat)
 
     def _tell_came(self, number: int, beat: int) -> None:
-        data = f"came/{beat}".encode()
-        self.pass_on(None, SET, number, len(data).to_bytes(2, "little") + data)
+        self.pass_on(None, CAME, number, _CAME.pack(beat))
 
     def call_roll(self, number: int) -> tuple[int, float]:
         """Have all ranks answer, unless they have just been called; return to which call, as in `Stream.places`.
@@ -211,16 +235,20 @@ class Node:
             return
         if kind == ADD:
             stream.numbers[key] = value = stream.numbers.get(key, 0) + value
+            if len(stream.numbers) > _SUMS_KEPT:
+                del stream.numbers[next(iter(stream.numbers))]
             self._answer(number, who, asked, value.to_bytes(8, "little", signed=True))
-        elif value and key not in stream.kept:
+        elif key not in stream.kept:
             stream.asked.setdefault(key, []).append((who, asked))
         else:
-            self._answer(number, who, asked, stream.kept.get(key, b""))
+            self._answer(number, who, asked, stream.kept[key])
 
-    def keep_here(self, number: int, key: str, value: bytes) -> None:
+    def keep(self, number: int, key: str, value: bytes) -> None:
         """Keep a value, and answer those who wait for it."""
         if (stream := self._stream(number)) is not None:
             stream.kept[key] = value
+            if len(stream.kept) > _KEPT:
+                del stream.kept[next(iter(stream.kept))]
             for who, asked in stream.asked.pop(key, ()):
                 self._answer(number, who, asked, value)
 
@@ -240,11 +268,11 @@ class Node:
         """Note who has come; pass it on when all below this rank have that come at all."""
         if (stream := self._stream(number)) is None:
             return
-        if (before := stream.arrivals.pop(beat, None)) is not None:
+        if (before := stream.arrivals.pop((beat, ranks), None)) is not None:
             came, total, notices = before[0] + came, before[1] + total, before[2] + notices
         below = self.layout.subtree & ranks if ranks else self.layout.subtree
         if came < below.bit_count():
-            stream.arrivals[beat] = came, total, notices
+            stream.arrivals[beat, ranks] = came, total, notices
             return
         hear = ranks & -ranks if self.layout.parent is None and SUMS <= beat < GATHERS else ranks
         payload = _pack(beat, came, total, hear, notices)
@@ -259,7 +287,7 @@ class Node:
             them = [child for child in below if ranks & below[child]] if ranks else below
             self.links.send(them, DOWN, number, payload)
         if (not ranks or ranks >> self.rank & 1) and (stream := self._stream(number)) is not None:
-            stream.beats[beat] = total, notices
+            stream.beats[beat, ranks] = total, notices
 
     # ------------------------------------------------------------ connections that end
 
@@ -278,9 +306,9 @@ class Node:
                 continue
             else:
                 self.stays_until = time.monotonic() + _NOTICES_WITHIN
-                names = sorted((self._names[self.rank], self._names[peer]))
+                names = sorted((self.global_ranks[self.rank], self.global_ranks[peer]))
                 # Children that a process has forked, as a DataLoader does, keep its connections for some seconds.
-                maybe = f"by the network, or rank {self._names[peer]}'s process is gone. Its own log says more."
+                maybe = f"by the network, or rank {self.global_ranks[peer]}'s process is gone. Its own log says more."
                 text = f"{BROKEN} {names[0]} and {names[1]} broke: {'both processes are there.' if process else maybe}"
             with self.links.lock:
                 self._lost[peer] = text
@@ -290,8 +318,6 @@ class Node:
         """Say in all streams that a neighbour has failed, unless a failure is known there."""
         for peer, text in self._lost.items():
             for number, stream in [*self.streams.items()]:
-                if "failure" not in stream.values:
-                    value = (0).to_bytes(4, "little") + _codec.encode((peer, text))
-                    key = len(b"failure").to_bytes(2, "little") + b"failure"
-                    self.keep(number, SWAP, key + value)
-                    self.pass_on(peer, SWAP, number, key + value)
+                if stream.failure is None:
+                    stream.failure = _codec.encode((peer, text))
+                    self.pass_on(peer, FAIL, number, stream.failure)

@@ -11,7 +11,6 @@ import secrets
 import socket
 import struct
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,48 +19,45 @@ import torch
 import torch.distributed as dist
 
 from torch_join._base import compat_groups as _compat
-from torch_join._base.devices import device_of
-from torch_join._base.errors import JoinError
+from torch_join._base.devices import current_device
+from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._control._links.handshake import HOSTS_OWN, Where, accept, connect
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.node import Node
 from torch_join._control._links.tree import Tree
 from torch_join._control.processes import Process, this_host, this_process
-from torch_join._control.store_channel import StoreChannel
+from torch_join._control.set_up import SetUp
 
 _WITHIN = 30.0  # seconds, for all connections
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 
-_Here = tuple[str, int, int, bool]  # host, process, and whether the secret can go over the group
+_Here = tuple[str, int, int]  # host, and process: 0 where the system does not tell of others
 
 
-def wire(channel: StoreChannel, group: dist.ProcessGroup) -> Tree | bool | None:
+def wire(set_up: SetUp, group: dist.ProcessGroup) -> Tree:
     """Connect the ranks; all of them call this.
 
     Args:
-        channel: A channel over the job's store; it gets to know the processes of this host.
+        set_up: What they tell each other meanwhile; it gets to know the processes of this host.
         group: Their process group.
 
     Returns:
-        This rank's node; on all ranks `False` where connections cannot be made, and `None` where that shows later,
-        when each rank's device is known.
+        This rank's node.
+
+    Raises:
+        UnsupportedError: They cannot be connected, on all ranks.
     """
-    can_share = any(_compat.can_send(group, kind) for kind in ("cpu", device_of(group).type))
-    is_able = hasattr(os, "eventfd") and os.path.exists("/proc/self/stat")
-    here: _Here = (this_host(), *this_process(), can_share) if is_able else ("", 0, 0, can_share)
-    everyone = channel.gather(here, of=_Here)
-    if not all(host for host, *_ in everyone):
-        return False
-    if not all(can_share for *_, can_share in everyone):
-        return None
-    channel.processes = {
-        rank: Process(pid, began)
-        for rank, (host, pid, began, _) in enumerate(everyone)
-        if host == here[0] and rank != channel.rank
+    rank, names = set_up.rank, set_up.peers.global_ranks
+    here: _Here = (this_host(), *this_process())
+    everyone = set_up.exchange(here, of=_Here)
+    set_up.peers.processes = processes = {
+        peer: Process(pid, began)
+        for peer, (host, pid, began) in enumerate(everyone)
+        if host == here[0] and peer != rank and pid
     }
-    secret = _share_secret(group, channel.vigil())
-    layout = Layout([host for host, *_ in everyone], channel.rank)
+    secret = _share_secret(group, set_up.look)
+    layout = Layout([host for host, *_ in everyone], rank)
     problem, listener = "", None
     where: Where = [], 0
     try:
@@ -69,51 +65,54 @@ def wire(channel: StoreChannel, group: dist.ProcessGroup) -> Tree | bool | None:
             listener = _listen(all(everyone[child][0] == here[0] for child in layout.children))
             where = _where(listener)
     except OSError as error:
-        problem, where = f"rank {channel.names[channel.rank]} cannot listen: {error}", ([], -1)
-    places = channel.gather(where, of=Where)
+        problem, where = f"rank {names[rank]} cannot listen: {error}", ([], -1)
     connections: dict[int, socket.socket] = {}
     try:
+        places = set_up.exchange(where, of=Where)
         if all(port >= 0 for _, port in places):
-            deadline, look = time.monotonic() + _WITHIN, channel.vigil()
+            deadline = time.monotonic() + _WITHIN
             if layout.parent is not None:
-                where = places[layout.parent]
-                connections[layout.parent] = connect(where, channel.rank, secret, deadline, look)
+                connections[layout.parent] = connect(places[layout.parent], rank, secret, deadline, set_up.look)
             if listener is not None:
-                children = {child: channel.names[child] for child in layout.children}
-                connections.update(accept(listener, children, secret, deadline, look))
+                children = {child: names[child] for child in layout.children}
+                connections.update(accept(listener, children, secret, deadline, set_up.look))
     except JoinError:  # of which some are an OSError too
-        for connection in connections.values():
-            connection.close()
+        _close(connections)
         raise
     except OSError as error:
-        problem = f"rank {channel.names[channel.rank]}: {error}"
+        problem = f"rank {names[rank]}: {error}"
     finally:
         if listener is not None:
             listener.close()
-    problems = [text for text in channel.gather(problem, of=str) if text]
-    if problems:
-        for connection in connections.values():
-            connection.close()
-        if channel.rank == 0:
-            warnings.warn(
-                f"The ranks cannot be connected: {problems[0]}. So all that they tell each other goes through the"
-                " job's key-value store, whose one thread serves about 79,000 requests a second: more than a few dozen"
-                f" ranks wait for it. If hosts have several networks, name one in {_INTERFACE}.",
-                stacklevel=2,
+    try:
+        if problems := [text for text in set_up.exchange(problem, of=str) if text]:
+            raise UnsupportedError(
+                "The ranks cannot be connected to each other, over which they tell who has a batch:"
+                f" {'; '.join(problems[:3])}."
+                " Between any two hosts let TCP connections through, to ports of the system's choice (net.ipv4."
+                "ip_local_port_range), as gloo needs them too. If hosts have several networks, name one on each in"
+                f" {_INTERFACE} (the interface's name, as `ip addr` shows it)."
             )
-        return False
+    except BaseException:
+        _close(connections)
+        raise
     reference = weakref.ref(group)
 
     def is_gone(peer: int) -> bool | None:
         group = reference()
         return _compat.is_gone(group, peer) if group is not None and _compat.tells_who_is_gone(group) else None
 
-    return Tree(connections, Node(layout, channel.rank, channel.processes, channel.names, is_gone))
+    return Tree(connections, Node(layout, rank, processes, names, is_gone))
+
+
+def _close(connections: dict[int, socket.socket]) -> None:
+    for connection in connections.values():
+        connection.close()
 
 
 def _share_secret(group: dist.ProcessGroup, look: Callable[[], None]) -> bytes:
     secret = torch.tensor(list(secrets.token_bytes(32)), dtype=torch.uint8)
-    device = torch.device("cpu") if _compat.can_send(group, "cpu") else device_of(group)
+    device = torch.device("cpu") if _compat.can_send(group, "cpu") else current_device(group)
     return bytes(_compat.broadcast_directly(group, secret.to(device), look).cpu().tolist())
 
 
@@ -161,5 +160,8 @@ def _addresses() -> list[str]:
             found.append(_address_of(name))
     with suppress(OSError), open("/proc/net/if_inet6") as file:  # of each: address, ..., and the interface
         found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])) for line in file]
+    if not found:  # no Linux
+        with suppress(OSError):
+            found = [str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)]
     outside = [address for address in found if not address.startswith(("127.", "fe80:")) and address != "::1"]
     return [*dict.fromkeys(outside), "127.0.0.1"]

@@ -57,14 +57,6 @@ class FlatParamUnit:
         """See `Unit`."""
         return bool(self._fsdp._sync_gradients)
 
-    def reach(self, record: Gather | Reduction | None) -> int:
-        """See `Unit`."""
-        reduces = isinstance(record, Reduction)
-        if record is None or (reduces and self._fsdp._comm_hook is not None):  # which may leave ranks out
-            return 1
-        between = getattr(self._fsdp, "_inter_node_pg", None) if reduces else None
-        return int(self._handle.world_size * (1 if between is None else between.size()))
-
     @property
     def has_unsynced(self) -> bool:
         """See `Unit`."""

@@ -69,13 +69,6 @@ class ParamGroupUnit:
     is_replicated = is_bypassed = False
     place = (-1, 0)
 
-    def reach(self, record: Gather | Reduction | None) -> int:
-        """See `Unit`."""
-        if record is None or (isinstance(record, Gather) and record.before == PART):  # a mesh of fewer ranks
-            return 1
-        mesh, everywhere = self._group.mesh_info, isinstance(record, Reduction) and record.all_reduces
-        return int(getattr(mesh, "shard_mesh_size", 1) * (getattr(mesh, "replicate_mesh_size", 1) if everywhere else 1))
-
     @property
     def has_unsynced(self) -> bool:
         """See `Unit`."""

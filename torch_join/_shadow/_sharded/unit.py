@@ -97,9 +97,6 @@ class Unit(Protocol):
     def is_bypassed(self) -> bool:
         """Whether somebody has put other gradients in the place of those that this unit knows."""
 
-    def reach(self, record: Gather | Reduction | None) -> int:
-        """How many ranks have surely come to what is announced so, once this rank has done it."""
-
     @property
     def has_unsynced(self) -> bool:
         """Whether this rank holds what it has accumulated without a sync."""

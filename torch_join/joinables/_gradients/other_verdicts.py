@@ -5,16 +5,13 @@ nobody waits. They are named by how many there have been: of backwards that do n
 A joined rank looks for them if it holds gradients of which the leader cannot tell whether they count; at a backward
 that does not average it only notes that there was a doubt.
 
-Words are kept for a while: where the host does not wait for an average (on an accelerator, or where a communication
-hook makes none), active ranks may be some backwards ahead of those that have joined.
+Words are kept for a while (`Channel.keep`): where the host does not wait for an average (on an accelerator, or where a
+communication hook makes none), active ranks may be some backwards ahead of those that have joined.
 """
-
-from collections import deque
 
 from torch_join.joinables._gradients.verdicts import CLEARED, KEPT, UNKNOWN, common_verdict
 from torch_join.joinables.part import Driver
 
-_KEPT = 256  # backwards that average; an accelerator's queue holds fewer
 _Word = tuple[int, str]  # the number of active ranks, and a verdict
 
 
@@ -32,7 +29,6 @@ class OtherVerdicts:
         self._words: list[_Word] = []  # of the backwards since the last one that averaged
         self._doubted = 0  # with how many active ranks this one, which has joined, had its first doubt since then
         self._averages = 0  # in all tails: no name is used twice
-        self._left: deque[str] = deque()
 
     def leave(self, verdict: str, averages: bool) -> None:
         """Leave a word on an active rank that is about to announce a backward."""
@@ -42,17 +38,11 @@ class OtherVerdicts:
         if averages:
             self._averages += 1
             self._driver.server.channel.keep(self._key, self._words)
-            self._left.append(self._key)
             self._words = []
-            self._delete(all_but=_KEPT)
 
     def reset(self) -> None:
         """The tail is over."""
         self._words, self._doubted = [], 0
-
-    def forget(self) -> None:
-        """Delete what is left: all ranks have come out of the tail."""
-        self._delete()
 
     def doubt(self) -> str:
         """Note, on a joined rank, that the leader cannot tell at a backward that does not average; keep it for now."""
@@ -84,7 +74,3 @@ class OtherVerdicts:
     @property
     def _key(self) -> str:
         return f"gradients/{self._index}/{self._averages}"
-
-    def _delete(self, all_but: int = 0) -> None:
-        while len(self._left) > all_but:
-            self._driver.server.channel.drop(self._left.popleft())

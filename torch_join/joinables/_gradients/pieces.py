@@ -44,7 +44,6 @@ class Pieces:
         self._delays = False  # DDP averages at the end of the backward that comes
         self._is_whole = False  # the backward that is under way was announced as one
         self._due: set[int] = set()  # on a joined rank: the parameters that have yet to come
-        self.is_done = False  # on a joined rank: the last ones have just come, and DDP has waited for all buckets
         self._output: Callable[[], None] | None = None  # what runs all of it at once, in a first iteration
         self._around = ExitStack()
 
@@ -140,7 +139,6 @@ class Pieces:
 
     def answer(self, places: list[int]) -> None:
         """Run what the active ranks have run since the last piece: the gradients of these parameters have come."""
-        self.is_done = False  # what follows may be empty: such a record is nothing that all ranks must have come to
         parameters = self._shadow.parameters
         if not all(0 <= place < len(parameters) for place in places):
             raise foreign("a piece of a backward", f"parameters {places} of {len(parameters)}")
@@ -149,11 +147,9 @@ class Pieces:
                 self._due.clear()
                 with torch.enable_grad():
                     self._output()
-                self.is_done = True
             return
         new = [place for place in places if place in self._due]
         self._due.difference_update(new)
         if new:
             with torch.enable_grad():  # it may be inside of another backward
                 torch.autograd.backward(self._shadow.zero_of(new))
-            self.is_done = not self._due

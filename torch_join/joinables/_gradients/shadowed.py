@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._base import compat as _compat
 from torch_join._shadow.buffers import Buffer, take
 from torch_join._shadow.model import ModelShadow
 from torch_join.joinables._gradients.evidence import Gradients, holds_something
@@ -76,15 +75,6 @@ class ShadowedSteps:
             self._end_backward()
         else:
             self._clear(states_of(payload, len(self._parameters)), self.others.doubt)
-
-    def synchronizes(self, kind: str) -> bool:
-        """See `Part.synchronizes`."""
-        if kind not in ("backward", "fired") or _compat.has_comm_hook(self._ddp):  # which may do anything, or nothing
-            return False
-        if kind == "fired" and not self.pieces.is_done:
-            return False
-        _compat.wait_for_device(self._parameters[0].device.type)
-        return True
 
     def _forward(self, grad: bool, sync: bool, authority: int, frozen: list[int], buffers: list[Buffer] | None) -> None:
         self.authority = self._members.leader

@@ -73,8 +73,6 @@ class MetricPart(Part):
         position, in_forward = payload
         metric = self.metrics[position]
         Exchange(self.driver, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
-        # All joined ranks have taken part, so all have read up to here.
-        self.server.channel.forget(delete=self.members.deletes)
 
     def close(self, message: Any, source: int) -> None:
         # Ranks have computed at different steps. A value that only some still have would keep these out

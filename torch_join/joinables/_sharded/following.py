@@ -26,7 +26,6 @@ class Following:
     Attributes:
         units: The units.
         reduces: Whether this rank is inside of a reduction, in which an optimizer may step.
-        met: Whether all ranks have come to what this rank, which has joined, has answered last.
 
     Raises:
         UnsupportedError: The model cannot be followed.
@@ -44,7 +43,7 @@ class Following:
         self.units = units_of(model)
         self._teams = teams_of(model, self._part.members.global_ranks)
         self._seen: tuple[int, ...] = ()  # the active ranks that have been checked
-        self.reduces = self.met = False
+        self.reduces = False
         if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
             raise UnsupportedError(
                 "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares in which order the modules of"
@@ -133,7 +132,6 @@ class Following:
         if not 0 <= index < len(self.units):
             raise foreign("a record of a sharded model", f"unit {index} of {len(self.units)}")
         unit = self.units[index]
-        self.met = unit.reach(rest) == self._part.members.world_size
         if kind == "gather":
             unit.gather(rest)
         elif kind == "reduce":

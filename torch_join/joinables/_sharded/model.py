@@ -25,7 +25,6 @@ from torch_join.joinables._sharded.following import Following
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
 
-_MANY = 16
 # What has become of the gradients, the units' places, what is trained, and which modules are in training mode.
 Closing = tuple[Runs, list[tuple[int, int]], list[bool], list[bool]]
 
@@ -51,7 +50,6 @@ class ShardedModelPart(Part):
         self._gradients: Gradients | None = None
         self._others = OtherVerdicts(driver, index)
         self._task = self._remembers = -1
-        self._answered = 0  # records, since some were deleted
         self._scales: list[Callable[[], None]] = []
         self.before_reductions: list[Callable[[], None]] = []  # what joined ranks must know before
 
@@ -103,9 +101,6 @@ class ShardedModelPart(Part):
     def begin_loop(self) -> None:
         """See `LoopModel`."""
         self.gradients.begin_loop()
-
-    def forget(self) -> None:
-        self._others.forget()
 
     def prepare(self) -> None:
         """See `LoopModel`."""
@@ -237,15 +232,6 @@ class ShardedModelPart(Part):
             for holder in self._holders():
                 holder.grad = None
         self.take(runs, self._others.ask if syncs else self._others.doubt)
-
-    def synchronizes(self, kind: str) -> bool:
-        # Not each time: on an accelerator it takes until all that was queued is done.
-        self._answered += 1
-        if self._answered < _MANY or kind not in ("gather", "reduce") or not self.following.met:
-            return False
-        self._answered = 0
-        _compat.wait_for_device(self.following.units[0].registered[0].device.type)
-        return True
 
     def take(self, runs: Runs, ask: Callable[[], str] | None = None) -> None:
         """Do, on a joined rank, to its gradients what the active ranks have done to theirs."""

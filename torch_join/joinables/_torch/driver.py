@@ -92,7 +92,7 @@ class HookDriver:
         """Remove all that was installed; may be called again."""
         for part in reversed(self.parts):
             part.exit()
-        self.channel.leave()
+        self.channel.close()
 
     # ------------------------------------------------------------ what the parts see
 
@@ -161,7 +161,7 @@ class HookDriver:
             raise self._refuse(index, kind)
         self._word(_MORE)
         done = self._owners[index].is_done(kind, payload)
-        self.channel.announce((index, kind, payload, done), leads=self.members.leads)
+        self.channel.append((index, kind, payload, done), leads=self.members.leads)
         if done:
             self._undone.discard(index)
 
@@ -187,8 +187,6 @@ class HookDriver:
                         break
                     part, kind, payload, done = self.channel.follow(of=tuple[int, str, Any, bool])
                     self.parts[part].receive(kind, payload)
-                    if self.parts[part].synchronizes(kind):
-                        self.channel.forget(delete=self.members.deletes)
                     if done:
                         self._undone.discard(part)
             finally:
@@ -210,7 +208,7 @@ class HookDriver:
                         part.receive_closing(theirs, self.members.leader)
                     states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated()]
                     hand_over(states, self.members.leader, self.channel, self.members.group)
-                self.channel.finish()
+                self.channel.close(meets=True)
         finally:
             self.close()
 

@@ -1,0 +1,130 @@
+"""Attendance, agreement and tails of ranks that are threads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.core import threads
+from torch_join import EarlyTerminationError, JoinError, PeerFailedError
+from torch_join._control.channel import Channel
+from torch_join._schedule.attendance import ToldAttendance
+from torch_join._tail.agreement import Agreement
+from torch_join._tail.records import END
+from torch_join.joinables.part import Part
+
+
+def attend(channel: Channel, lengths: tuple[int, ...], throws: bool = False) -> list[tuple[tuple[int, ...], bool]]:
+    """Return, by step, who is active and whether it is the last step, as this rank knows while it is in it."""
+    attendance, seen = ToldAttendance(channel, throws, first_step=-1), []
+    for step in range(max(lengths)):
+        ends = lengths[channel.rank] <= step + 1
+        attendance.say(1, {"end": lengths[channel.rank]} if ends else None, waits=True)
+        attendance.hear()
+        seen.append((attendance.active_ranks, attendance.is_last_step))
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [(3, 5, 2), (4, 4), (1, 0, 6, 2), (2, 9), (5, 1, 3) * 4])
+def test_all_ranks_know_who_is_active(lengths: tuple[int, ...]) -> None:
+    expected = []
+    for step in range(max(lengths)):
+        active = tuple(rank for rank, length in enumerate(lengths) if length > step)
+        expected.append((active, step + 1 == max(lengths)))
+    assert threads.run(len(lengths), attend, lengths) == [expected] * len(lengths)
+
+
+def test_all_ranks_throw_where_the_first_one_joins() -> None:
+    with pytest.raises(EarlyTerminationError):
+        threads.run(3, attend, (2, 4, 4), True)
+
+
+def agree(channel: Channel, odd: int, at: int, leaves: int) -> None:
+    """Announce the same in ten steps, but for one rank in one step; a rank leaves after a step."""
+    agreement, active = Agreement(channel), (0, 1, 2)
+    for step in range(10):
+        agreement.compare(channel.rank, active)
+        what = "backward" if channel.rank == odd and step == at else "forward"
+        agreement.note((0, what, [step]), leads=channel.rank == 0)
+        channel.barrier()
+        if step == leaves:
+            agreement.part(channel.rank, active, (0, 2))
+            return
+
+
+@pytest.mark.parametrize(("odd", "at", "leaves"), [(1, 2, 9), (2, 0, 0), (0, 9, 9), (1, 5, 6)])
+def test_ranks_that_announce_different_things_are_told(odd: int, at: int, leaves: int) -> None:
+    with pytest.raises((JoinError, PeerFailedError), match="do different things in the tail"):
+        threads.run(3, agree, odd, at, leaves)
+
+
+def test_ranks_that_announce_the_same_agree() -> None:
+    threads.run(3, agree, -1, 0, 9)
+
+
+class Numbers(Part):
+    """Notes what it answers, and what it closes with."""
+
+    kinds: ClassVar[dict[str, Any]] = {"number": int}
+    closing = int
+
+    def __init__(self, driver: Any) -> None:
+        super().__init__(driver, 0)
+        self.found: list[int] = []
+
+    def answer(self, kind: str, payload: Any) -> None:
+        self.found.append(payload)
+
+    def closing_message(self) -> int:
+        return len(self.found)
+
+
+class Driver:
+    """What a part asks for."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.server = threads.server_over(channel)
+        self.members = self.server.members
+
+
+@contextmanager
+def tail(channel: Channel) -> Iterator[Numbers]:
+    driver = Driver(channel)
+    part = Numbers(driver)
+    driver.server.parts = [part]  # type: ignore[list-item]
+    try:
+        yield part
+    finally:
+        driver.server.parts = []
+        driver.server.close()
+
+
+def serve_a_tail(channel: Channel, numbers: int, fails: bool) -> list[int]:
+    """The last rank announces numbers, and the others, which have joined, follow."""
+    last = channel.world_size - 1
+    with tail(channel) as part:
+        server = part.server
+        server.members.change((last,))
+        if channel.rank == last:
+            server.begin_tail()
+            for number in range(numbers):
+                part.announce("number", number)
+            if fails:
+                raise KeyError("a hole")
+            server.end_tail()
+            return [*range(numbers)]
+        server.join()
+        words, leader, in_pieces = server.follow(END)
+        assert (words, leader, in_pieces) == ([0], last, False)
+        return part.found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 12])
+def test_joined_ranks_follow_in_order(world_size: int) -> None:
+    assert threads.run(world_size, serve_a_tail, 50, False) == [[*range(50)]] * world_size
+
+
+def test_a_failure_ends_the_tail_of_those_who_follow() -> None:
+    with pytest.raises((KeyError, PeerFailedError), match="a hole"):
+        threads.run(3, serve_a_tail, 5, True)

@@ -1,0 +1,79 @@
+"""The other ranks as processes, and what errors say of one that has failed."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch_join._base.errors import PeerFailedError, name_ranks
+from torch_join._control.processes import Process
+
+_SUSPECT_SECONDS = 0.9
+MOST_TEXT = 20_000  # of what is told of a failure
+GONE = (
+    "its process is gone: killed, or ended without a word. Its own log, or the system's (a lack of memory, perhaps),"
+    " says why."
+)
+BROKEN = "the link between ranks"
+LEFT = "it has destroyed the process group, or ended, before the others."
+SILENT = "it does not answer: it was killed, or is stopped. Its own log says why."
+
+
+class Peers:
+    """The ranks of a channel, as one of them knows them.
+
+    Args:
+        rank: This rank.
+        global_ranks: By rank, its number in the whole job, which errors say.
+        processes: Of other ranks, those on this rank's host.
+    """
+
+    def __init__(self, rank: int, global_ranks: Sequence[int], processes: Mapping[int, Process]) -> None:
+        self.rank = rank
+        self.global_ranks = global_ranks
+        self.processes = processes
+        self._suspects: dict[int, float] = {}  # at the last look: ranks that may be in others' way, since when
+
+    def error(self, rank: int, reason: str) -> PeerFailedError:
+        """Return the error of this rank where another one has failed."""
+        me, other = self.global_ranks[self.rank], rank
+        if rank < len(self.global_ranks):
+            other = self.global_ranks[rank]
+        text = f"Rank {other} failed, so rank {me} cannot go on. Rank {other}: {reason}"
+        if reason.startswith(BROKEN):
+            text = f"Rank {me} cannot go on: {reason}"
+        return PeerFailedError(text, other, reason)
+
+    def name(self, ranks: Iterable[int]) -> str:
+        """Write ranks in words."""
+        return name_ranks(self.global_ranks[rank] for rank in ranks)
+
+    def gone(self) -> list[int]:
+        """Return which processes of this host have ended."""
+        return [rank for rank, process in self.processes.items() if not process.is_there]
+
+    def begin_to_watch(self) -> None:
+        """Begin a wait: whoever is in the way has been so from now on."""
+        self._suspects = {}
+
+    def find_failed(self, suspects: Mapping[int, str]) -> tuple[int, str] | None:
+        """Return a rank whose process is gone, and why; or one that is stopped for a second, or suspect otherwise.
+
+        Args:
+            suspects: Ranks that are in the others' way, and why.
+        """
+        if found := dict.fromkeys(self.gone(), GONE) or self._in_the_way(suspects):
+            return self.first_of(found)
+        return None
+
+    def first_of(self, found: Mapping[int, str]) -> tuple[int, str]:
+        """Return a rank of those that have failed, and why: of which some may have heard of the first, and left."""
+        rank, why = min(found.items())
+        if others := found.keys() - {rank}:
+            why += f" The same goes for {self.name(others)}, and any of them may have been the first."
+        return rank, why
+
+    def _in_the_way(self, suspects: Mapping[int, str]) -> dict[int, str]:
+        now = time.monotonic()
+        stopped = [rank for rank, process in self.processes.items() if process.is_stopped]
+        suspects = {**suspects, **dict.fromkeys(stopped, "its process is stopped: by a signal.")}
+        self._suspects = {rank: self._suspects.get(rank, now) for rank in suspects}
+        return {rank: why for rank, why in suspects.items() if now - self._suspects[rank] > _SUSPECT_SECONDS}
