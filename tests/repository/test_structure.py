@@ -57,6 +57,7 @@ PUBLIC = {
         "follow_sharded_model",
         "group_options",
         "in_backward",
+        "is_closed",
         "is_communication_error",
         "is_length_certain",
         "is_sharded_model",
