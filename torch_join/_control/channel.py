@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 MAX_COUNT = 1 << 30  # of all ranks together
 _SOME = 1 << 28  # barriers of some ranks, at most, between two of all
-_PROBES_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
+_LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
 _WATCHES_AFTER = 0.2  # seconds: most gathers have ended by then, and have said nothing more
 
@@ -44,7 +44,8 @@ class Channel:
         global_ranks: By rank, its number in the whole job, which errors say.
         status: Returns what this rank adds to its answer where others ask who is there.
         explain: Returns what the answers of all, by global rank, tell of a failure.
-        suspect: Called about once a second in a wait for others, which ends with what it raises.
+        suspect: Called again and again in a wait for others, which ends with what it raises.
+        looks_every: Seconds of a wait between two such calls, each of which comes after a look at the processes.
         before_meeting: Called before all ranks meet: to hear what they have said where they met before, if that was
             put off.
     """
@@ -60,6 +61,7 @@ class Channel:
         self.status: Callable[[], Status | None] = lambda: None
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
         self.suspect: Callable[[], object] = lambda: None
+        self.looks_every = _LOOKS_EVERY
         self.before_meeting: Callable[[], object] = lambda: None
         self._peers = Peers(self.rank, self.global_ranks, tree.node.processes)
         self._beat, self._them = 0, 0  # the last barrier that this rank has come to: its number, and of whom
@@ -373,16 +375,16 @@ class Channel:
     def _check(self, failure: Callable[[], PeerFailedError | None]) -> Callable[[], None]:
         self._peers.begin_to_watch()
         start = time.monotonic()
-        deadline, next_probe = start + self._timeout.total_seconds(), start + _PROBES_EVERY
+        deadline, next_look = start + self._timeout.total_seconds(), start + self.looks_every
 
         def look() -> None:
-            nonlocal next_probe
+            nonlocal next_look
             raise_any(failure())
             now = time.monotonic()
             if now > deadline:
                 raise self._timed_out()
-            if now > next_probe:
-                next_probe = now + _PROBES_EVERY
+            if now > next_look:
+                next_look = now + self.looks_every
                 if (found := self._peers.find_failed(dict.fromkeys(self._links.left, LEFT))) is not None:
                     rank, why = found
                     self.fail(why, rank)

@@ -59,7 +59,8 @@ def _connect(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
         tree = wire(set_up, group)
     # No rank's process ends, and the store with it, before all have come out.
     channel = Channel(tree, timeout)
-    channel.suspect = set_up.look  # one that has failed as it came out has told so there
+    # One that has failed as it came out has told so in the store, and not over the connections.
+    channel.suspect, channel.looks_every = set_up.look, set_up.most_pause
     with telling_failures(channel):
         channel.close(meets=True)
     return tree

@@ -47,6 +47,7 @@ class SetUp:
 
     Attributes:
         peers: The others; their processes, once they are known.
+        most_pause: Seconds between two looks at the store, at most.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SetUp:
         self.rank, self.world_size = rank, len(global_ranks)
         self.peers = Peers(rank, global_ranks, {})
         self._timeout = timeout.total_seconds()
-        self._most_pause = max(_MOST_PAUSE, self.world_size / 5000)
+        self.most_pause = max(_MOST_PAUSE, self.world_size / 5000)
         self._exchanges = 0
         self._begin_to_wait()
         # Each rank counts its own, so that all mean the same one.
@@ -104,7 +105,7 @@ class SetUp:
                 if time.monotonic() > deadline:
                     raise self._timed_out()
                 time.sleep(pause)
-                pause = min(2 * pause, self._most_pause)
+                pause = min(2 * pause, self.most_pause)
 
     def _timed_out(self) -> JoinTimeoutError:
         place = f"{self._place}/{self._exchanges - 1}"
