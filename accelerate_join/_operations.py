@@ -165,7 +165,7 @@ class Operations(Part):
         """
         if not self.server.in_tail:
             return self._save(args, kwargs, False)
-        args = tuple(os.fspath(arg) if isinstance(arg, os.PathLike) else arg for arg in args)
+        args, kwargs = tuple(map(_as_text, args)), {name: _as_text(arg) for name, arg in kwargs.items()}
         everywhere = self._accelerator.project_configuration.save_on_each_node or self.main_process_has_joined
         scaler = self._accelerator.scaler
         states = self._progress.state_dict(), None if scaler is None else scaler.state_dict()
@@ -324,3 +324,7 @@ class Operations(Part):
                 " after the loop.",
                 stacklevel=2,
             )
+
+
+def _as_text(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path

@@ -27,8 +27,6 @@ _SOME = 1 << 28  # barriers of some ranks, at most, between two of all
 _LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
 _WATCHES_AFTER = 0.2  # seconds: most gathers have ended by then, and have said nothing more
-
-
 _ANSWER = tuple[bool, Status | None]
 
 
@@ -115,7 +113,6 @@ class Channel:
         Raises:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
-
         """
         key, beats = (self._beat, self._them), self._stream.beats
         if self._links.is_put_off and key not in beats:
@@ -167,7 +164,6 @@ class Channel:
             JoinTypeError: `value` is of no kind that goes over the channel.
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
-
         """
         data = _codec.encode(value)
         if among is not None:

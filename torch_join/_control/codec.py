@@ -33,7 +33,7 @@ class Malformed(ValueError):  # noqa: N818  who reads turns it into an error
 
 
 def foreign(what: str, why: object) -> JoinError:
-    """Return the error of a rank that has read in the store what no rank can have written."""
+    """Return the error of a rank that has read what no rank can have written."""
     return JoinError(
         f"What this rank has read as {what} is not a message of its ranks: {why}. Either they run different versions of"
         " torch_join, or something else writes to the job's key-value store, which has no password: let nobody but the"
@@ -147,7 +147,7 @@ def _plain(value: Any) -> Any:
         # A hyperparameter: a learning rate, for example.
         return {"scalar": [str(value.dtype).removeprefix("torch."), _plain(value.item())]}
     raise JoinTypeError(
-        f"A {kind.__module__}.{kind.__qualname__} cannot be sent over the job's key-value store, where only numbers,"
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: only numbers,"
         " strings, lists, tuples, dictionaries, dtypes, devices, and this package's own descriptions are understood."
     )
 
@@ -183,9 +183,9 @@ def encode(value: Any) -> Encoded:
     try:
         data = value if type(value) is Encoded else Encoded(_encoder.encode(_plain(value)).encode("ascii"))
     except (RecursionError, ValueError) as error:
-        raise JoinTypeError(f"A value cannot be sent over the job's key-value store: {error}.") from error
+        raise JoinTypeError(f"A value cannot be sent to other ranks: {error}.") from error
     if len(data) > MAX_BYTES:
-        raise JoinTypeError(f"A value of {len(data)} bytes is too large for the job's key-value store.")
+        raise JoinTypeError(f"A value of {len(data)} bytes is too large to be sent to other ranks.")
     return data
 
 

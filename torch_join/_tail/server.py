@@ -66,6 +66,7 @@ class Server:
         """Begin anew, as before the first step."""
         self._said: list[_codec.Encoded] = []  # announced, and not yet written
         self._heard: deque[_records.Announcement] = deque()  # read, and not yet answered
+        self._asides = 0  # answered, before the next record of the log
         self.on_all = 0
         self._counts = False  # what it announces is compared with the other active ranks'
         self.backwards.reset()

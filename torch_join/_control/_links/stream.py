@@ -30,9 +30,7 @@ class Stream:
     calls: int = 0  # how often somebody has asked who is there
     called_at: float = -math.inf  # when this rank heard of the last
     begun: int = 0  # the last barrier that this rank has come to
-    watched: dict[int, int] = field(
-        default_factory=dict
-    )  # by barrier: in which gather ranks hear of who comes after it
+    watched: dict[int, int] = field(default_factory=dict)  # by barrier: the gather whose ranks hear who comes after it
     came: set[int] = field(default_factory=set)  # barriers after which somebody has come to the next one
 
     def keep_until(self, record: int, key: str, value: bytes) -> None:
