@@ -88,7 +88,8 @@ def save_each_step(rank: int, script: Script, folder: str, automatic: bool, on_m
                 seen[0].append(numbers.tolist())
                 session.step(x, y)
                 if accelerator.is_main_process or not on_main:
-                    accelerator.save_state(None if automatic else f"{folder}/{step}", safe_serialization=is_safe())
+                    path = Path(folder) / str(step) if on_main else f"{folder}/{step}"
+                    accelerator.save_state(output_dir=None if automatic else path, safe_serialization=is_safe())
         return seen, session.state
 
 

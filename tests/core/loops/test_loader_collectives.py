@@ -92,3 +92,39 @@ def test_a_loop_in_another_thread_raises_where_a_rank_runs_out(workers: Workers)
     assert workers.run(2, train_from_a_queue, (3, 3)) == [3, 3]
     for outcome in workers.outcomes(2, train_from_a_queue, (1, 3)):
         assert "goes through join.batches in another thread than the one that runs its steps" in outcome.error
+
+
+def ask_amid_a_backward(rank: int) -> list[float]:
+    """The first backward waits until another thread has asked for the next batch, where ranks meet."""
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    batches: queue.Queue[Any] = queue.Queue()
+    begun, asked = threading.Event(), threading.Event()
+
+    def fill(source: Any) -> None:
+        try:
+            for index, x in enumerate(source):
+                batches.put(x)
+                if index == 0:
+                    assert begun.wait(10)
+                asked.set() if index == 1 else None
+        finally:
+            asked.set()
+            batches.put(None)
+
+    def wait(_: object) -> None:
+        begun.set()
+        assert asked.wait(10)
+
+    losses = []
+    with Join([ddp], heartbeat=True, timeout=timedelta(seconds=20)) as join:
+        threading.Thread(target=fill, args=(join.batches([torch.ones(2, 3)] * 3),)).start()
+        while (x := batches.get()) is not None:
+            loss = ddp(x).mean()
+            loss.register_hook(wait)
+            loss.backward()
+            losses.append(loss.item())
+    return losses
+
+
+def test_a_loop_in_another_thread_leaves_a_backward_alone(workers: Workers) -> None:
+    assert [len(losses) for losses in workers.run(2, ask_amid_a_backward)] == [3, 3]
