@@ -210,7 +210,7 @@ def checksum(objects: Sequence[Any]) -> int:
 def keys_of(channel: Channel) -> int:
     """How much of what was said in a channel this rank holds, besides what it keeps for others."""
     stream = channel._stream
-    return sum(map(len, (stream.values, stream.numbers, stream.arrivals, stream.beats, stream.came, stream.answers)))
+    return sum(map(len, (stream.values, stream.numbers, stream.arrivals, stream.beats, stream.answers)))
 
 
 def shared_tensor(group: Any, tensor: Tensor, look: Callable[[], None]) -> Tensor:

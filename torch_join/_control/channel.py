@@ -26,7 +26,7 @@ MAX_COUNT = 1 << 30  # of all ranks together
 _SOME = 1 << 28  # barriers of some ranks, at most, between two of all
 _LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
-_WATCHES_AFTER = 0.2  # seconds: most gathers have ended by then, and have said nothing more
+_COMES_AFTER = 0.4  # seconds of a wait, after which others hear of it: most have ended by then
 _ANSWER = tuple[bool, Status | None]
 
 
@@ -101,7 +101,6 @@ class Channel:
         self._beat = self._beat + 1 if some else (self._beat // _SOME + 1) * _SOME
         said = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
         with self._links.lock:
-            self._node.come(self._number, self._beat)
             self._node.arrive(self._number, self._beat, 1, count, self._them, said)
 
     def wait(self) -> Beat:
@@ -118,12 +117,16 @@ class Channel:
         if self._links.is_put_off and key not in beats:
             self.poll()
         if key not in beats:
-            self._until(lambda: key in beats)
+            self._until(lambda: key in beats, later=self._say_come)
         else:
             self._links.resume()
         total, notices = beats.pop(key)
         lines = [self._decode("a notice", line, tuple[int, dict[str, Any]]) for line in notices.splitlines()]
         return Beat(total, dict(sorted(lines, key=lambda notice: notice[0])))
+
+    def _say_come(self) -> None:
+        with self._links.lock:
+            self._node.come(self._number, self._beat, self._them)
 
     @property
     def beats(self) -> int:
@@ -167,38 +170,26 @@ class Channel:
         """
         data = _codec.encode(value)
         if among is not None:
-            values = self._gather(_node.number_of(among[0]), data, _bits(among[1]), None)
+            values = self._gather(_node.number_of(among[0]), data, _bits(among[1]))
         else:
             self.before_meeting()
             index, self._gathers = self._gathers, self._gathers + 1
-            values = self._gather(index, data, 0, index if unless_beat else None)
+            values = self._gather(index, data, 0, self._check_come if unless_beat else None)
             self._pass_log()
         return [self._decode(f"a gathered value of rank {rank}", said, of) for rank, said in sorted(values.items())]
 
-    def _gather(self, name: int, data: bytes, them: int, watches: int | None) -> dict[int, bytes]:
-        key, beats, position = (_node.GATHERS | name, them), self._stream.beats, self._beat
+    def _gather(self, name: int, data: bytes, them: int, later: Callable[[], None] | None = None) -> dict[int, bytes]:
+        key, beats = (_node.GATHERS | name, them), self._stream.beats
         with self._links.lock:
             self._node.arrive(self._number, key[0], 1, 0, them, _node.VALUE.pack(self.rank, len(data)) + data)
-        is_watching = False
-
-        def look() -> None:
-            nonlocal is_watching
-            if not is_watching:
-                is_watching = True
-                with self._links.lock:
-                    self._node.watch(self._number, watches or 0, position)
-            # A rank that has met this one here comes to the next barrier later, when all have met.
-            if position in self._stream.came and key not in beats:
-                raise met_another_way(self.global_ranks[self.rank])
-
-        try:
-            self._until(lambda: key in beats, later=None if watches is None else look)
-        finally:
-            if is_watching:
-                with self._links.lock:
-                    self._node.unwatch(self._number, watches or 0, position)
+        self._until(lambda: key in beats, later=later)
         _, said = beats.pop(key)
         return _node.values_of(said)
+
+    def _check_come(self) -> None:
+        # One that has met this one here says so later, when all have met.
+        if self._stream.came > self._beat:
+            raise met_another_way(self.global_ranks[self.rank])
 
     # ------------------------------------------------------------ the log, and what is posted
 
@@ -467,7 +458,7 @@ class Channel:
             nonlocal check
             if meanwhile is not None:
                 meanwhile()
-            if later is not None and time.monotonic() - start > _WATCHES_AFTER:
+            if later is not None and time.monotonic() - start > _COMES_AFTER:
                 later()
             check = check or self._check(self._known_failure)
             check()

@@ -1,5 +1,6 @@
 """Attendance, agreement and tails of ranks that are threads."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -24,6 +25,21 @@ def attend(channel: Channel, lengths: tuple[int, ...], throws: bool = False) -> 
         attendance.hear()
         seen.append((attendance.active_ranks, attendance.is_last_step))
     return seen
+
+
+def end_late(channel: Channel) -> list[int]:
+    """Go through a loop that this rank, or another one, is alone in at its end, and come late to what follows it."""
+    channel.barrier()
+    if channel.rank == 1:
+        for _ in range(3):
+            channel.arrive(ranks=[1])
+            channel.wait()
+        time.sleep(1.0)
+    return channel.gather(channel.rank, unless_beat=True)
+
+
+def test_whoever_was_alone_at_the_end_of_a_loop_may_be_late_for_the_next() -> None:
+    assert threads.run(3, end_late) == [[0, 1, 2]] * 3
 
 
 @pytest.mark.parametrize("lengths", [(3, 5, 2), (4, 4), (1, 0, 6, 2), (2, 9), (5, 1, 3) * 4])

@@ -19,7 +19,7 @@ from torch_join._control._links.stream import Stream
 from torch_join._control.peers import BROKEN, GONE
 from torch_join._control.processes import Process
 
-POST, FAIL, CAME, ADD, ASK, ANSWER, UP, DOWN, WATCH, CALL, PLACE = range(11)  # kinds of messages
+POST, FAIL, CAME, ADD, ASK, ANSWER, UP, DOWN, CALL, PLACE = range(10)  # kinds of messages
 _POST = struct.Struct("<QI")  # until which record, and bytes of the name that follows, and the value after it
 _BEAT = struct.Struct("<QIqH")  # number, how many have come, their sum, bytes of the set of ranks that follows
 _BEAT_BYTES = _BEAT.size
@@ -29,8 +29,6 @@ _KEPT, _SUMS_KEPT = 4096, 16  # of what a rank keeps for others to ask for, and 
 VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
 QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth time, a number
 _ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
-_WATCH = struct.Struct("<QQ")  # in which gather, and after which barrier
-_CAME = struct.Struct("<Q")  # after which barrier somebody has come to the next one
 _CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # which roll call; and which rank, whose answer follows
 _SAME_CALL_SECONDS = 0.1  # where many notice the same, they call the roll once
 _NEVER = 1 << 32  # a call that nobody answers
@@ -109,9 +107,9 @@ class Node:
             self.ask(number, kind, payload)
         elif kind == ANSWER:
             self._pass_answer(number, payload)
-        elif kind == WATCH:
-            gather, beat = _WATCH.unpack(payload)
-            self.watch(number, gather, beat, peer)
+        elif kind == CAME:
+            beat, _, _, ranks, _ = _unpack(payload)
+            self.come(number, beat, ranks, peer)
         elif kind == CALL:
             self._answer_call(peer, number, payload)
         elif kind == PLACE:
@@ -156,8 +154,6 @@ class Node:
             return
         if kind == FAIL:
             stream.failure = stream.failure or payload
-        elif kind == CAME:
-            stream.came.update(_CAME.unpack(payload))
         else:
             until, length = _POST.unpack_from(payload)
             end = _POST.size + length
@@ -165,33 +161,15 @@ class Node:
 
     # ------------------------------------------------------------ what many say to all, once
 
-    def watch(self, number: int, gather: int, beat: int, source: int | None = None) -> None:
-        """Have all ranks of a gather hear of whoever comes to a barrier after this one."""
+    def come(self, number: int, beat: int, ranks: int, source: int | None = None) -> None:
+        """Have all ranks hear that one waits at a barrier for others, if they are to come to it, unless they have."""
         if (stream := self._stream(number)) is not None:
-            if gather <= stream.watched.get(beat, -1):  # another rank has said so
+            if beat <= stream.told:  # another rank waits there, too
                 return
-            stream.watched[beat] = gather
-        self.pass_on(source, WATCH, number, _WATCH.pack(gather, beat))
-        if stream is not None and stream.begun > beat:
-            self._tell_came(number, beat)
-
-    def come(self, number: int, beat: int) -> None:
-        """Note that this rank comes to a barrier, and tell whoever wants to hear of it."""
-        if (stream := self._stream(number)) is not None:
-            stream.begun = beat
-            for before in [before for before in stream.watched if before < beat]:
-                del stream.watched[before]
-                self._tell_came(number, before)
-
-    def unwatch(self, number: int, gather: int, beat: int) -> None:
-        """Note that a gather has ended: all that its ranks have said of it has come before."""
-        if (stream := self._stream(number)) is not None:
-            stream.watched = {at: other for at, other in stream.watched.items() if other > gather}
-            if beat not in stream.watched:  # else another rank is in the next gather, and this one is to hear of it too
-                stream.came.discard(beat)
-
-    def _tell_came(self, number: int, beat: int) -> None:
-        self.pass_on(None, CAME, number, _CAME.pack(beat))
+            stream.told = beat
+            if not ranks or ranks >> self.rank & 1:
+                stream.came = beat
+        self.pass_on(source, CAME, number, _pack(beat, 0, 0, ranks, b""))
 
     def call_roll(self, number: int) -> tuple[int, float]:
         """Have all ranks answer, unless they have just been called; return to which call, as in `Stream.places`.
