@@ -16,7 +16,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-import lightning_join
 from lightning_join import DDPJoinStrategy, JoinCallback
 from tests.lightning._loops.test_resume import Run, fit_whole
 from tests.lightning._training.test_joinables import Counter
@@ -235,11 +234,6 @@ def test_warnings_and_profilers_names_are_lightnings(workers: Workers, kind: typ
     assert len(sized) > 0
     assert sized[0] in ours[0]
     assert any(text.startswith("train_dataloader yielded None. If this was on purpose, ignore") for text in ours[0])
-
-
-def test_torchs_dtype_is_what_it_was() -> None:
-    assert torch.get_default_dtype() == torch.float32
-    assert lightning_join.DDPJoinStrategy().joined is False
 
 
 def test_an_error_before_the_module_is_attached_is_lightnings_own(tmp_path: Path) -> None:

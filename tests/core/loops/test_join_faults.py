@@ -496,19 +496,10 @@ def assert_exact(outcomes: list[Outcome], lengths: tuple[int, ...]) -> None:
         ((4, 6, 6), (4, 6, 2)),
         ((4, 4, 4), (0, 4, 1)),
         ((6, 6), (2, 2)),
+        *(((3, 5), (4, 5)), ((3, 5), (5, 5)), ((5, 3), (5, 8)), ((3, 3), (3, 6)), ((0, 3), (2, 3))),
     ],
 )
-def test_a_loader_that_ends_before_its_length_is_exact(
-    workers: Workers, claimed: tuple[int, ...], real: tuple[int, ...]
-) -> None:
-    outcomes = workers.outcomes(len(real), uneven, claimed, real, None, timeout=TIMEOUT, deadline=45.0)
-    assert_exact(outcomes, real)
-
-
-@pytest.mark.parametrize(
-    ("claimed", "real"), [((3, 5), (4, 5)), ((3, 5), (5, 5)), ((5, 3), (5, 8)), ((3, 3), (3, 6)), ((0, 3), (2, 3))]
-)
-def test_a_loader_that_goes_on_after_its_length_is_exact(
+def test_a_loader_that_ends_before_its_length_or_goes_on_after_it_is_exact(
     workers: Workers, claimed: tuple[int, ...], real: tuple[int, ...]
 ) -> None:
     outcomes = workers.outcomes(len(real), uneven, claimed, real, None, timeout=TIMEOUT, deadline=45.0)

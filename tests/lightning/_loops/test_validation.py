@@ -138,29 +138,6 @@ def test_one_process_logs_what_plain_lightning_logs(workers: Workers) -> None:
     assert joined.noted == plain.noted
 
 
-class Evaluated(Validated):
-    def test_dataloader(self) -> Any:
-        return self.val_dataloader()
-
-    def test_step(self, *args: Any) -> None:
-        self.validation_step(*args)
-
-
-def evaluate(rank: int, loaders: str) -> tuple[Any, Any]:
-    case = Case((1, 1, 1), epochs=1)
-    module = Evaluated(case)
-    module.loaders = loaders
-    trainer = build_trainer(case)
-    return trainer.validate(module, verbose=False), trainer.test(module, verbose=False)
-
-
-def test_validate_and_test_on_uneven_loaders(workers: Workers) -> None:
-    rows = torch.cat([b for rank in range(3) for b in batches(0, rank, LOADERS["empty"][0][rank])])
-    for validated, tested in workers.run(3, evaluate, "empty"):
-        assert validated[0]["rows"] == tested[0]["rows"] == len(rows)
-        assert tested[0]["least"] == pytest.approx(float(rows.min()))
-
-
 def test_a_sanity_check_with_an_empty_rank(workers: Workers) -> None:
     options = {"num_sanity_val_steps": 2, "limit_val_batches": 1}
     results = workers.run(3, fit, Case((2, 3, 1), epochs=1), Validated, {"loaders": "empty"}, options)
