@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_join import DDPJoinStrategy, JoinCallback
 from tests.lightning._loops.test_resume import Run, fit_whole
-from tests.lightning._training.test_joinables import Counter
+from tests.lightning._training.test_joinables import Logged
 from tests.support.cases import Batch, Case, Module, Result, assert_same_bits, build_trainer, result_of
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers
@@ -85,8 +85,8 @@ def test_it_is_plain_ddp(workers: Workers, kind: type[Module], with_callback: bo
 
 
 class Counts(Module):
-    def configure_joinables(self) -> list[Counter]:
-        self.counter = Counter("alone")
+    def configure_joinables(self) -> list[Logged]:
+        self.counter = Logged("alone")
         return [self.counter]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -110,8 +110,8 @@ def test_joinables_are_configured_and_their_post_hooks_run(workers: Workers) -> 
 
 
 class ShardedCounts(ShardedModule):
-    def configure_joinables(self) -> list[Counter]:
-        self.counter = Counter("alone")
+    def configure_joinables(self) -> list[Logged]:
+        self.counter = Logged("alone")
         return [self.counter]
 
 

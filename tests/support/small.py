@@ -63,3 +63,12 @@ def alone(ranks: int, steps: Iterable[Places]) -> list[float]:
     for places in steps:
         training.step(*(batch(*place) for place in places), share=1 / ranks)
     return training.weight
+
+
+def train_alone(optimizer: torch.optim.Optimizer, lengths: Sequence[int], loss: Callable[[int, int], Tensor]) -> None:
+    """Step in one process as ranks do with so many batches, of which each rank's `loss(rank, step)` counts the same."""
+    for places in steps_of(lengths):
+        optimizer.zero_grad()
+        for place in places:
+            (loss(*place) / len(lengths)).backward()
+        optimizer.step()

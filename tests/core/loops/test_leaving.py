@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.cases import difference
 from tests.support.inside import channel_of, keys_of, unwritten
-from tests.support.joinables import WorldJoinable
+from tests.support.joinables import Counter
 from tests.support.loops import Models, Program, reference
 from tests.support.workers import Workers, connect
 from torch_join import EarlyTerminationError, Join
@@ -122,20 +121,6 @@ def test_a_loop_in_a_loop_raises_at_once(workers: Workers, lengths: tuple[int, .
     for outcome in workers.outcomes(2, nest, lengths, how, deadline=30.0, timeout=2.0):
         assert "begun inside another one" in outcome.error, outcome
         assert outcome.seconds < 8
-
-
-class Counter(WorldJoinable, JoinHook):
-    """Notes the verdict of its post-hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.verdicts: list[bool] = []
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.verdicts.append(is_last_joiner)
 
 
 def last_after_break(rank: int, stops: tuple[int, ...]) -> list[bool]:
