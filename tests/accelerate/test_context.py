@@ -11,8 +11,6 @@ import torch.distributed as dist
 from accelerate import data_loader
 from accelerate.utils import DistributedType, operations
 from torch import nn
-from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -20,34 +18,9 @@ import accelerate_join
 from accelerate_join import join_uneven_inputs
 from tests.support.accelerated import Script, accelerator_of, dataset, make_loader, network
 from tests.support.inside import given_objects
-from tests.support.joinables import WorldJoinable
+from tests.support.joinables import Counter
 from tests.support.workers import Workers, connect
 from torch_join import Join, JoinError, UnsupportedError
-
-
-class Counter(WorldJoinable):
-    """Counts the ranks that are active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def count(self) -> int:
-        TorchJoin.notify_join_context(self)
-        return self.add(1)
-
-    def add(self, number: int) -> int:
-        total = torch.tensor(number)
-        dist.all_reduce(total)
-        return int(total)
-
-    def join_hook(self, **_: Any) -> JoinHook:
-        counter = self
-
-        class Hook(JoinHook):
-            def main_hook(self) -> None:
-                counter.add(0)
-
-        return Hook()
 
 
 def look(accelerator: Any, loaders: list[Any]) -> dict[str, Any]:

@@ -139,33 +139,6 @@ def test_a_model_that_was_prepared_twice(workers: Workers) -> None:
     assert first == second
 
 
-def save_on_main(rank: int, folder: str) -> None:
-    with accelerator_of(rank) as accelerator:
-        model, loader = accelerator.prepare(network(False), make_loader(Script(lengths=(5, 2)), rank))
-        with accelerator.join_uneven_inputs():
-            for step, (_, x, _) in enumerate(loader):
-                model(x).sum().backward()
-                if accelerator.is_main_process:
-                    accelerator.save_state(f"{folder}/{step}")
-
-
-def test_a_checkpoint_by_the_main_process_alone(workers: Workers, tmp_path: Path) -> None:
-    workers.run(2, save_on_main, str(tmp_path))
-    assert all((tmp_path / str(step) / "model.safetensors").exists() for step in range(5))
-
-
-def misspell(rank: int) -> None:
-    with accelerator_of(rank) as accelerator:
-        accelerator.prepare(network(False))
-        with accelerator.join_uneven_inputs(wieghting="samples"):
-            pass
-
-
-def test_a_misspelt_option(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, misspell):
-        assert "There is no argument 'wieghting'. Did you mean 'weighting'?" in outcome.error
-
-
 def as_user_dict(batch: list[Any]) -> UserDict[str, Any]:
     return UserDict(numbers=torch.stack([n for n, _, _ in batch]), x=torch.stack([x for _, x, _ in batch]))
 

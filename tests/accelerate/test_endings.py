@@ -20,46 +20,47 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.accelerated import accelerator_of
 from tests.support.inside import accelerate_loops, end_accelerate_loops
+from tests.support.small import Training, alone, batches_of, loss, network, steps_of
 from tests.support.workers import Workers
 
 EPOCHS = 2
 LIMIT = timedelta(seconds=20)  # of a wait for another rank, which none of these comes to
 
 
-class Rows(IterableDataset[Tensor]):
-    """A stream."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.rows)
+        return iter(self.batches)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.batches)
 
 
-def rows(rank: int, length: int) -> Tensor:
-    return torch.randn(2 * length, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+def shard(rank: int, lengths: Sequence[int], streams: bool = False) -> Any:
+    batches = batches_of(rank, lengths)
+    return DataLoaderShard(Stream(batches) if streams else batches, batch_size=None)  # type: ignore[arg-type]
 
 
-def network() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(4, 1).double()
-
-
-def exact(lengths: Sequence[int], last: int | None = None) -> list[list[float]]:
+def exact(lengths: Sequence[int], last: int | None = None) -> Any:
     """Return what a single process makes of the steps of all ranks, up to one of that number in each epoch."""
-    net = network()
-    adam = torch.optim.Adam(net.parameters(), lr=0.1)
-    batches = [rows(rank, length).split(2) for rank, length in enumerate(lengths)]
-    for _ in range(EPOCHS):
-        for step in range(max(lengths))[:last]:
-            losses = [net(mine[step]).pow(2).mean() for mine in batches if step < len(mine)]
-            (sum(losses) / len(lengths)).backward()  # type: ignore[union-attr]
-            adam.step()
-            adam.zero_grad()
-    return net.weight.tolist()  # type: ignore[no-any-return]
+    return pytest.approx(alone(len(lengths), EPOCHS * steps_of(lengths, last)), abs=1e-12)
+
+
+class Accelerated(Training):
+    """A small training that an accelerator has prepared."""
+
+    def __init__(self, accelerator: Any) -> None:
+        super().__init__()
+        self.accelerator = accelerator
+        self.model, self.optimizer = accelerator.prepare(self.net, self.optimizer)
+
+    def step(self, *batches: Tensor, share: float = 1.0) -> None:
+        for x in batches:
+            self.accelerator.backward(loss(self.model, x) * share)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def do_next(accelerator: Any, model: Any, what: str) -> Any:
@@ -80,7 +81,7 @@ def do_next(accelerator: Any, model: Any, what: str) -> Any:
     elif what == "save" and accelerator.is_main_process:
         with tempfile.TemporaryDirectory() as folder:
             accelerator.save(accelerator.unwrap_model(model).state_dict(), path := Path(folder) / "model")
-            return torch.load(path)["weight"].tolist()
+            return torch.load(path)["weight"].flatten().tolist()
     elif what == "save_state" and accelerator.is_main_process:
         with tempfile.TemporaryDirectory() as folder:
             accelerator.save_state(folder)
@@ -94,7 +95,7 @@ def do_next(accelerator: Any, model: Any, what: str) -> Any:
         assert sum(len(accelerator.gather_for_metrics(x)) for x in loader) == 13
     elif what == "forward":
         with torch.no_grad():
-            model(torch.ones(2, 4, dtype=torch.float64))
+            model(torch.ones(2, 3, dtype=torch.float64))
         accelerator.wait_for_everyone()
     elif what == "trigger":
         accelerator.set_trigger()
@@ -119,28 +120,19 @@ def go_through(batches: Any, step: Any, how: str, done: list[int], most: int, ow
 
 def leave(rank: int, lengths: Sequence[int], how: str, what: str, streams: bool, ends: str) -> tuple[Any, Any]:
     with accelerator_of(rank) as accelerator:
-        net = network()
-        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-        mine = rows(rank, lengths[rank])
-        loader: Any = DataLoaderShard(Rows(mine) if streams else mine, batch_size=2)  # type: ignore[arg-type]
-
-        def step(x: Tensor) -> None:
-            accelerator.backward(model(x).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-
+        training, loader = Accelerated(accelerator), shard(rank, lengths, streams)
         done: list[int] = []
         for _ in range(EPOCHS):
             batches = accelerator.join_batches(loader, timeout=LIMIT)
-            held = go_through(batches, step, how, done, EPOCHS * max(lengths), lengths[rank])
-        found = do_next(accelerator, model, what)
+            held = go_through(batches, training.step, how, done, EPOCHS * max(lengths), lengths[rank])
+        found = do_next(accelerator, training.model, what)
         if ends == "exit":
             end_accelerate_loops()
         else:
             accelerator.end_training()
         del held
         assert not accelerate_loops()
-        return net.weight.tolist(), found
+        return training.weight, found
 
 
 AFTER = ["wait", "reduce", "gather", "objects", "broadcast", "save", "save_state", "prepare", "free_memory"]
@@ -161,7 +153,7 @@ def test_what_comes_next_with_others_ends_it(workers: Workers, lengths: Any, how
 @pytest.mark.parametrize("ends", ["end", "exit"])
 def test_on_three_ranks_and_where_all_leave(workers: Workers, lengths: Any, how: Any, ends: str) -> None:
     for weights, _ in workers.run(len(lengths), leave, lengths, how, "wait", False, ends):
-        assert torch.tensor(weights) == pytest.approx(torch.tensor(exact(lengths, 2 if how == 1 else None)), abs=1e-12)
+        assert weights == exact(lengths, 2 if how == 1 else None)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -182,18 +174,14 @@ def test_a_process_that_ends_with_old_parameters_fails(workers: Workers, lengths
 def fail(rank: int, how: str) -> None:
     """Leave a loop in its body on rank 1, and wait there on rank 0."""
     with accelerator_of(rank) as accelerator:
-        net = network()
-        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-        loader: Any = DataLoaderShard(rows(rank, (7, 5)[rank]), batch_size=2)  # type: ignore[arg-type]
+        training = Accelerated(accelerator)
         try:
-            for step, x in enumerate(accelerator.join_batches(loader, timeout=timedelta(seconds=2))):
+            for step, x in enumerate(accelerator.join_batches(shard(rank, (7, 5)), timeout=timedelta(seconds=2))):
                 if (rank, step) == (1, 2):
                     if how == "break":
                         break
                     raise ValueError("bad sample 17")
-                accelerator.backward(model(x).pow(2).mean())
-                optimizer.step()
-                optimizer.zero_grad()
+                training.step(x)
         except ValueError as error:
             if how == "end":
                 sys.last_value = error
@@ -225,7 +213,7 @@ def plain_epochs(rank: int, lengths: Sequence[int], form: str) -> list[str]:
         model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
         reference = accelerator.prepare_model(network(), evaluation_mode=True)
         kind: Any = DataLoaderShard if form == "shard" else DataLoader
-        loader = kind(rows(rank, lengths[rank]), batch_size=2)
+        loader = kind(batches_of(rank, lengths), batch_size=None)
         with accelerator.join_uneven_inputs(timeout=LIMIT) as join:
             for _ in range(EPOCHS):
                 for x in join.batches(loader) if form == "batches" else loader:
@@ -249,17 +237,12 @@ def test_epochs_that_mix_are_warned_of_and_nothing_else(workers: Workers, length
 def stop(rank: int, lengths: Sequence[int], form: str, ends: str) -> Any:
     """Decide in the second of three epochs to stop, in the body of the loop or after it."""
     with accelerator_of(rank) as accelerator:
-        net = network()
-        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-        mine = rows(rank, lengths[rank])
-        loader: Any = DataLoaderShard(Rows(mine) if form == "stream" else mine, batch_size=2)  # type: ignore[arg-type]
+        training, loader = Accelerated(accelerator), shard(rank, lengths, form == "stream")
         for epoch in range(EPOCHS + 1):
             stops = False
             with accelerator.join_uneven_inputs(timeout=LIMIT) if form == "with" else nullcontext():
                 for step, x in enumerate(loader if form == "with" else accelerator.join_batches(loader, timeout=LIMIT)):
-                    accelerator.backward(model(x).pow(2).mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    training.step(x)
                     if (epoch, step) == (1, 4):
                         accelerator.set_trigger()
                     if form != "after" and accelerator.check_trigger():
@@ -271,7 +254,7 @@ def stop(rank: int, lengths: Sequence[int], form: str, ends: str) -> Any:
             end_accelerate_loops()
         else:
             accelerator.end_training()
-        return net.weight.tolist()
+        return training.weight
 
 
 @pytest.mark.parametrize(

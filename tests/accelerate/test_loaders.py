@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
@@ -12,30 +11,8 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 from tqdm.auto import tqdm
 
-from accelerate_join import join_uneven_inputs
 from tests.support.accelerated import Stream, accelerator_of, dataset, network
 from tests.support.workers import Workers
-
-
-def numbered(rank: int, kind: str) -> list[int]:
-    own = {} if kind == "ours" else {"kind": accelerate.Accelerator}
-    with accelerator_of(rank, **own) as accelerator:
-        model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(3, 1)), 1))
-        if kind == "ours":
-            context = accelerator.join_uneven_inputs([model], even_batches=False)
-        else:
-            context = join_uneven_inputs(accelerator, [model], even_batches=False)
-        found = []
-        with context:
-            for index, (x,) in enumerate(tqdm(loader, disable=rank > 0)):
-                model(x).sum().backward()
-                found.append(index)
-        return found
-
-
-@pytest.mark.parametrize("kind", ["ours", "Accelerate's"])
-def test_three_samples_on_two_processes(workers: Workers, kind: str) -> None:
-    assert workers.run(2, numbered, kind) == [[0, 1], [0]]
 
 
 def override(rank: int, default: bool, fails: bool) -> list[Any]:
@@ -177,7 +154,7 @@ def several(rank: int) -> list[tuple[list[int], list[int]]]:
         with accelerator.join_uneven_inputs(even_batches=False):
             for _ in range(2):
                 seen, gathered = [], []
-                for numbers, x, _ in train:
+                for numbers, x, _ in tqdm(train, disable=rank > 0):
                     with accelerator.accumulate(model):
                         model(x).sum().backward()
                     seen += numbers.tolist()

@@ -68,11 +68,7 @@ class Validated(Module):
 
 def fit_with_callback(rank: int, case: Case, strategy: Any, folder: str) -> tuple[Result, Result, float]:
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
-    callbacks = [
-        JoinCallback(weighting=case.weighting),
-        OnExceptionCheckpoint(folder),
-        saving,
-    ]
+    callbacks = [JoinCallback(weighting=case.weighting), OnExceptionCheckpoint(folder), saving]
     trainer = build_trainer(case, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
     module = Validated(case)
     untouched = classes(trainer)

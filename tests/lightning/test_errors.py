@@ -6,20 +6,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loops import _FitLoop
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_join import DDPJoinStrategy
-from tests.support.cases import Batch, Case, Module, build_trainer
-from tests.support.joinables import WorldJoinable
+from tests.support.cases import Batch, Case, Module, build_trainer, fit
 from tests.support.workers import Outcome, Workers
-from torch_join import EarlyTerminationError, JoinTypeError, JoinValueError, PeerFailedError, UnsupportedError
+from torch_join import JoinValueError, PeerFailedError, UnsupportedError
 from torch_join.integration import resolve_weighting
 
 # ---------------------------------------------------------------- arguments
@@ -78,10 +76,6 @@ class DifferentLoaders(Module):
 
 class OwnLoop(_FitLoop):
     pass
-
-
-def fit_module(rank: int, kind: Any, case: Case, options: dict[str, Any]) -> None:
-    build_trainer(case, **options).fit(kind(case))
 
 
 def fit_own_loop(rank: int, case: Case) -> None:
@@ -174,7 +168,7 @@ SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", SETUPS)
 def test_what_cannot_work_raises_on_every_rank(workers: Workers, name: str) -> None:
     kind, case, options, texts = SETUPS[name]
-    assert_all_raise(workers.outcomes(2, fit_module, kind, case, options, timeout=20.0), *texts)
+    assert_all_raise(workers.outcomes(2, fit, case, kind, {}, options, timeout=20.0), *texts)
 
 
 def test_a_loop_of_the_users_own_is_refused(workers: Workers) -> None:
@@ -184,12 +178,12 @@ def test_a_loop_of_the_users_own_is_refused(workers: Workers) -> None:
 
 @pytest.mark.parametrize("kind", [Lbfgs, Iterates], ids=["lbfgs", "iterator"])
 def test_one_process_needs_no_such_limits(workers: Workers, kind: Any) -> None:
-    outcome = workers.outcomes(1, fit_module, kind, Case((2,), epochs=1), {})[0]
+    outcome = workers.outcomes(1, fit, Case((2,), epochs=1), kind)[0]
     assert outcome.error == "", outcome.trace
 
 
 def test_stop_iteration_in_a_step_does_not_end_the_epoch_of_one_rank(workers: Workers) -> None:
-    survivor, culprit = workers.outcomes(2, fit_module, Exhausts, Case((4, 6)), {})
+    survivor, culprit = workers.outcomes(2, fit, Case((4, 6)), Exhausts)
     assert "RuntimeError: A step or a hook raised StopIteration" in culprit.error
     assert "PeerFailedError: Rank 1 failed" in survivor.error
 
@@ -216,20 +210,20 @@ class HearsBeforeAnEpoch(HearsOfAnother):
 
 @pytest.mark.parametrize("kind", [HearsInAStep, HearsBeforeAnEpoch])
 def test_a_failure_that_something_else_knows_is_told_by_its_cause(workers: Workers, kind: Any) -> None:
-    other, hears, _ = workers.outcomes(3, fit_module, kind, Case((6, 6, 0), epochs=1), {})
+    other, hears, _ = workers.outcomes(3, fit, Case((6, 6, 0), epochs=1), kind)
     assert "PeerFailedError: Rank 2 failed, so rank 1 cannot go on. Rank 2: it is ill" in hears.error, hears.trace
     assert "PeerFailedError: Rank 2 failed, so rank 0 cannot go on. Rank 2: it is ill" in other.error, other.trace
 
 
 def test_a_metric_that_a_rank_does_not_have_raises(workers: Workers) -> None:
-    lacking, other = workers.outcomes(2, fit_module, LogsMetric, Case((0, 1), epochs=1), {})
+    lacking, other = workers.outcomes(2, fit, Case((0, 1), epochs=1), LogsMetric)
     assert "UnsupportedError: Other ranks have logged a metric as 'metric'" in lacking.error, lacking.trace
     assert "Make the metric an attribute of the LightningModule on every rank" in lacking.error
     assert "PeerFailedError: Rank 0 failed" in other.error, other.trace
 
 
 def test_a_monitored_value_that_is_synced_is_on_every_rank(workers: Workers) -> None:
-    outcomes = workers.outcomes(2, fit_module, LogsSynced, Case((0, 3)), {"callbacks": [EarlyStopping("loss")]})
+    outcomes = workers.outcomes(2, fit, Case((0, 3)), LogsSynced, {}, {"callbacks": [EarlyStopping("loss")]})
     assert [o.error for o in outcomes] == ["", ""]
 
 
@@ -263,32 +257,29 @@ def test_evaluation_has_none_of_the_limits_of_training(workers: Workers) -> None
 # ---------------------------------------------------------------- early termination
 
 
-def fit_throwing(rank: int, case: Case) -> tuple[str, str, int]:
-    module = Module(case)
-    trainer = build_trainer(case, strategy=DDPJoinStrategy(throw_on_early_termination=True))
-    try:
-        trainer.fit(module)
-    except EarlyTerminationError as error:
-        return type(error).__name__, str(error), len(module.trained)
-    return "", "", len(module.trained)
+THROWS = {"throw_on_early_termination": True}
 
 
-@pytest.mark.parametrize(("lengths", "first"), [((3, 7), 0), ((7, 3), 1), ((0, 4, 7), 0), ((4, 7, 4), 0)])
+class Counts(Callback):
+    """Tells with an error how many batches this rank has trained on."""
+
+    def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
+        error.args = (f"{error} After {len(module.trained)}.",)
+
+
+@pytest.mark.parametrize("lengths", [(3, 7), (7, 3), (0, 4, 7), (4, 7, 4)])
 @pytest.mark.parametrize("iterable", [False, True])
-def test_throw_on_early_termination(workers: Workers, lengths: tuple[int, ...], first: int, iterable: bool) -> None:
-    results = workers.run(len(lengths), fit_throwing, Case(lengths, iterable=iterable))
-    shortest = min(lengths)
-    for rank, (kind, text, trained) in enumerate(results):
-        assert kind == "EarlyTerminationError"
-        assert trained == shortest
-        if lengths[rank] == shortest:
-            assert text == f"Rank {rank} exhausted all inputs."
-        else:
-            assert text == "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+def test_throw_on_early_termination(workers: Workers, lengths: tuple[int, ...], iterable: bool) -> None:
+    case, shortest = Case(lengths, iterable=iterable, ddp=THROWS), min(lengths)
+    outcomes = workers.outcomes(len(lengths), fit, case, Module, {}, {"callbacks": [Counts()]})
+    for rank, outcome in enumerate(outcomes):
+        text = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+        text = f"Rank {rank} exhausted all inputs." if lengths[rank] == shortest else text
+        assert outcome.error == f"EarlyTerminationError: {text} After {shortest}."
 
 
 def test_even_inputs_do_not_throw(workers: Workers) -> None:
-    assert workers.run(2, fit_throwing, Case((3, 3))) == [("", "", 9)] * 2
+    assert [len(result.trained) for result in workers.run(2, fit, Case((3, 3), ddp=THROWS))] == [9, 9]
 
 
 # ---------------------------------------------------------------- a rank that raises
@@ -339,70 +330,3 @@ def test_a_rank_that_raises_is_named_on_the_others(workers: Workers, where: str,
     assert "PeerFailedError: Rank 1 failed, so rank 0 cannot go on." in survivor.error, survivor.trace
     assert "Rank 1: ValueError: the shelf fell down" in survivor.error
     assert time.monotonic() - start < 20
-
-
-# ---------------------------------------------------------------- collectives in the step
-
-
-# ---------------------------------------------------------------- joinables
-
-
-class Counter(WorldJoinable):
-    """Adds up over the ranks how many of them count, once per step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total, self.options, self.last = 0.0, {}, []  # type: tuple[float, dict[str, Any], list[bool]]  # type: ignore[assignment]
-
-    def count(self) -> None:
-        Join.notify_join_context(self)
-        one = torch.ones(())
-        dist.all_reduce(one)
-        self.total += float(one)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        self.options = kwargs
-        return CounterHook(self)
-
-
-class CounterHook(JoinHook):
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
-
-    def main_hook(self) -> None:
-        dist.all_reduce(torch.zeros(()))
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.counter.last.append(is_last_joiner)
-
-
-class Counts(Module):
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.counter = Counter()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.counter.count()
-        return loss
-
-
-def fit_counting(rank: int, case: Case) -> tuple[float, list[bool]]:
-    module = Counts(case)
-    build_trainer(case, strategy=DDPJoinStrategy(joinables=[module.counter])).fit(module)
-    return module.counter.total, module.counter.last
-
-
-def test_a_joinable_counts_the_active_ranks(workers: Workers) -> None:
-    results = workers.run(3, fit_counting, Case((0, 2, 4), epochs=2))
-    assert [total for total, _ in results] == [0.0, 2 * (2 * 2), 2 * (2 * 2 + 2 * 1)]
-    assert [last for _, last in results] == [[False] * 2, [False] * 2, [True] * 2]
-
-
-def fit_with_a_wrong_joinable(rank: int, case: Case) -> None:
-    build_trainer(case, strategy=DDPJoinStrategy(joinables=[nn.Linear(1, 1)])).fit(Module(case))  # type: ignore[list-item]
-
-
-def test_a_joinable_of_another_type_is_refused(workers: Workers) -> None:
-    outcomes = workers.outcomes(2, fit_with_a_wrong_joinable, Case((2, 3)))
-    assert_all_raise(outcomes, JoinTypeError.__name__, "got Linear", "need not be passed")

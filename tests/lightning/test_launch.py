@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_processes_that_lightning_starts_train_exactly(strategy: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", f"tests.support.launched{'_sharded' * strategy.startswith('fsdp')}", strategy],
+        [sys.executable, "-m", "tests.support.launched", strategy],
         cwd=ROOT,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -16,10 +16,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-import lightning_join
 from lightning_join import DDPJoinStrategy, JoinCallback
 from tests.lightning._loops.test_resume import Run, fit_whole
-from tests.lightning._training.test_joinables import Counter
+from tests.lightning._training.test_joinables import Logged
 from tests.support.cases import Batch, Case, Module, Result, assert_same_bits, build_trainer, result_of
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers
@@ -86,8 +85,8 @@ def test_it_is_plain_ddp(workers: Workers, kind: type[Module], with_callback: bo
 
 
 class Counts(Module):
-    def configure_joinables(self) -> list[Counter]:
-        self.counter = Counter("alone")
+    def configure_joinables(self) -> list[Logged]:
+        self.counter = Logged("alone")
         return [self.counter]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -111,8 +110,8 @@ def test_joinables_are_configured_and_their_post_hooks_run(workers: Workers) -> 
 
 
 class ShardedCounts(ShardedModule):
-    def configure_joinables(self) -> list[Counter]:
-        self.counter = Counter("alone")
+    def configure_joinables(self) -> list[Logged]:
+        self.counter = Logged("alone")
         return [self.counter]
 
 
@@ -235,11 +234,6 @@ def test_warnings_and_profilers_names_are_lightnings(workers: Workers, kind: typ
     assert len(sized) > 0
     assert sized[0] in ours[0]
     assert any(text.startswith("train_dataloader yielded None. If this was on purpose, ignore") for text in ours[0])
-
-
-def test_torchs_dtype_is_what_it_was() -> None:
-    assert torch.get_default_dtype() == torch.float32
-    assert lightning_join.DDPJoinStrategy().joined is False
 
 
 def test_an_error_before_the_module_is_attached_is_lightnings_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.cases import Batch, Case, EpochSampler, Module, Result, Shard, assert_exact, build_trainer, result_of
+from tests.support.cases import Batch, Case, EpochSampler, Module, Result, Shard, assert_exact, fit
 from tests.support.workers import Workers
 
 FEW = range(3)
@@ -71,22 +71,16 @@ def draw(seed: int) -> tuple[Case, bool]:
     return replace(case, ddp=options), not case.iterable and r.random() < 0.4
 
 
-def fit(rank: int, case: Case, is_planned: bool, strategy: str | None = None) -> Result:
-    module = (PlannedModule if is_planned else Module)(case)
-    if strategy is not None and case.ddp:
-        strategy += "_find_unused_parameters_true"
-    trainer = build_trainer(case, strategy=strategy) if strategy else build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 def check(workers: Workers, seed: int) -> None:
     case, is_planned = draw(seed)
-    size = case.world_size
-    found: list[Result] = workers.run(size, fit, case, is_planned)
+
+    def fitted(**options: str) -> list[Result]:
+        return workers.run(case.world_size, fit, case, PlannedModule if is_planned else Module, {}, options)
+
+    found = fitted()
     assert_exact(case, found)
     if all(len(set(case.lengths_in(epoch))) == 1 for epoch in range(case.epochs)) and not case.ragged:
-        plain: list[Result] = workers.run(size, fit, case, is_planned, "ddp")
+        plain = fitted(strategy="ddp_find_unused_parameters_true" if case.ddp else "ddp")
         if [result.trained for result in plain] == [result.trained for result in found]:  # ddp keeps the first length
             for mine, its in zip(found[0].parameters, plain[0].parameters, strict=True):
                 assert torch.equal(mine, its)

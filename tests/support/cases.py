@@ -6,8 +6,9 @@ batches of all ranks, in float64.
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -267,13 +268,16 @@ class Stream(IterableDataset[Batch]):
 
 
 class Module(pl.LightningModule):
-    """Trains a `Case` and counts what happens."""
+    """Trains a `Case` and notes what happens."""
+
+    noted: Any  # what else a test wants to know of its rank
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
         self.net = build_net(case)
         self.trained: list[tuple[int, int]] = []
+        self.noted = []
         self.steps_seen_in_setup: float | None = None
 
     def setup(self, stage: str) -> None:
@@ -318,6 +322,8 @@ class Result:
     epoch: int
     batches: float
     metrics: dict[str, Tensor]
+    noted: Any
+    warned: str = ""
 
 
 def build_trainer(case: Case, **overrides: Any) -> pl.Trainer:
@@ -362,6 +368,7 @@ def progress_of(trainer: pl.Trainer, module: Module) -> dict[str, Any]:
         "epoch": trainer.current_epoch,
         "batches": trainer.num_training_batches,
         "metrics": {name: value.clone() for name, value in trainer.callback_metrics.items()},
+        "noted": module.noted,
     }
 
 
@@ -376,20 +383,24 @@ def optimizer_state(trainer: pl.Trainer) -> Any:
     return optimizer.state_dict()["state"]
 
 
-def fit_recording(trainer: pl.Trainer, module: Module) -> tuple[Result, str]:
-    """Fit, and return all warnings in one text beside the result."""
+def fit(
+    rank: int,
+    case: Case,
+    make: Callable[[Case], Module] = Module,
+    given: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    path: str | Path | None = None,
+) -> Result:
+    """Fit a module with some attributes, by a trainer with some options, perhaps from a checkpoint's path on."""
+    module = make(case)
+    for name, value in (given or {}).items():
+        setattr(module, name, value)
+    trainer = build_trainer(case, **(options or {}))
+    model: Any = torch.compile(module, backend="eager") if case.compiled else module
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module)
-    return result_of(trainer, module), "\n".join(str(w.message) for w in caught)
-
-
-def fit(rank: int, case: Case) -> Result:
-    module = Module(case)
-    model: Any = torch.compile(module, backend="eager") if case.compiled else module
-    trainer = build_trainer(case)
-    trainer.fit(model)
-    return result_of(trainer, module)
+        trainer.fit(model, ckpt_path=path, weights_only=False)
+    return replace(result_of(trainer, module), warned="\n".join(str(one.message) for one in caught))
 
 
 # ---------------------------------------------------------------- comparing

@@ -3,19 +3,30 @@
 import logging
 import sys
 import warnings
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_join import JoinCallback
 from tests.support.cases import Case, Module, build_trainer, difference, reference
+from tests.support.sharded_fits import ShardedModule, build_sharded, build_strategy, on_cpus
 
 CASE = Case((2, 5), epochs=2)
+
+_patches = on_cpus()
+_patches.__enter__()  # in the processes that it starts too
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    strategy = sys.argv[1]
-    module = Module(CASE)
-    callbacks = [] if "join" in strategy else [JoinCallback()]
-    trainer = build_trainer(CASE, strategy=strategy, callbacks=callbacks)
+    name = sys.argv[1]
+    module: Any
+    if name.startswith("fsdp"):
+        start_method = StrategyRegistry[name]["init_params"]["start_method"]
+        module = ShardedModule(CASE)
+        trainer = build_sharded("fsdp", CASE, strategy=build_strategy("fsdp", CASE, start_method=start_method))
+    else:
+        module = Module(CASE)
+        trainer = build_trainer(CASE, strategy=name, callbacks=[] if "join" in name else [JoinCallback()])
     trainer.fit(module)  # the ranks are other processes, whose weights come back
-    expected = reference(CASE)
-    print(f"off by {difference(list(module.net.parameters()), list(expected.net.parameters()))}")
+    print(f"off by {difference(list(module.net.parameters()), list(reference(CASE).net.parameters()))}")

@@ -7,12 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.cases import Batch, Case, Module, Result, assert_exact, build_trainer, difference, result_of
-from tests.support.joinables import WorldJoinable
+from tests.support.joinables import Counter
 from tests.support.loops import Models, Program, reference
 from tests.support.workers import Workers
 from torch_join import Join
@@ -83,35 +81,25 @@ def test_pairs_sum_over_their_active_members(
         assert difference(parameters, list(expected.parameters())) < 1e-10
 
 
-class PairCounter(WorldJoinable, JoinHook):
-    """Counts in a pair and in the world, as a joinable of the user's own."""
+class PairCounter(Counter):
+    """Counts in this rank's pairs and in the world."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.rank = rank
-        self.groups = {pair: dist.new_group(list(pair)) for pair in PAIRS}
-        self.total = 0
+        groups = {pair: dist.new_group(list(pair)) for pair in PAIRS}
+        self.groups = [*(groups[pair] for pair in PAIRS if rank in pair), None]
 
-    def count(self, one: float = 1.0) -> None:
-        for group in (*(self.groups[pair] for pair in PAIRS if self.rank in pair), None):
-            value = torch.tensor([one])
-            dist.all_reduce(value, group=group)
-            self.total += int(value.item())
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
-
-    def main_hook(self) -> None:
-        total = self.total
-        self.count(0.0)
-        self.total = total
+    def add(self, number: int) -> int:
+        totals = [torch.tensor(number) for _ in self.groups]
+        for group, total in zip(self.groups, totals, strict=True):
+            dist.all_reduce(total, group=group)
+        return sum(map(int, totals))
 
 
 def count_in_pairs(rank: int, lengths: tuple[int, ...]) -> int:
     counter = PairCounter(rank)
     with Join([counter], timeout=timedelta(seconds=20)) as join:
         for _ in join.batches(range(lengths[rank])):
-            TorchJoin.notify_join_context(counter)
             counter.count()
     return counter.total
 

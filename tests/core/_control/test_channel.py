@@ -1,7 +1,6 @@
-"""The channel between ranks, its failures and what it leaves in the store."""
+"""The channel between ranks, its failures and what it leaves behind."""
 
 import gc
-import os
 import re
 import threading
 import time
@@ -12,8 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.core import threads
 from tests.support.inside import keys_of, open_channel
-from tests.support.workers import Workers, connect, sum_and_read
+from tests.support.workers import Workers, connect
 from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
 from torch_join._control.codec import MAX_BYTES
 from torch_join._control.said import Beat
@@ -29,94 +29,81 @@ def test_a_world_of_one_needs_no_store() -> None:
     assert channel.failure() is None
 
 
-def gather_the_most(rank: int) -> int:
-    said = open_channel().gather("x" * (MAX_BYTES - 2), of=str)
-    assert said[0] == said[1]
-    return len(said[0])
+def test_the_largest_value_that_may_be_sent_comes() -> None:
+    largest = "x" * (MAX_BYTES - 2)
+    assert threads.run(2, lambda channel: channel.gather(largest, of=str)) == [[largest] * 2] * 2
 
 
-def test_the_largest_value_that_may_be_sent_is_one_that_the_store_takes(workers: Workers) -> None:
-    assert workers.run(2, gather_the_most) == [MAX_BYTES - 2] * 2
-
-
-def put_off(rank: int) -> list[Beat]:
-    channel = open_channel()
+def put_off(channel: Channel) -> list[Beat]:
     said, heard = [], []
     channel.before_meeting = lambda: heard.append(channel.wait()) if len(heard) < len(said) else None
     for number in range(3):
-        channel.arrive(rank + number, {"from": rank})
+        channel.arrive(channel.rank + number, {"from": channel.rank})
         said.append(number)
         if number < 2:
-            assert channel.gather(rank) == [0, 1]
+            assert channel.gather(channel.rank) == [0, 1]
     assert channel.barrier(5) == Beat(10)
     return heard
 
 
-def test_what_was_said_is_heard_before_all_meet_again(workers: Workers) -> None:
+def test_what_was_said_is_heard_before_all_meet_again() -> None:
     notices = {0: {"from": 0}, 1: {"from": 1}}
-    assert workers.run(2, put_off) == [[Beat(2 * number + 1, notices) for number in range(3)]] * 2
+    assert threads.run(2, put_off) == [[Beat(2 * number + 1, notices) for number in range(3)]] * 2
 
 
-def beat_and_gather(rank: int) -> list[Any]:
-    channel = open_channel()
-    seen: list[Any] = []
+def beat_and_gather(channel: Channel) -> list[Any]:
+    rank, seen = channel.rank, list[Any]()
     for step in range(200):
         notice = {"end": step} if step % 50 == rank else None
         beat = channel.barrier(count=rank + step, notice=notice)
         seen.append((beat.total, beat.notices))
         if step % 70 == 0:
             seen.append(channel.gather((rank, step)))
-    dist.barrier()  # the first rank may be serving the store
     return seen
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_beats_add_up_and_carry_notices(workers: Workers, world_size: int, store: str) -> None:
-    outcomes = workers.outcomes(world_size, beat_and_gather, store=store)
+@pytest.mark.parametrize("world_size", [2, 3, 12])
+def test_beats_add_up_and_carry_notices(world_size: int) -> None:
     expected: list[Any] = []
     for step in range(200):
         notices = {rank: {"end": step} for rank in range(world_size) if step % 50 == rank}
         expected.append((sum(rank + step for rank in range(world_size)), notices))
         if step % 70 == 0:
             expected.append([(rank, step) for rank in range(world_size)])
-    for outcome in outcomes:
-        assert outcome.value == expected, outcome.error
+    assert threads.run(world_size, beat_and_gather) == [expected] * world_size
 
 
-def add_up(rank: int, ranks: tuple[int, ...]) -> list[Any]:
+def add_up(channel: Channel, ranks: tuple[int, ...], together: threading.Barrier) -> list[Any]:
     """Add up without a wait; return what the first rank sees before all have, then what it comes to, and after that."""
-    channel = open_channel()
-    found: list[Any] = []
+    rank, found = channel.rank, list[Any]()
     for step in range(20):
         key = f"together/{step}"
         if rank == ranks[-1]:
-            dist.barrier()
+            together.wait()
         if rank in ranks:
             channel.contribute(key, 2**32 - 1 - rank - step, ranks)
         if rank == ranks[0]:
             found.append(channel.contributed(key, ranks))
         if rank != ranks[-1]:
-            dist.barrier()
+            together.wait()
     channel.gather(None)
     if rank == ranks[0]:
         found += [channel.contributed(f"together/{step}", ranks) for step in range(20)]
-    channel.close(meets=True)
     return found
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (1, 2), (0, 2)])
-def test_what_some_ranks_add_up_comes_to_the_first_of_them(workers: Workers, ranks: tuple[int, ...]) -> None:
-    found = workers.run(3, add_up, ranks)
+def test_what_some_ranks_add_up_comes_to_the_first_of_them(ranks: tuple[int, ...]) -> None:
+    found = threads.run(3, add_up, ranks, threading.Barrier(3))
     total = sum(2**32 - 1 - rank for rank in ranks)
     assert found[ranks[0]] == [None] * 20 + [total - len(ranks) * step for step in range(20)]
     assert [found[rank] for rank in range(3) if rank != ranks[0]] == [[], []]
 
 
-def ask_each_other(rank: int) -> list[Any]:
+def ask_each_other(channel: Channel) -> list[Any]:
     """Ask for what is kept late, and early."""
-    channel, others = open_channel(), [other for other in range(3) if other != rank]
-    found: list[Any] = []
+    rank, found = channel.rank, list[Any]()
+    others = [other for other in range(3) if other != rank]
     for step in range(20):
         if step % 3 == rank:
             time.sleep(0.01)  # so that the others wait for it
@@ -125,21 +112,19 @@ def ask_each_other(rank: int) -> list[Any]:
         channel.gather(None)
         found.append(channel.ask(f"word/{step // 2}", others, of=list[int]))
         channel.gather(None)
-    channel.close(meets=True)
     return found
 
 
-def test_what_ranks_keep_is_told_to_those_who_ask(workers: Workers) -> None:
-    for rank, found in enumerate(workers.run(3, ask_each_other)):
+def test_what_ranks_keep_is_told_to_those_who_ask() -> None:
+    for rank, found in enumerate(threads.run(3, ask_each_other)):
         others = [other for other in range(3) if other != rank]
         for step in range(20):
             assert found[2 * step] == {other: [other, step] for other in others}
             assert found[2 * step + 1] == {other: [other, step // 2] for other in others}
 
 
-def ask_a_rank_that_fails(rank: int) -> str:
-    channel = open_channel()
-    if rank == 1:
+def ask_a_rank_that_fails(channel: Channel) -> str:
+    if channel.rank == 1:
         time.sleep(0.3)
         channel.fail("ValueError: no")
         return ""
@@ -148,13 +133,12 @@ def ask_a_rank_that_fails(rank: int) -> str:
     return str(error.value)
 
 
-def test_a_question_to_a_rank_that_fails_ends(workers: Workers) -> None:
-    assert "Rank 1: ValueError: no" in workers.run(2, ask_a_rank_that_fails)[0]
+def test_a_question_to_a_rank_that_fails_ends() -> None:
+    assert "Rank 1: ValueError: no" in threads.run(2, ask_a_rank_that_fails)[0]
 
 
-def count_keys(rank: int) -> list[int]:
+def count_keys(channel: Channel) -> list[int]:
     counts = []
-    channel = open_channel()
     for step in range(100):
         channel.barrier(notice={"x": 1} if step % 3 == 0 else None)
         channel.keep(f"word/{step}", step)
@@ -164,8 +148,8 @@ def count_keys(rank: int) -> list[int]:
     return counts
 
 
-def test_what_has_been_read_is_deleted(workers: Workers) -> None:
-    for early, late in workers.run(3, count_keys):
+def test_what_has_been_read_is_deleted() -> None:
+    for early, late in threads.run(3, count_keys):
         assert late <= early + 2
 
 
@@ -212,32 +196,9 @@ def test_a_channel_of_a_group(workers: Workers) -> None:
     assert workers.run(3, a_group_of_two) == [2, 0, 2]
 
 
-def fail_before(rank: int, what: str) -> tuple[str, float]:
-    channel = open_channel()
+def say_and_fail(channel: Channel) -> str:
     channel.barrier()
-    start = time.monotonic()
-    if rank == 1:
-        with pytest.raises(KeyError), telling_failures(channel):
-            raise KeyError("a hole")
-        time.sleep(0.5)
-        return "", 0.0
-    with pytest.raises(PeerFailedError) as error:
-        channel.barrier() if what == "beat" else channel.gather(None)
-    return str(error.value), time.monotonic() - start
-
-
-@pytest.mark.parametrize("what", ["beat", "gather"])
-def test_a_failure_ends_the_wait_at_once(workers: Workers, what: str) -> None:
-    for rank, (text, seconds) in enumerate(workers.run(3, fail_before, what)):
-        if rank != 1:
-            assert text == f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: KeyError: 'a hole'"
-            assert seconds < 2
-
-
-def say_and_fail(rank: int) -> str:
-    channel = open_channel()
-    channel.barrier()
-    if rank == 1:
+    if channel.rank == 1:
         time.sleep(0.2)
         channel.post("verdict", "all the same")
         channel.fail("it has read the verdict")
@@ -248,45 +209,37 @@ def say_and_fail(rank: int) -> str:
     return text
 
 
-def test_what_was_said_before_a_failure_is_heard(workers: Workers) -> None:
-    assert workers.run(3, say_and_fail) == ["all the same", "", "all the same"]
+def test_what_was_said_before_a_failure_is_heard() -> None:
+    assert threads.run(3, say_and_fail) == ["all the same", "", "all the same"]
 
 
-def go_on_without_rank_1(rank: int) -> str:
-    channel = open_channel()
+def go_on_without_rank_1(channel: Channel, together: threading.Barrier) -> str:
     channel.barrier()
-    if rank == 0:
+    if channel.rank == 0:
         channel.fail("its process is stopped: by a signal.", 1)
-    dist.barrier()
-    found = ""
-    if rank == 1:
-        with pytest.raises(PeerFailedError) as error:
-            channel.barrier()
-        found = str(error.value)
-    dist.barrier()
-    return found
+    together.wait()
+    if channel.rank != 1:
+        return ""
+    with pytest.raises(PeerFailedError) as error:
+        channel.barrier()
+    return str(error.value)
 
 
-def test_a_rank_that_others_have_given_up_is_told(workers: Workers) -> None:
-    told = workers.run(3, go_on_without_rank_1)[1]
+def test_a_rank_that_others_have_given_up_is_told() -> None:
+    told = threads.run(3, go_on_without_rank_1, threading.Barrier(3))[1]
     assert told == "The others go on, or end, without rank 1: its process is stopped: by a signal."
 
 
-def the_first_failure_counts(rank: int) -> str:
-    channel = open_channel()
-    if rank == 0:
-        channel.fail("first")
-    dist.barrier()
-    if rank == 1:
-        channel.fail("second")
-    dist.barrier()
-    failure = str(channel.failure())
-    dist.barrier()
-    return failure
+def fail_in_turn(channel: Channel, together: threading.Barrier) -> str:
+    for rank, word in enumerate(("first", "second")):
+        if channel.rank == rank:
+            channel.fail(word)
+        together.wait()
+    return str(channel.failure())
 
 
-def test_the_first_failure_counts(workers: Workers) -> None:
-    assert workers.run(3, the_first_failure_counts)[2].endswith("Rank 0: first")
+def test_the_first_failure_counts() -> None:
+    assert threads.run(3, fail_in_turn, threading.Barrier(3))[2].endswith("Rank 0: first")
 
 
 def broken_collective(rank: int) -> str:
@@ -330,62 +283,14 @@ def test_a_timeout_names_who_is_missing(workers: Workers) -> None:
         assert re.search(r"rank(s [01],)? 2 at work elsewhere\.", text), text
 
 
-def killed_peer(rank: int) -> tuple[str, float]:
-    channel = open_channel()
-    channel.barrier()
-    dist.barrier()
-    if rank == 1:
-        os._exit(1)
-    start = time.monotonic()
-    try:
-        channel.barrier()
-    except PeerFailedError as error:
-        channel.close()  # the store's host stays until the others have heard, too
-        dist.destroy_process_group()
-        return str(error), time.monotonic() - start
-    return "", 0.0
-
-
-def test_a_killed_rank_is_named_within_seconds(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, killed_peer, timeout=60.0)
-    assert outcomes[1].error == "the process ended"
-    for outcome in (outcomes[0], outcomes[2]):
-        text, seconds = outcome.value
-        # Whoever notices says so, and the others hear it.
-        assert re.search("process of rank 1 is gone: killed|Rank 1: its process is gone: killed", text)
-        assert seconds < 12
-
-
-def broken_by_a_kill(rank: int) -> str:
-    channel = open_channel()
-    try:
-        with telling_failures(channel):
-            if rank == 1:
-                os._exit(1)
-            sum_and_read()
-    except PeerFailedError as error:
-        channel.close()  # the store's host stays until the others have heard, too
-        dist.destroy_process_group()
-        return str(error)
-    return ""
-
-
-def test_a_collective_broken_by_a_kill_names_who_is_silent(workers: Workers) -> None:
-    outcomes = workers.outcomes(2, broken_by_a_kill, timeout=60.0)
-    assert re.search("rank 1 did not answer since|Rank 1: its process is gone", outcomes[0].value), outcomes[0]
-
-
-def slow_peer(rank: int) -> int:
-    channel = open_channel()
-    if rank == 1:
+def come_late(channel: Channel) -> int:
+    if channel.rank == 1:
         time.sleep(2.0)
-    found = channel.barrier(1).total + len(channel.gather(None))
-    dist.barrier()
-    return found
+    return channel.barrier(1).total + len(channel.gather(None))
 
 
-def test_a_slow_rank_is_waited_for(workers: Workers) -> None:
-    assert workers.run(2, slow_peer) == [4, 4]
+def test_a_slow_rank_is_waited_for() -> None:
+    assert threads.run(2, come_late) == [4, 4]
 
 
 def test_counts_out_of_range_are_refused() -> None:

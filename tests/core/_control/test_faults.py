@@ -343,10 +343,11 @@ EARLY = [
     Case(APART, 1, "kill", "set-up", 9, step="secret"),
     Case(BLOCKS, 0, "kill", "set-up", 12, step="first", delay=0.01),  # others reach for its store
 ]
+FEW_RANKS = [Case("aaa", 1, how, where, 0) for where in ("beat", "gather", "collective") for how in ("kill", "raise")]
 
 
-@pytest.mark.parametrize("case", EARLY, ids=str)
-def test_early_faults(crowd: Workers, tmp_path: Path, case: Case) -> None:
+@pytest.mark.parametrize("case", [*EARLY, *FEW_RANKS], ids=str)
+def test_common_faults(crowd: Workers, tmp_path: Path, case: Case) -> None:
     check(crowd, tmp_path, case)
 
 

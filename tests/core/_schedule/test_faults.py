@@ -242,9 +242,9 @@ def test_a_break_on_all_ranks_leaves_no_gift_behind(
         assert all(torch.equal(a, b) for a, b in zip(mine, found[0], strict=True))
 
 
-def leave_alone(rank: int, lengths: tuple[int, ...], who: int, stop: int, loop: str, weighting: str = "world") -> None:
+def leave_alone(rank: int, who: int, stop: int, loop: str, weighting: str) -> None:
     connect()
-    small = Small(lengths, weighting=weighting)
+    small = Small((2, 9), weighting=weighting)
     with small.join() as join:
         for step, batch in enumerate(join.batches(loader_of(loop, small.data.batches(rank, 0)))):
             small.step([batch])
@@ -253,23 +253,20 @@ def leave_alone(rank: int, lengths: tuple[int, ...], who: int, stop: int, loop: 
 
 
 @pytest.mark.parametrize("loop", ["sized", "iterable"])
-@pytest.mark.parametrize(("who", "stop"), [(0, 1), (1, 1), (0, 3), (1, 4)])
-def test_a_break_on_one_rank_is_told(workers: Workers, who: int, stop: int, loop: str) -> None:
-    outcomes = workers.outcomes(2, leave_alone, (2, 9), who, stop, loop, timeout=TIMEOUT, deadline=45.0)
+@pytest.mark.parametrize(
+    ("who", "stop", "weighting", "timeout"),
+    [
+        *((who, stop, "world", TIMEOUT) for who, stop in ((0, 1), (1, 1), (0, 3), (1, 4))),
+        *((1, 3, weighting, 20.0) for weighting in ("world", "samples")),  # before others wait for its gradients
+    ],
+)
+def test_a_break_on_one_rank_is_told(
+    workers: Workers, who: int, stop: int, weighting: str, timeout: float, loop: str
+) -> None:
+    outcomes = workers.outcomes(2, leave_alone, who, stop, loop, weighting, timeout=timeout, deadline=45.0)
     for outcome in outcomes:
         assert f"The loop of rank {who} was left by `break`" in outcome.error, outcomes
-        assert outcome.seconds < WITHIN, outcomes
-
-
-@pytest.mark.parametrize("weighting", ["world", "samples"])
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
-def test_a_break_on_one_rank_is_told_before_others_wait_for_its_gradients(
-    workers: Workers, loop: str, weighting: str
-) -> None:
-    outcomes = workers.outcomes(2, leave_alone, (2, 9), 1, 3, loop, weighting, timeout=20.0, deadline=45.0)
-    for outcome in outcomes:
-        assert "The loop of rank 1 was left by `break`" in outcome.error, outcomes
-        assert outcome.seconds < 10.0, outcomes
+        assert outcome.seconds < (WITHIN if timeout == TIMEOUT else 10.0), outcomes
 
 
 def leave_and_gather(rank: int, who: int) -> None:
@@ -417,19 +414,14 @@ def test_ranks_of_a_group_may_be_in_others(workers: Workers) -> None:
         assert difference(outcome.value, one.parameters) < 1e-10
 
 
-def many(rank: int, times: int, fails: bool) -> list[tuple[int, int, list[str]]]:
+def many(rank: int, times: int) -> list[tuple[int, int, list[str]]]:
     """Return the descriptors, the threads of the process and what Python's are called, after each context."""
     lengths, counts = (1, 6), []
     small = Small(lengths)
     for _ in range(times):
-        try:
-            with small.join(timeout=timedelta(seconds=20)) as join:
-                for batch in join.batches(small.data.batches(rank, 0)):
-                    small.step([batch])
-                if fails:
-                    raise BrokenError
-        except BrokenError:
-            pass
+        with small.join(timeout=timedelta(seconds=20)) as join:
+            for batch in join.batches(small.data.batches(rank, 0)):
+                small.step([batch])
         gc.collect()
         counts.append((entries("/proc/self/fd"), entries("/proc/self/task"), exchange_threads()))
     return counts
@@ -440,7 +432,7 @@ def entries(folder: str) -> int:
 
 
 def test_thirty_contexts_leave_nothing_behind(workers: Workers) -> None:
-    for counts in workers.run(2, many, 30, False):
+    for counts in workers.run(2, many, 30):
         early, late = counts[5], counts[-1]
         assert late[0] <= early[0], counts
         assert late[1] <= early[1], counts

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.cases import difference
+from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import Join, JoinError
 
@@ -178,13 +179,7 @@ def train_hooked(rank: int, lengths: Sequence[int], install: Install) -> list[Te
 def test_hooks_of_the_users_do_not_run_in_a_shadow(workers: Workers, install: Install, lengths: Sequence[int]) -> None:
     torch.manual_seed(0)
     model = Output(3, 2).double()
-    optimizer = sgd(model)
-    for step in range(max(lengths)):
-        optimizer.zero_grad()
-        for rank, length in enumerate(lengths):
-            if step < length:
-                (model(batch(rank, step))["out"].pow(2).mean() / 2).backward()
-        optimizer.step()
+    train_alone(sgd(model), lengths, lambda *place: model(batch(*place))["out"].pow(2).mean())
     for parameters in workers.run(2, train_hooked, lengths, install):
         assert difference(parameters, [p.detach() for p in model.parameters()]) < 1e-10
 
@@ -214,13 +209,7 @@ def train_complex(rank: int, lengths: Sequence[int]) -> list[Tensor]:
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_first_parameter_may_be_complex(workers: Workers, lengths: Sequence[int]) -> None:
     model = Complex()
-    optimizer = sgd(model)
-    for step in range(max(lengths)):
-        optimizer.zero_grad()
-        for rank, length in enumerate(lengths):
-            if step < length:
-                (model(batch(rank, step)).pow(2).mean() / 2).backward()
-        optimizer.step()
+    train_alone(sgd(model), lengths, lambda *place: model(batch(*place)).pow(2).mean())
     for parameters in workers.run(2, train_complex, lengths):
         assert difference(parameters, [torch.view_as_real(model.w.detach()), model.bias.detach()]) < 1e-10
 

@@ -73,18 +73,12 @@ def test_what_can_be_iterated_over_is_a_list() -> None:
 class Takes(WorldJoinable):
     """A joinable whose hook names what it takes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def join_hook(self, *, colour: str = "", weights: int = 0) -> JoinHook:  # type: ignore[override]
         self.got = colour, weights
         return JoinHook()
 
 
 class TakesAny(WorldJoinable):
-    def __init__(self) -> None:
-        super().__init__()
-
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self.got = kwargs
         return JoinHook()

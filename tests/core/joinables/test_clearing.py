@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.emulator import place
 from tests.support.cases import difference
+from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import Join
 from torch_join.integration import ModelShadow
@@ -269,12 +270,7 @@ def doubt_in_vain(rank: int, lengths: tuple[int, ...]) -> list[Tensor]:
 def test_a_doubt_ends_with_its_tail(workers: Workers) -> None:
     lengths, model = (3, 1), new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            if step < lengths[rank]:
-                (model(batch(1, rank, step)).pow(2).mean() / 2).backward()
-        optimizer.step()
+    train_alone(optimizer, lengths, lambda *place: model(batch(1, *place)).pow(2).mean())
     for parameters in workers.run(2, doubt_in_vain, lengths):
         assert difference(parameters, [*model.parameters()]) < 1e-10
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.cases import difference
 from tests.support.inside import gradient_hook
+from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import EarlyTerminationError, Join
 from torch_join._base import compat as _compat
@@ -118,12 +119,8 @@ def test_a_loop_may_be_left_after_a_forward(workers: Workers, stops: Sequence[in
     loops = [[batches(r, 3) for r in range(3)], [batches(r, 9)[:stop] for r, stop in enumerate(stops)]]
     loops += [[batches(20 + r, r) for r in range(3)]] if then == "loop" else []
     for shards in loops:
-        for step in range(max(map(len, shards))):
-            optimizer.zero_grad()
-            for shard in shards:
-                if step < len(shard):
-                    (model(shard[step]).pow(2).mean() / 3).backward()
-            optimizer.step()
+        lengths = [*map(len, shards)]
+        train_alone(optimizer, lengths, lambda rank, step, shards=shards: model(shards[rank][step]).pow(2).mean())  # type: ignore[misc]
     for parameters in found:
         assert all(torch.equal(a, b) for a, b in zip(parameters, found[0], strict=True))
     assert difference(found[0], [p.detach() for p in model.parameters()]) < 1e-10

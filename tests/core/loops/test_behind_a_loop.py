@@ -7,45 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.small import Training, alone, batches_of, steps_of
 from tests.support.workers import Workers
 from torch_join import Join
 
 EPOCHS = 2
 
 
-def rows(rank: int, length: int) -> Tensor:
-    return torch.randn(2 * length, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-
-
-def network() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(4, 1).double()
-
-
-def exact(lengths: Sequence[int]) -> list[list[float]]:
-    net = network()
-    adam = torch.optim.Adam(net.parameters(), lr=0.1)
-    batches = [rows(rank, length).split(2) if length else () for rank, length in enumerate(lengths)]
-    for _ in range(EPOCHS):
-        for step in range(max(lengths)):
-            losses = [net(mine[step]).pow(2).mean() for mine in batches if step < len(mine)]
-            (sum(losses) / len(lengths)).backward()  # type: ignore[union-attr]
-            adam.step()
-            adam.zero_grad()
-    return net.weight.tolist()  # type: ignore[no-any-return]
-
-
-class Unsized:
-    """Batches whose number is not certain."""
-
-    def __init__(self, batches: Sequence[Tensor]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
+def exact(lengths: Sequence[int]) -> Any:
+    return pytest.approx(alone(len(lengths), EPOCHS * steps_of(lengths)), abs=1e-12)
 
 
 def do_with_others(what: str, counted: Tensor) -> None:
@@ -61,18 +34,13 @@ def do_with_others(what: str, counted: Tensor) -> None:
 
 
 def train(rank: int, lengths: Sequence[int], how: str, what: str, streams: bool, within: bool) -> Any:
-    net = network()
-    ddp, adam = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
-    mine = rows(rank, lengths[rank]).split(2) if lengths[rank] else ()
-    loader: Any = Unsized(mine) if streams else list(mine)
+    training, mine = Training(DistributedDataParallel), batches_of(rank, lengths)
     total = torch.zeros(1)
-    with Join([ddp, adam], timeout=timedelta(seconds=20)) as join:
+    with Join(training.given, timeout=timedelta(seconds=20)) as join:
         for _ in range(EPOCHS):
-            iterator = iter(join.batches(loader))
+            iterator = iter(join.batches(iter(mine) if streams else mine))
             for _ in range(len(mine)):
-                ddp(next(iterator)).pow(2).mean().backward()
-                adam.step()
-                adam.zero_grad()
+                training.step(next(iterator))
                 if within:
                     dist.all_reduce(total)
             if how == "break":
@@ -80,15 +48,15 @@ def train(rank: int, lengths: Sequence[int], how: str, what: str, streams: bool,
             elif how == "end":
                 assert next(iterator, None) is None
             do_with_others(what, torch.ones(1))
-    return net.weight.tolist()
+    return training.weight
 
 
 @pytest.mark.parametrize("what", ["barrier", "reduce", "objects"])
 @pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (3, 7, 5)])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_loop_that_was_left_is_finished_first(workers: Workers, lengths: Any, what: str, streams: bool) -> None:
-    for weights in workers.run(len(lengths), train, lengths, "break", what, streams, what == "reduce"):
-        assert torch.tensor(weights) == pytest.approx(torch.tensor(exact(lengths)), abs=1e-12)
+    for weight in workers.run(len(lengths), train, lengths, "break", what, streams, what == "reduce"):
+        assert weight == exact(lengths)
 
 
 @pytest.mark.parametrize("what", ["barrier", "reduce", "objects"])
@@ -102,24 +70,21 @@ def test_a_loop_that_nobody_knows_to_be_over_raises_at_once(workers: Workers, le
 @pytest.mark.parametrize("what", ["barrier", ""])
 def test_what_is_done_in_the_step_or_after_the_end_is_right(workers: Workers, what: str) -> None:
     for lengths in ((3, 7), (0, 3, 5)):
-        for weights in workers.run(len(lengths), train, lengths, "end" if what else "next", what, False, True):
-            assert torch.tensor(weights) == pytest.approx(torch.tensor(exact(lengths)), abs=1e-12)
+        for weight in workers.run(len(lengths), train, lengths, "end" if what else "next", what, False, True):
+            assert weight == exact(lengths)
 
 
-def leave_together(rank: int, what: str) -> list[list[float]]:
+def leave_together(rank: int, what: str) -> list[float]:
     """All ranks leave at one step, which is the last one of rank 1."""
-    net = network()
-    ddp, adam = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
-    with Join([ddp, adam], timeout=timedelta(seconds=20)) as join:
+    training = Training(DistributedDataParallel)
+    with Join(training.given, timeout=timedelta(seconds=20)) as join:
         for _ in range(EPOCHS):
-            for index, x in enumerate(join.batches(list(rows(rank, (7, 3)[rank]).split(2)))):
-                ddp(x).pow(2).mean().backward()
-                adam.step()
-                adam.zero_grad()
+            for index, x in enumerate(join.batches(batches_of(rank, (7, 3)))):
+                training.step(x)
                 if index == 2:
                     break
             do_with_others(what, torch.ones(1))
-    return net.weight.tolist()  # type: ignore[no-any-return]
+    return training.weight
 
 
 @pytest.mark.parametrize("what", ["barrier", "objects"])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from tests.support.small import batch
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -16,19 +17,19 @@ EPOCHS = ((1, 3), (2, 2), (3, 1))
 
 def train(rank: int, compiled: str, loop: str) -> list[Tensor]:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).double()
     ddp = DistributedDataParallel(torch.compile(net, backend="eager") if compiled == "inner" else net)
     model: Any = torch.compile(ddp, backend="eager") if compiled == "wrapper" else ddp
     optimizer = SGD(ddp.parameters(), 0.1, momentum=0.9)
     step: Any = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
     for epoch, lengths in enumerate(EPOCHS):
         with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
-            batches = [torch.full((2, 2), 1.0 + rank + 3 * i + epoch).double() for i in range(lengths[rank])]
+            batches = [batch(rank, 10 * epoch + step) for step in range(lengths[rank])]
             for x in batches if loop == "plain" else join.batches(batches):
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 step()
-    return [p.detach() for p in net.parameters()]
+    return [tensor.detach() for tensor in (*net.parameters(), *net.buffers())]
 
 
 @pytest.mark.parametrize("loop", ["plain", "heartbeat"])

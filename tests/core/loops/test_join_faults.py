@@ -18,15 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.loops.test_join import assert_same_bits
 from tests.covering import others_long
 from tests.support.cases import Batch, difference
-from tests.support.joinables import WorldJoinable
+from tests.support.joinables import Counter
 from tests.support.loops import Claims, Models, Program, Stream, reference
 from tests.support.loops import Outcome as Trained
 from tests.support.workers import Outcome, Workers, connect
@@ -58,29 +56,17 @@ class Fault:
     lingers: float = 0.0  # seconds for which a rank stays after its error
 
 
-class Counter(WorldJoinable):
-    """A custom joinable that raises where it is told to."""
+class Breaking(Counter):
+    """Raises where it is told to."""
 
     def __init__(self, breaks: bool) -> None:
         super().__init__()
         self.breaks = breaks
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return CounterHook(self)
-
-    def count(self) -> None:
-        TorchJoin.notify_join_context(self)
-        dist.all_reduce(torch.ones(1))
-
-
-class CounterHook(JoinHook):
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
-
     def main_hook(self) -> None:
-        if self.counter.breaks:
+        if self.breaks:
             raise BrokenError("in a main hook")
-        dist.all_reduce(torch.zeros(1))
+        super().main_hook()
 
 
 class Training:
@@ -93,7 +79,7 @@ class Training:
         self.ddp = DistributedDataParallel(self.models)
         self.optimizer = ZeroRedundancyOptimizer(self.models.parameters(), torch.optim.Adam, lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.counter = Counter(fault.where == "hook" and rank == fault.rank)
+        self.counter = Breaking(fault.where == "hook" and rank == fault.rank)
         self.raised: BaseException | None = None
         self.join: Any = None
         self.pids: list[int] = [0] * dist.get_world_size()
@@ -496,19 +482,10 @@ def assert_exact(outcomes: list[Outcome], lengths: tuple[int, ...]) -> None:
         ((4, 6, 6), (4, 6, 2)),
         ((4, 4, 4), (0, 4, 1)),
         ((6, 6), (2, 2)),
+        *(((3, 5), (4, 5)), ((3, 5), (5, 5)), ((5, 3), (5, 8)), ((3, 3), (3, 6)), ((0, 3), (2, 3))),
     ],
 )
-def test_a_loader_that_ends_before_its_length_is_exact(
-    workers: Workers, claimed: tuple[int, ...], real: tuple[int, ...]
-) -> None:
-    outcomes = workers.outcomes(len(real), uneven, claimed, real, None, timeout=TIMEOUT, deadline=45.0)
-    assert_exact(outcomes, real)
-
-
-@pytest.mark.parametrize(
-    ("claimed", "real"), [((3, 5), (4, 5)), ((3, 5), (5, 5)), ((5, 3), (5, 8)), ((3, 3), (3, 6)), ((0, 3), (2, 3))]
-)
-def test_a_loader_that_goes_on_after_its_length_is_exact(
+def test_a_loader_that_ends_before_its_length_or_goes_on_after_it_is_exact(
     workers: Workers, claimed: tuple[int, ...], real: tuple[int, ...]
 ) -> None:
     outcomes = workers.outcomes(len(real), uneven, claimed, real, None, timeout=TIMEOUT, deadline=45.0)

@@ -127,29 +127,6 @@ def test_main_hooks_follow_the_order_of_the_steps(workers: Workers, lengths: lis
         assert last == [[lengths[rank] == longest]] * 4
 
 
-def with_model(rank: int, lengths: list[int], loop: str) -> tuple[float, int, list[bool], list[float]]:
-    torch.manual_seed(0)
-    model, thing, total = DistributedDataParallel(nn.Linear(1, 1).double()), AllReducer(), 0.0
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with Join([thing, model, optimizer], option=1) as join:
-        for _ in range(lengths[rank]) if loop == "plain" else join.batches(list(range(lengths[rank]))):
-            optimizer.zero_grad()
-            loss = model(torch.ones(1, 1, dtype=torch.float64)).sum()
-            total += thing()
-            loss.backward()
-            optimizer.step()
-    assert thing.options == {"option": 1}
-    return total, thing.hooks, thing.last, [p.item() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("loop", ["plain", "sized"])
-def test_a_joinable_next_to_a_model(workers: Workers, loop: str) -> None:
-    lengths = [2, 5]
-    results = workers.run(2, with_model, lengths, loop)
-    assert [r[:3] for r in results] == [(4.0, 3, [False]), (7.0, 0, [True])]
-    assert results[0][3] == results[1][3]
-
-
 def throw(rank: int, lengths: list[int], loop: str) -> tuple[str, int]:
     thing, steps = AllReducer(), 0
     try:
@@ -373,28 +350,3 @@ def test_collectives_in_the_step_are_mirrored(workers: Workers, lengths: list[in
             assert total == sum(r + step for r in ranks)
             assert most == max(ranks)
             assert objects == [{"rank": r} for r in ranks]
-
-
-def evaluate_after(rank: int, lengths: list[int]) -> list[Any]:
-    model = DistributedDataParallel(nn.Linear(1, 1).double())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counted = []
-    with Join([model, optimizer]) as join:
-        for _ in range(2):
-            for _ in join.batches(list(range(lengths[rank]))):
-                optimizer.zero_grad()
-                model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
-                optimizer.step()
-            with torch.no_grad():
-                for _ in join.batches(list(range(lengths[-1 - rank]))):
-                    model(torch.ones(1, 1, dtype=torch.float64))
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            counted.append(float(total))
-    return [counted, [p.tolist() for p in model.parameters()]]
-
-
-def test_loops_and_collectives_between_them_fit_in_one_context(workers: Workers) -> None:
-    first, second = workers.run(2, evaluate_after, [1, 4])
-    assert first == second
-    assert first[0] == [2.0, 2.0]

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.cases import difference
 from tests.support.inside import channel_of, keys_of, unwritten
-from tests.support.joinables import WorldJoinable
+from tests.support.joinables import Counter
 from tests.support.loops import Models, Program, reference
 from tests.support.workers import Workers, connect
 from torch_join import EarlyTerminationError, Join
@@ -124,20 +123,6 @@ def test_a_loop_in_a_loop_raises_at_once(workers: Workers, lengths: tuple[int, .
         assert outcome.seconds < 8
 
 
-class Counter(WorldJoinable, JoinHook):
-    """Notes the verdict of its post-hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.verdicts: list[bool] = []
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.verdicts.append(is_last_joiner)
-
-
 def last_after_break(rank: int, stops: tuple[int, ...]) -> list[bool]:
     training, counter = Training((6, 6), rank), Counter()
     with Join([training.ddp, training.optimizer, counter], heartbeat=True, timeout=SHORT) as join:
@@ -212,52 +197,14 @@ def test_a_forward_that_no_backward_follows(workers: Workers, lengths: tuple[int
     check_exact(workers.run(len(lengths), forward_more, lengths, heartbeat), lengths)
 
 
-def keys_left(rank: int, lengths: tuple[int, ...]) -> int:
-    ddp = DistributedDataParallel(nn.Linear(2, 2))
-    keys = 0
-    with Join([ddp]) as join:
-        for _ in range(2):
-            with torch.no_grad():
-                for _ in join.batches([0] * lengths[rank]):
-                    ddp(torch.zeros(1, 2))
-        store = channel_of(join)
-    dist.barrier()
-    keys = keys_of(store)
-    dist.barrier()
-    return keys
-
-
-@pytest.mark.parametrize("lengths", [(1, 60), (1, 40, 60)])
-def test_little_is_left_in_the_store(workers: Workers, lengths: tuple[int, ...]) -> None:
-    assert max(workers.run(len(lengths), keys_left, lengths)) < 20
-
-
-def keys_in_the_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[int]:
-    training = Training(lengths, rank)
-    counts = []
-    with Join([training.ddp, training.optimizer], heartbeat=heartbeat) as join:
-        for step, batch in enumerate(join.batches(training.batches)):
-            training.step(batch)
-            if rank == lengths.index(max(lengths)) and step in (10, max(lengths) - 1):
-                counts.append(keys_of(channel_of(join)))
-    return counts
-
-
-@pytest.mark.parametrize("heartbeat", [False, True])
-@pytest.mark.parametrize("lengths", [(1, 60), (60, 1, 60)])
-def test_a_long_tail_leaves_little_in_the_store(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
-    counts = next(filter(None, workers.run(len(lengths), keys_in_the_tail, lengths, heartbeat)))
-    assert counts[1] < counts[0] + 8
-
-
-def keys_with_a_group(rank: int, lengths: tuple[int, ...]) -> list[int]:
+def keys_of_a_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool, pairs: bool) -> list[int]:
     """Return how many keys there are within a long tail, at its end, and after the loop."""
     training, pair, counts = Training(lengths, rank), dist.new_group([0, 1]), []
-    with Join([training.ddp, training.optimizer]) as join:
+    with Join([training.ddp, training.optimizer], heartbeat=heartbeat) as join:
         store = channel_of(join)
         for step, batch in enumerate(join.batches(training.batches)):
             training.step(batch)
-            if rank in (0, 1):
+            if pairs and rank in (0, 1):
                 dist.all_reduce(torch.ones(1), group=pair)
             if step in (10, max(lengths) - 1):
                 counts.append(keys_of(store))
@@ -267,9 +214,17 @@ def keys_with_a_group(rank: int, lengths: tuple[int, ...]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("lengths", [(1, 60, 60), (60, 1, 60), (60, 60, 1), (1, 1, 60), (60, 2, 1)])
-def test_a_long_tail_with_a_group_of_some_ranks_leaves_nothing(workers: Workers, lengths: tuple[int, ...]) -> None:
-    for counts in workers.run(3, keys_with_a_group, lengths):
+@pytest.mark.parametrize(
+    ("lengths", "heartbeat", "pairs"),
+    [
+        *[(lengths, heartbeat, False) for lengths in ((1, 60), (60, 1, 60)) for heartbeat in (False, True)],
+        *[(lengths, False, True) for lengths in ((1, 60, 60), (60, 1, 60), (60, 60, 1), (1, 1, 60), (60, 2, 1))],
+    ],
+)
+def test_a_long_tail_leaves_nothing_in_the_store(
+    workers: Workers, lengths: tuple[int, ...], heartbeat: bool, pairs: bool
+) -> None:
+    for counts in workers.run(len(lengths), keys_of_a_tail, lengths, heartbeat, pairs):
         assert counts[-1] <= 4  # others may have come to what follows
         if len(counts) == 3:
             assert counts[1] <= counts[0] + 4

@@ -5,140 +5,72 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import _batches, join_uneven_inputs
 from tests.support.accelerated import accelerator_of
 from tests.support.inside import accelerate_loops
+from tests.support.small import Training, alone, batch, batches_of, loss, network, steps_of
 from tests.support.workers import Workers
 from torch_join import Join
 
 EPOCHS = 2
 
 
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def network() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(3, 1).double()
-
-
-def loss(model: Any, x: Tensor) -> Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
-def reference(steps: list[list[tuple[int, int]]]) -> list[float]:
-    """Train one process; each step has the batches of some ranks, of two."""
-    net = network()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    for _ in range(EPOCHS):
-        for present in steps:
-            optimizer.zero_grad()
-            for rank, step in present:
-                (loss(net, batch(rank, step)) / 2).backward()
-            optimizer.step()
-    return net.weight.flatten().tolist()
-
-
-def all_steps(lengths: tuple[int, ...], last: int | None = None) -> list[list[tuple[int, int]]]:
-    steps = range(max(lengths) if last is None else last)
-    return [[(rank, step) for rank, length in enumerate(lengths) if step < length] for step in steps]
+def reference(lengths: tuple[int, ...], last: int | None = None) -> Any:
+    return pytest.approx(alone(len(lengths), EPOCHS * steps_of(lengths, last)), abs=1e-12)
 
 
 def train(rank: int, lengths: tuple[int, ...], how: str, breaks: int, heartbeat: bool = False) -> list[float]:
-    net = network()
-    ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
-    batches = [batch(rank, step) for step in range(lengths[rank])]
-
-    def step_on(x: Tensor) -> None:
-        optimizer.zero_grad()
-        loss(ddp, x).backward()
-        optimizer.step()
-
+    training, batches = Training(DistributedDataParallel), batches_of(rank, lengths)
     kept: list[Any] = []
-    with Join([ddp, optimizer], heartbeat=heartbeat) as join:
+    with Join(training.given, heartbeat=heartbeat) as join:
         for _ in range(EPOCHS):
             if how == "for" or (how == "mixed" and rank == 0):
                 for step, x in enumerate(join.batches(batches)):
-                    step_on(x)
+                    training.step(x)
                     if step + 1 == breaks:
                         break
             else:
                 iterator = iter(join.batches(batches))
                 for _ in range(len(batches)):
-                    step_on(next(iterator))
+                    training.step(next(iterator))
                 if how == "kept":
                     kept.append(iterator)
     for iterator in kept:
         assert next(iterator, None) is None
-    return net.weight.flatten().tolist()
+    return training.weight
 
 
 @pytest.mark.parametrize("heartbeat", [False, True])
 @pytest.mark.parametrize("how", ["next", "kept", "mixed"])
-@pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 4), (1, 2)])
+@pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 4), (1, 2), (6, 4, 2)])
 def test_a_loop_that_never_asks_for_the_end(
     workers: Workers, lengths: tuple[int, ...], how: str, heartbeat: bool
 ) -> None:
-    for weights in workers.run(2, train, lengths, how, 0, heartbeat):
-        assert weights == pytest.approx(reference(all_steps(lengths)), abs=1e-12)
+    for weight in workers.run(len(lengths), train, lengths, how, 0, heartbeat):
+        assert weight == reference(lengths)
 
 
 @pytest.mark.parametrize("lengths", [(3, 7), (2, 2), (7, 3), (1, 5), (4, 3)])
 def test_a_break_at_the_same_step_may_be_some_ranks_last(workers: Workers, lengths: tuple[int, ...]) -> None:
-    last = min(lengths)
-    for weights in workers.run(2, train, lengths, "for", last):
-        assert weights == pytest.approx(reference(all_steps(lengths, last)), abs=1e-12)
-
-
-def train_three(rank: int, lengths: tuple[int, ...]) -> list[float]:
-    """Two ranks leave in the tail, one of them by `next`."""
-    net = network()
-    ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
-    with Join([ddp, optimizer]) as join:
-        for _ in range(EPOCHS):
-            iterator = iter(join.batches([batch(rank, step) for step in range(lengths[rank])]))
-            for x in iterator if rank == 2 else (next(iterator) for _ in range(lengths[rank])):
-                optimizer.zero_grad()
-                loss(ddp, x).backward()
-                optimizer.step()
-    return net.weight.flatten().tolist()
-
-
-def test_three_ranks(workers: Workers) -> None:
-    lengths = (2, 4, 6)
-    expected = network()
-    optimizer = torch.optim.Adam(expected.parameters(), lr=0.1)
-    for _ in range(EPOCHS):
-        for present in all_steps(lengths):
-            optimizer.zero_grad()
-            for rank, step in present:
-                (loss(expected, batch(rank, step)) / 3).backward()
-            optimizer.step()
-    for weights in workers.run(3, train_three, lengths):
-        assert weights == pytest.approx(expected.weight.flatten().tolist(), abs=1e-12)
+    for weight in workers.run(2, train, lengths, "for", min(lengths)):
+        assert weight == reference(lengths, min(lengths))
 
 
 Epochs = list[tuple[int, ...]]
 
 
 def train_by_next(rank: int, epochs: Epochs, heartbeat: bool, keeps: bool) -> list[float]:
-    net = network()
-    ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
-    kept = []
-    with Join([ddp, optimizer], heartbeat=heartbeat) as join:
+    training, kept = Training(DistributedDataParallel), []
+    with Join(training.given, heartbeat=heartbeat) as join:
         for lengths in epochs:
-            batches = [batch(rank, step) for step in range(lengths[rank])]
-            iterator = iter(join.batches(batches))
+            iterator = iter(join.batches(batches_of(rank, lengths)))
             kept += [iterator] if keeps else []
-            for _ in range(len(batches)):
-                optimizer.zero_grad()
-                loss(ddp, next(iterator)).backward()
-                optimizer.step()
-    return net.weight.flatten().tolist()
+            for _ in range(lengths[rank]):
+                training.step(next(iterator))
+    return training.weight
 
 
 # A rank without a batch never calls `next`, and must not take the others' next loop for this one.
@@ -158,22 +90,15 @@ def train_by_next(rank: int, epochs: Epochs, heartbeat: bool, keeps: bool) -> li
 def test_a_loop_that_a_rank_never_asks_for_a_batch(
     workers: Workers, epochs: Epochs, heartbeat: bool, keeps: bool
 ) -> None:
-    net = network()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    for lengths in epochs:
-        for present in all_steps(lengths):
-            optimizer.zero_grad()
-            for rank, step in present:
-                (loss(net, batch(rank, step)) / len(lengths)).backward()
-            optimizer.step()
-    for weights in workers.run(len(epochs[0]), train_by_next, epochs, heartbeat, keeps):
-        assert weights == pytest.approx(net.weight.flatten().tolist(), abs=1e-12)
+    expected = alone(len(epochs[0]), [places for lengths in epochs for places in steps_of(lengths)])
+    for weight in workers.run(len(epochs[0]), train_by_next, epochs, heartbeat, keeps):
+        assert weight == pytest.approx(expected, abs=1e-12)
 
 
 def ask(rank: int, how: str) -> str:
     ddp = DistributedDataParallel(network())
     with Join([ddp]) as join:
-        first = iter(join.batches([batch(rank, step) for step in range(3)]))
+        first = iter(join.batches(batches_of(rank, (3, 3))))
         if how == "none":
             return ""
         if how == "other order":
@@ -201,11 +126,11 @@ def resume(rank: int, how: str) -> int:
     if how == "outside":
         return sum(1 for _ in join.batches([1, 2]))
     with join:
-        iterator = iter(join.batches([batch(rank, step) for step in range(3)]))
+        iterator = iter(join.batches(batches_of(rank, (3, 3))))
         next(iterator)
         if how == "another":
             del iterator
-            iterator = iter(join.batches([batch(rank, step) for step in range(5)]))
+            iterator = iter(join.batches(batches_of(rank, (5, 5))))
             next(iterator)
     return sum(1 for _ in iterator)
 
@@ -226,7 +151,7 @@ def accelerated(rank: int, lengths: tuple[int, ...], form: str, how: str) -> tup
     with accelerator_of(rank) as accelerator:
         net = network()
         model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-        loader: Any = DataLoaderShard([batch(rank, step) for step in range(lengths[rank])], batch_size=None)  # type: ignore[arg-type]
+        loader: Any = DataLoaderShard(batches_of(rank, lengths), batch_size=None)  # type: ignore[arg-type]
         counts: list[float] = []
 
         def step_on(x: Tensor) -> None:
@@ -265,8 +190,8 @@ def accelerated(rank: int, lengths: tuple[int, ...], form: str, how: str) -> tup
 @pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 4)])
 def test_with_accelerate(workers: Workers, lengths: tuple[int, ...], form: str, how: str) -> None:
     last = 2 if how == "break" else None
-    for weights, epochs, counts in workers.run(2, accelerated, lengths, form, how):
-        assert weights == pytest.approx(reference(all_steps(lengths, last)), abs=1e-12)
+    for weight, epochs, counts in workers.run(2, accelerated, lengths, form, how):
+        assert weight == reference(lengths, last)
         assert epochs == EPOCHS or how == "break"
         assert set(counts) <= {2.0, 4.0}
 
@@ -274,7 +199,7 @@ def test_with_accelerate(workers: Workers, lengths: tuple[int, ...], form: str, 
 def raise_within(rank: int) -> str:
     with accelerator_of(rank) as accelerator:
         model = accelerator.prepare(network())
-        loader: Any = DataLoaderShard([batch(rank, step) for step in range((2, 5)[rank])], batch_size=None)  # type: ignore[arg-type]
+        loader: Any = DataLoaderShard(batches_of(rank, (2, 5)), batch_size=None)  # type: ignore[arg-type]
 
         class Broken:
             def __len__(self) -> int:

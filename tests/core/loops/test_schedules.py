@@ -1,79 +1,44 @@
 """Schedules over a rank's own number of batches are noticed where it joins; others are left alone."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.support.accelerated import accelerator_of
+from tests.support.small import Training, batch, batches_of, loss, network, steps_of
 from tests.support.workers import Workers
 from torch_join import Join
 
 EPOCHS = 2
 
 
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(3, 1).double()
-
-
-def loss(model: Any, x: Tensor) -> Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
 def schedule(optimizer: Any, total: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
 
 
-class Stream:
-    """Without a length."""
-
-    def __init__(self, batches: list[Tensor]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from self.batches
-
-
-def train(rank: int, lengths: tuple[int, ...], kind: str, own: bool, how: str) -> tuple[list[float], list[float]]:
-    """Train with a schedule over this rank's own length, or over the longest.
-
-    Args:
-        rank: This rank.
-        lengths: The numbers of batches.
-        kind: Of loop.
-        own: Whether the schedule is of this rank's own length.
-        how: What sets the learning rate, and where.
-    """
-    batches = [batch(rank, step) for step in range(lengths[rank])]
+def train(rank: int, lengths: tuple[int, ...], kind: str, own: bool, how: str) -> list[float]:
+    """Train with a schedule over this rank's own length, or over the longest; `how` sets the learning rate."""
+    batches = batches_of(rank, lengths)
     total = EPOCHS * (max(len(batches), 1) if own else max(lengths))
-    net = network()
-    ddp = DistributedDataParallel(net)
     lr = torch.tensor(0.1, dtype=torch.float64) if how == "tensor" else 0.1
-    optimizer = torch.optim.Adam(net.parameters(), lr=lr)
-    scheduler = schedule(optimizer, total)
-    given = [ddp, optimizer] if how == "by hand" else [ddp, optimizer, scheduler]
+    training = Training(DistributedDataParallel, lr)
+    (group,) = training.optimizer.param_groups
+    scheduler = schedule(training.optimizer, total)
+    given = [*training.given, *([] if how == "by hand" else [scheduler])]
     steps, rates = 0, []
 
     def step_on(x: Tensor) -> None:
         nonlocal steps
         if how == "by hand":  # at the top of a step
-            for group in optimizer.param_groups:
-                group["lr"] = 0.1 * (1 - steps / total)
+            group["lr"] = 0.1 * (1 - steps / total)
         steps += 1
-        rates.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.zero_grad()
-        loss(ddp, x).backward()
-        optimizer.step()
+        rates.append(float(group["lr"]))
+        training.step(x)
         if how in ("step", "tensor"):
             scheduler.step()
 
@@ -85,18 +50,17 @@ def train(rank: int, lengths: tuple[int, ...], kind: str, own: bool, how: str) -
                 if how == "epoch":
                     scheduler.step()
             steps = EPOCHS * max(lengths) // 2
-        return rates, net.weight.flatten().tolist()  # type: ignore[union-attr, operator]
+        return training.weight
     with Join(given, heartbeat=kind == "heartbeat") as join:
         for epoch in range(EPOCHS):
-            loader: Any = Stream(batches) if kind == "stream" else batches
-            for x in join.batches(loader):
+            for x in join.batches(iter(batches) if kind == "stream" else batches):
                 step_on(x)
                 if kind == "left" and len(rates) == (epoch + 1) * len(batches):
                     break
             if how == "epoch":
                 scheduler.step()
             steps = (epoch + 1) * max(lengths)  # as the longest rank counts
-    return rates, net.weight.flatten().tolist()  # type: ignore[union-attr, operator]
+    return training.weight
 
 
 KINDS = ("sized", "stream", "heartbeat", "plain", "left")
@@ -128,14 +92,12 @@ def test_a_third_rank_that_joins_later_is_compared(workers: Workers) -> None:
 
 
 def later(rank: int) -> None:
-    net = network()
-    ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
-    with Join([ddp, optimizer]) as join:
-        for step, x in enumerate(join.batches([batch(rank, i) for i in range((4, 2, 1)[rank])])):
-            loss(ddp, x).backward()
-            optimizer.step()
+    training = Training(DistributedDataParallel)
+    with Join(training.given) as join:
+        for step, x in enumerate(join.batches(batches_of(rank, (4, 2, 1)))):
+            training.step(x)
             if step == 1:  # after the last rank has left
-                optimizer.param_groups[0]["lr"] = 0.09 if rank == 0 else 0.08
+                training.optimizer.param_groups[0]["lr"] = 0.09 if rank == 0 else 0.08
 
 
 @pytest.mark.covering(2)
@@ -147,30 +109,21 @@ def test_the_longest_ranks_schedule_is_exact(workers: Workers, how: str, kind: s
         pytest.skip("its count of steps is of the other loops")
     if how == "epoch" and kind == "left" and 0 in lengths:
         pytest.skip("who left by break steps it before the loop's end, and the empty rank after it")
-    outcomes = workers.run(len(lengths), train, lengths, kind, False, how)
-    net = network()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    scheduler = schedule(optimizer, EPOCHS * max(lengths))
-    for epoch in range(EPOCHS):
-        for step in range(max(lengths)):
-            if how == "by hand":
-                optimizer.param_groups[0]["lr"] = 0.1 * (1 - (epoch * max(lengths) + step) / (EPOCHS * max(lengths)))
-            optimizer.zero_grad()
-            for rank, length in enumerate(lengths):
-                if step < length:
-                    (loss(net, batch(rank, step)) / len(lengths)).backward()
-            optimizer.step()
-            if how in ("step", "tensor"):
-                scheduler.step()
-        if how == "epoch":
+    training, total = Training(), EPOCHS * max(lengths)
+    scheduler = schedule(training.optimizer, total)
+    for number, places in enumerate(EPOCHS * steps_of(lengths), 1):
+        training.step(*(batch(*place) for place in places), share=1 / len(lengths))
+        if how == "by hand":
+            training.optimizer.param_groups[0]["lr"] = 0.1 * (1 - number / total)
+        elif how != "epoch" or number % max(lengths) == 0:
             scheduler.step()
-    for _, weights in outcomes:
-        assert weights == pytest.approx(net.weight.flatten().tolist(), abs=1e-12)  # type: ignore[union-attr, operator]
+    for weight in workers.run(len(lengths), train, lengths, kind, False, how):
+        assert weight == pytest.approx(training.weight, abs=1e-12)
 
 
 def accelerated(rank: int, lengths: tuple[int, ...], own: bool) -> list[float]:
     with accelerator_of(rank) as accelerator:
-        loader = DataLoaderShard([batch(rank, step) for step in range(lengths[rank])], batch_size=None)  # type: ignore[arg-type]
+        loader = DataLoaderShard(batches_of(rank, lengths), batch_size=None)  # type: ignore[arg-type]
         net = network()
         adam = torch.optim.Adam(net.parameters(), lr=0.1)
         # As docs/accelerate.md has it.
@@ -184,7 +137,7 @@ def accelerated(rank: int, lengths: tuple[int, ...], own: bool) -> list[float]:
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-        return net.weight.flatten().tolist()  # type: ignore[union-attr, operator, no-any-return]
+        return net.weight.flatten().tolist()
 
 
 def accelerate_gather(lengths: list[int]) -> list[int]:
@@ -197,17 +150,11 @@ def accelerate_gather(lengths: list[int]) -> list[int]:
 def test_with_accelerate(workers: Workers, lengths: tuple[int, ...]) -> None:
     for outcome in workers.outcomes(2, accelerated, lengths, True):
         assert "LambdaLR, which sets it, goes by something that is each rank's own" in outcome.error
-    net = network()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    scheduler = schedule(optimizer, EPOCHS * max(lengths) * 2)
-    for _ in range(EPOCHS):
-        for step in range(max(lengths)):
-            for rank in range(2):
-                if step < lengths[rank]:
-                    (loss(net, batch(rank, step)) / 2).backward()
-            optimizer.step()
-            scheduler.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    for weights in workers.run(2, accelerated, lengths, False):
-        assert weights == pytest.approx(net.weight.flatten().tolist(), abs=1e-12)  # type: ignore[union-attr, operator]
+    training = Training()
+    scheduler = schedule(training.optimizer, EPOCHS * max(lengths) * 2)
+    for places in EPOCHS * steps_of(lengths):
+        training.step(*(batch(*place) for place in places), share=1 / 2)
+        scheduler.step()
+        scheduler.step()
+    for weight in workers.run(2, accelerated, lengths, False):
+        assert weight == pytest.approx(training.weight, abs=1e-12)

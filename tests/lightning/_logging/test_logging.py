@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.cases import Batch, Case, Module, Result, assert_same_bits, build_trainer, result_of
+from tests.support.cases import Batch, Case, Module, assert_same_bits, build_trainer, fit
 from tests.support.workers import Workers
 
 REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {"mean": mean, "sum": sum, "min": min, "max": max}
@@ -280,7 +280,7 @@ class Rates(EarlyStopping):
         self.steps.append((trainer.optimizers[0].param_groups[0]["lr"], float(trainer.callback_metrics.get("even", 0))))
 
 
-def fit_deciding(rank: int, case: Case, folder: str) -> tuple[list[tuple[float, float]], int, float, dict[str, float]]:
+def fit_deciding(rank: int, case: Case, folder: str) -> Any:
     rates = Rates()
     best = ModelCheckpoint(folder, monitor="at_step", save_top_k=2, every_n_train_steps=1, filename="{step}")
     trainer = build_trainer(case, callbacks=[rates, best], enable_checkpointing=True, log_every_n_steps=1)
@@ -334,13 +334,8 @@ class LogsAlone(Module):
         return super().training_step(batch, batch_idx)
 
 
-def fit_logging_alone(rank: int, case: Case) -> None:
-    build_trainer(case).fit(LogsAlone(case))
-
-
 def test_a_value_that_one_rank_alone_syncs_is_named(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, fit_logging_alone, Case((1, 4, 4)), timeout=3.0)
-    for outcome in outcomes:
+    for outcome in workers.outcomes(3, fit, Case((1, 4, 4)), LogsAlone, timeout=3.0):
         assert (
             "rank 2 had announced 5, the last: log `self.log('alone', on_step=True, sync_dist=True)`" in outcome.error
         )
@@ -349,13 +344,11 @@ def test_a_value_that_one_rank_alone_syncs_is_named(workers: Workers) -> None:
 class Plateau(Module):
     """Decides on its learning rate by a value of each rank's own, which is worse in each step on rank 0."""
 
-    def __init__(self, case: Case, interval: str, is_worse: bool) -> None:
-        super().__init__(case)
-        self.interval, self.is_worse = interval, is_worse
-        self.automatic_optimization = interval != "by hand"
+    interval: str
+    worse_on: int
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        sign = 1.0 if self.trainer.global_rank == 0 and self.is_worse else -1.0
+        sign = 1.0 if self.trainer.global_rank == self.worse_on else -1.0
         self.log("own", sign * (self.trainer.current_epoch + batch_idx), on_step=True, on_epoch=True)
         loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
@@ -381,17 +374,13 @@ class Plateau(Module):
         }
 
 
-def fit_plateau(rank: int, interval: str, is_worse: bool) -> Result:
-    module = Plateau(Case((2, 4) if is_worse else (3, 3), epochs=3), interval, is_worse)
-    trainer = build_trainer(module.case)
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 @pytest.mark.parametrize(("interval", "where"), [("step", "own_step"), ("epoch", "own_epoch"), ("by hand", "")])
 def test_learning_rates_that_differ_raise_on_all_ranks(workers: Workers, interval: str, where: str) -> None:
-    for outcome in workers.outcomes(2, fit_plateau, interval, True):
+    given = {"interval": interval, "automatic_optimization": interval != "by hand"}
+    for outcome in workers.outcomes(2, fit, Case((2, 4)), Plateau, {**given, "worse_on": 0}):
         said = "UnsupportedError: The learning rates differ (rank 0: 0.025; rank 1: 0.05)"
         assert said in outcome.error, outcome.trace
         assert (f"monitors {where!r}" in outcome.error and "sync_dist=True" in outcome.error) or not where
-    assert_same_bits(workers.run(2, fit_plateau, interval, False))  # values of their own, and the same decisions
+    assert_same_bits(
+        workers.run(2, fit, Case((3, 3)), Plateau, {**given, "worse_on": -1})
+    )  # values of their own, and the same decisions

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from tests.support.cases import Batch, Case, Module, build_trainer
+from tests.support.cases import Batch, Case, Module, build_trainer, fit
 from tests.support.workers import Workers
 
 
@@ -22,7 +22,6 @@ class Logs(Module):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.seen, self.each, self.valid = MeanMetric(), MeanMetric(dist_sync_on_step=True), MeanMetric()
-        self.held: list[dict[str, float]] = []
 
     def value(self, rank: int, epoch: int, step: int) -> float:
         return 100.0 * epoch + 10 * rank + step
@@ -44,20 +43,15 @@ class Logs(Module):
         self.log("valid", self.valid)
 
     def on_train_epoch_end(self) -> None:
-        self.held.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
-
-
-def fit_logging(rank: int, case: Case, folder: str) -> list[dict[str, float]]:
-    module = Logs(case)
-    loggers = [CSVLogger(folder, name="", version=""), TensorBoardLogger(folder, name="", version="events")]
-    build_trainer(case, logger=loggers, log_every_n_steps=1, num_sanity_val_steps=0).fit(module)
-    return module.held
+        self.noted.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
 
 @pytest.mark.parametrize("lengths", [((0, 3), (2, 3)), ((1, 4), (3, 2)), ((2, 0, 3), (3, 1, 0))])
 def test_a_rank_may_log_in_some_epochs_only(workers: Workers, lengths: Any, tmp_path: Path) -> None:
     case = Case(lengths, epochs=2, reload=1)
-    ranks = workers.run(len(lengths[0]), fit_logging, case, str(tmp_path))
+    loggers = [CSVLogger(tmp_path, name="", version=""), TensorBoardLogger(tmp_path, name="", version="events")]
+    options = {"logger": loggers, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
+    ranks = [result.noted for result in workers.run(len(lengths[0]), fit, case, Logs, {}, options)]
     rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     column = rows[0].index("each_step")
     written = [float(row[column]) for row in rows[1:] if row[column]]

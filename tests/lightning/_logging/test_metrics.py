@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from torchmetrics.wrappers import MinMaxMetric
 
 from tests.core.joinables.test_metrics import CASES, CLASSES, History, collection
-from tests.support.cases import Batch, Case, Module, build_trainer
+from tests.support.cases import Batch, Case, Module, build_trainer, fit
 from tests.support.inside import Override
 from tests.support.workers import Workers
 
@@ -196,29 +196,23 @@ class SyncsItself(SumMetric):
 class LeftAlone(Module):
     """Has a metric that syncs in a way of its own."""
 
-    def __init__(self, case: Case, on_step: bool) -> None:
+    def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.metric = SyncsItself(dist_sync_on_step=on_step)
-        self.value = 0.0
+        self.metric = SyncsItself()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.metric(1.0)
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
-        self.value = float(self.metric.compute())
+        self.noted = float(self.metric.compute())
         self.metric.reset()
 
 
-def fit_left_alone(rank: int, on_step: bool) -> float:
-    module = LeftAlone(Case((1, 3), epochs=2), on_step)
-    build_trainer(module.case).fit(module)
-    return module.value
-
-
 def test_a_metric_that_cannot_be_served_raises_only_where_it_is_needed(workers: Workers) -> None:
-    assert workers.run(2, fit_left_alone, False) == [4.0, 4.0]
-    joined, active = workers.outcomes(2, fit_left_alone, True)
+    case = Case((1, 3), epochs=2)
+    assert [result.noted for result in workers.run(2, fit, case, LeftAlone)] == [4.0, 4.0]
+    joined, active = workers.outcomes(2, fit, case, LeftAlone, {"metric": SyncsItself(dist_sync_on_step=True)})
     assert "UnsupportedError: SyncsItself syncs in a way of its own" in active.error
     assert "synced in a step that ranks [0] do not have" in active.error
     assert "PeerFailedError: Rank 1 failed" in joined.error

@@ -11,10 +11,10 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_join
-from tests.support.cases import Batch, Case, Module, assert_exact, build_trainer, difference, result_of
+from tests.support.cases import Batch, Case, Module, assert_exact, build_trainer, difference, fit, result_of
 from tests.support.workers import Workers
 
+PATIENT = {"timeout": timedelta(seconds=20)}
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "convert_input")
 
 
@@ -89,8 +89,7 @@ def fit_counting(rank: int, case: Case, hook: str) -> Any:
     module, callback = CountsSamples(case, hook), InCallbacks()
     plugin = Counts()
     plugin.module = module
-    strategy = lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20))
-    trainer = build_trainer(case, callbacks=[callback], strategy=strategy, plugins=[plugin], num_sanity_val_steps=0)
+    trainer = build_trainer(case, callbacks=[callback], plugins=[plugin], num_sanity_val_steps=0)
     trainer.fit(module)
     return result_of(trainer, module), module.counts, module.heard, callback.sums
 
@@ -98,7 +97,7 @@ def fit_counting(rank: int, case: Case, hook: str) -> Any:
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("lengths", [(2, 5), (0, 3)])
 def test_a_collective_where_a_batch_is_transferred(workers: Workers, hook: str, lengths: tuple[int, int]) -> None:
-    case = Case(lengths, epochs=2, ragged=True)
+    case = Case(lengths, epochs=2, ragged=True, ddp=PATIENT)
     results = workers.run(2, fit_counting, case, hook)
     assert_exact(case, [result for result, *_ in results])
     data = [case.batches(rank, 0) for rank in range(2)]
@@ -120,15 +119,16 @@ def test_a_collective_where_a_batch_is_transferred(workers: Workers, hook: str, 
 class LeavesOut(Module):
     """Has a layer that gets no gradient at some steps."""
 
-    def __init__(self, case: Case, steps: tuple[int, ...], manual: bool) -> None:
+    steps: tuple[int, ...] = ()
+
+    def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.extra = nn.Linear(4, 3).double()
-        self.steps, self.automatic_optimization = steps, not manual
+        self.net.extra = nn.Linear(4, 3).double()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if batch_idx not in self.steps:
-            loss = loss + self.extra(batch[0]).pow(2).mean()
+            loss = loss + self.net.extra(batch[0]).pow(2).mean()
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
@@ -138,11 +138,6 @@ class LeavesOut(Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-def fit_leaving_out(rank: int, case: Case, steps: tuple[int, ...], manual: bool) -> None:
-    strategy = lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20))
-    build_trainer(case, strategy=strategy).fit(LeavesOut(case, steps, manual))
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
@@ -159,8 +154,8 @@ def fit_leaving_out(rank: int, case: Case, steps: tuple[int, ...], manual: bool)
 def test_ddps_error_comes_on_all_ranks_at_once(
     workers: Workers, lengths: tuple[int, ...], steps: tuple[int, ...], manual: bool
 ) -> None:
-    case = Case(lengths, epochs=1)
-    outcomes = workers.outcomes(len(lengths), fit_leaving_out, case, steps, manual, timeout=25.0)
+    given = {"steps": steps, "automatic_optimization": not manual}
+    outcomes = workers.outcomes(len(lengths), fit, Case(lengths, epochs=1, ddp=PATIENT), LeavesOut, given, timeout=25.0)
     for outcome, length in zip(outcomes, lengths, strict=True):
         assert "has parameters that were not used in producing the loss" in outcome.error, outcome.trace
         assert "strategy='ddp_join_find_unused_parameters_true'" in outcome.error, outcome.trace
@@ -174,25 +169,16 @@ class OnOneRank(LeavesOut):
         return super().training_step(batch, batch_idx)
 
 
-def fit_on_one_rank(rank: int, case: Case) -> None:
-    strategy = lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20))
-    build_trainer(case, strategy=strategy).fit(OnOneRank(case, (), False))
-
-
 def test_a_parameter_that_one_rank_leaves_out_of_an_even_step(workers: Workers) -> None:
-    culprit, other = workers.outcomes(2, fit_on_one_rank, Case((3, 3), epochs=1), timeout=25.0)
+    case = Case((3, 3), epochs=1, ddp=PATIENT)
+    culprit, other = workers.outcomes(2, fit, case, OnOneRank, timeout=25.0)
     assert culprit.error.startswith("RuntimeError: It looks like your LightningModule has parameters"), culprit.error
     assert "PeerFailedError" in other.error, other.trace
     assert max(culprit.seconds, other.seconds) < 12
 
 
-def fit_with_all(rank: int, case: Case, manual: bool) -> list[Tensor]:
-    module = LeavesOut(case, (), manual)
-    build_trainer(case).fit(module)
-    return [p.detach() for p in module.parameters()]
-
-
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_buckets_are_agreed_on_where_the_first_step_is_in_the_tail(workers: Workers, manual: bool) -> None:
-    first, second = workers.run(2, fit_with_all, Case((0, 3), epochs=2), manual)
-    assert difference(first, second) == 0
+    given = {"automatic_optimization": not manual}
+    first, second = workers.run(2, fit, Case((0, 3), epochs=2), LeavesOut, given)
+    assert difference(first.parameters, second.parameters) == 0

@@ -11,33 +11,26 @@ from torch.utils.data import DataLoader
 from tests.support.cases import (
     Case,
     Module,
-    Result,
     assert_exact,
     assert_same_bits,
-    build_trainer,
     difference,
-    fit_recording,
+    fit,
     flatten,
     longest,
     reference,
-    result_of,
 )
 from tests.support.workers import Workers
 
 
-def fit_saving(rank: int, case: Case, folder: str) -> Result:
-    module = Module(case)
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer = build_trainer(case, callbacks=[saving], enable_checkpointing=True)
-    trainer.fit(module)
-    return result_of(trainer, module)
+def saving(folder: Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
+    """Options of a trainer that keeps all checkpoints."""
+    every = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **options)
+    return {"callbacks": [*callbacks, every], "enable_checkpointing": True}
 
 
-def fit_resumed(rank: int, case: Case, path: str) -> Result:
-    module = Module(case)
-    trainer = build_trainer(case)
-    trainer.fit(module, ckpt_path=path, weights_only=False)
-    return result_of(trainer, module)
+def files_in(folder: Path) -> dict[int, Path]:
+    """Its checkpoints, by step."""
+    return {int(path.stem.split("=")[1]): path for path in folder.glob("*.ckpt")}
 
 
 @pytest.mark.parametrize(
@@ -66,12 +59,12 @@ def fit_resumed(rank: int, case: Case, path: str) -> Result:
     ],
 )
 def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Case, tmp_path: Path) -> None:
-    whole = workers.run(case.world_size, fit_saving, case, str(tmp_path))
+    whole = workers.run(case.world_size, fit, case, Module, {}, saving(tmp_path, every_n_train_steps=2))
     assert_exact(case, whole)
     expected = reference(case)
     epochs = [-(-longest(case, epoch) // case.accumulate) for epoch in range(case.epochs)]
     ends = {sum(epochs[: epoch + 1]): epoch + 1 for epoch in range(case.epochs)}  # by step, the next epoch
-    files = {int(path.stem.split("=")[1]): path for path in tmp_path.glob("*.ckpt")}
+    files = files_in(tmp_path)
     assert sorted(files) == list(range(2, expected.steps + 1, 2))
     for step, path in files.items():
         saved = torch.load(path, "cpu", weights_only=False)
@@ -79,7 +72,7 @@ def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Ca
         for name, value in expected.history[step].items():
             assert difference([saved["state_dict"][f"net.{name}"]], [value]) < 1e-10, (step, name)
     for step in ends.keys() & files.keys():
-        resumed = workers.run(case.world_size, fit_resumed, case, str(files[step]))
+        resumed = workers.run(case.world_size, fit, case, Module, {}, {}, files[step])
         for mine, before in zip(resumed, whole, strict=True):
             assert mine.trained == [(epoch, index) for epoch, index in before.trained if epoch >= ends[step]]
         assert_same_bits(resumed)
@@ -101,19 +94,8 @@ class SavesAtValidation(Module):
         pass
 
 
-def fit_saving_at_validation(rank: int, case: Case, folder: str, strategy: str) -> list[tuple[int, int]]:
-    module = SavesAtValidation(case)
-    saving = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=False)
-    options: dict[str, Any] = {"val_check_interval": 3, "strategy": strategy, "num_sanity_val_steps": 0}
-    build_trainer(case, callbacks=[saving], enable_checkpointing=True, **options).fit(module)
-    return module.trained
-
-
-def fit_resumed_at_validation(rank: int, case: Case, path: str, strategy: str) -> tuple[list[tuple[int, int]], int]:
-    module = SavesAtValidation(case)
-    trainer = build_trainer(case, val_check_interval=3, strategy=strategy, num_sanity_val_steps=0)
-    trainer.fit(module, ckpt_path=path, weights_only=False)
-    return module.trained, trainer.global_step
+# Every third step.
+VALIDATES = {"val_check_interval": 3, "num_sanity_val_steps": 0}
 
 
 @pytest.mark.parametrize("iterable", [False, True])
@@ -122,46 +104,39 @@ def test_resuming_from_a_validation_trains_what_was_left(
     workers: Workers, tmp_path: Path, world: tuple[int, ...], iterable: bool
 ) -> None:
     case = Case(world, epochs=2, iterable=iterable)
-    whole = workers.run(len(world), fit_saving_at_validation, case, str(tmp_path), "ddp_join")
-    files = {int(path.stem.split("=")[1]): path for path in tmp_path.glob("*.ckpt")}
-    assert sorted(files) == [3, 6, 9, 12]
-    for step, path in files.items():
-        resumed = workers.run(len(world), fit_resumed_at_validation, case, str(path), "ddp_join")
+    options = {**VALIDATES, **saving(tmp_path, save_on_train_epoch_end=False)}
+    whole = workers.run(len(world), fit, case, SavesAtValidation, {}, options)
+    assert sorted(files_in(tmp_path)) == [3, 6, 9, 12]
+    for step, path in files_in(tmp_path).items():
+        resumed = workers.run(len(world), fit, case, SavesAtValidation, {}, VALIDATES, path)
         epoch, index = divmod(step, 6)
         # A loader without a state begins anew, as Lightning says. So a rank trains the number that it had left,
         # or, without a length, everything.
         if iterable:
-            assert len({steps for _, steps in resumed}) == 1
+            assert len({result.global_step for result in resumed}) == 1
         else:
-            for (trained, steps), everything in zip(resumed, whole, strict=True):
-                assert steps == 12, step
-                assert trained == [place for place in everything if place >= (epoch, index)], step
+            for result, everything in zip(resumed, whole, strict=True):
+                assert result.global_step == 12, step
+                assert result.trained == [place for place in everything.trained if place >= (epoch, index)], step
         if len(world) == 1:
-            assert resumed == workers.run(1, fit_resumed_at_validation, case, str(path), "ddp"), step
+            options = {**VALIDATES, "strategy": "ddp"}
+            (plain,) = workers.run(1, fit, case, SavesAtValidation, {}, options, path)
+            assert (resumed[0].trained, resumed[0].global_step) == (plain.trained, plain.global_step), step
 
 
-def fit_with_saving_on_exception(rank: int, case: Case, folder: str) -> tuple[Result, str, list[str]]:
-    callbacks: list[Any] = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)]
-    trainer = build_trainer(case, callbacks=callbacks, enable_checkpointing=True)
-    result, warned = fit_recording(trainer, Module(case))
-    assert not callbacks[1].save_on_exception
-    return result, warned, [type(callback).__name__ for callback in trainer.callbacks]
+class NotesCallbacks(Module):
+    def on_train_end(self) -> None:
+        self.noted = [type(callback).__name__ for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
+        assert self.trainer.world_size == 1 or not self.trainer.checkpoint_callback.save_on_exception  # type: ignore[union-attr]
 
 
-def test_saving_on_an_exception_is_skipped_with_a_warning(workers: Workers, tmp_path: Path) -> None:
-    results = workers.run(2, fit_with_saving_on_exception, Case((1, 2), epochs=1), str(tmp_path))
-    assert all("OnExceptionCheckpoint" not in callbacks for _, _, callbacks in results)
-    assert "OnExceptionCheckpoint cannot work with several ranks" in results[0][1]
-    assert "ModelCheckpoint(save_on_exception=True) cannot work with several ranks" in results[0][1]
-
-
-def test_saving_on_an_exception_stays_with_one_process(workers: Workers, tmp_path: Path) -> None:
-    case = Case((2,), epochs=1)
-    callbacks = workers.run(1, fit_alone_with_saving_on_exception, case, str(tmp_path))[0]
-    assert "OnExceptionCheckpoint" in callbacks
-
-
-def fit_alone_with_saving_on_exception(rank: int, case: Case, folder: str) -> list[str]:
-    trainer = build_trainer(case, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
-    trainer.fit(Module(case))
-    return [type(callback).__name__ for callback in trainer.callbacks]
+@pytest.mark.parametrize("lengths", [(1, 2), (2,)])
+def test_saving_on_an_exception_is_skipped_with_a_warning(
+    workers: Workers, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    options = saving(tmp_path, OnExceptionCheckpoint(tmp_path), save_on_exception=True)
+    results = workers.run(len(lengths), fit, Case(lengths, epochs=1), NotesCallbacks, {}, options)
+    alone = len(lengths) == 1  # which may save as ever
+    assert all(("OnExceptionCheckpoint" in result.noted) == alone for result in results)
+    for text in ("OnExceptionCheckpoint cannot work", "ModelCheckpoint(save_on_exception=True) cannot work"):
+        assert (f"{text} with several ranks" in results[0].warned) == (not alone)

@@ -11,44 +11,33 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, SumMetric
 
-from tests.support.cases import Batch, Case, Module, build_trainer
+from tests.support.cases import Batch, Case, Module, build_trainer, fit
 from tests.support.workers import Workers
-
-Call = tuple[str, bool, int, float, float | None]
 
 
 class Watch(pl.Callback):
-    """Writes down every batch hook: name, joined, index, the batch's first number, the output's loss."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
+    """Notes every batch hook: name, joined, index, the batch's first number, the output's loss."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Batch, index: int) -> None:
-        self.calls.append(("start", trainer.strategy.joined, index, float(batch[0][0, 0]), None))
+        module.noted.append(("start", trainer.strategy.joined, index, float(batch[0][0, 0]), None))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Batch, index: int) -> None:
         loss = float(outputs["loss"])
-        self.calls.append(("end", trainer.strategy.joined, index, float(batch[0][0, 0]), loss))
-
-
-def fit_watched(rank: int, case: Case) -> tuple[list[Call], int]:
-    watch, module = Watch(), Module(case)
-    build_trainer(case, callbacks=[watch]).fit(module)
-    return watch.calls, len(module.trained)
+        module.noted.append(("end", trainer.strategy.joined, index, float(batch[0][0, 0]), loss))
 
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_hooks_run_in_every_step_on_every_rank(workers: Workers, iterable: bool) -> None:
     case = Case((0, 2, 4), epochs=2, iterable=iterable)
-    results = workers.run(3, fit_watched, case)
-    for rank, (calls, trained) in enumerate(results):
-        length = case.lengths[rank]
-        assert trained == 2 * length
+    results = workers.run(3, fit, case, Module, {}, {"callbacks": [Watch()]})
+    for rank, result in enumerate(results):
+        length, calls = case.lengths[rank], result.noted
+        assert len(result.trained) == 2 * length
         assert [(name, index) for name, _, index, _, _ in calls] == [
             (name, i) for _ in range(2) for i in range(4) for name in ("start", "end")
         ]
         assert [joined for _, joined, *_ in calls] == [i >= length for _ in range(2) for i in range(4) for _ in "ab"]
-    first, second = results[0][0], results[1][0]
+    first, second = results[0].noted, results[1].noted
     # Rank 1 keeps its last batch and output; rank 0, which never had one, got rank 1's first batch.
     own = [float(case.batch(1, epoch, 1)[0][0, 0]) for epoch in range(2)]
     assert [call[3] for call in second[4:8]] == [own[0]] * 4
@@ -134,16 +123,11 @@ class Validates(Logs):
         self.log("rank", float(self.trainer.global_rank), sync_dist=True, batch_size=1)
 
 
-def fit_read_early(rank: int, case: Case, bar: bool) -> dict[str, float]:
-    callbacks: list[Any] = [TQDMProgressBar()] if bar else [ReadsEarly()]
-    trainer = build_trainer(case, callbacks=callbacks, enable_progress_bar=bar)
-    trainer.fit(Validates(case))
-    return {k: float(v) for k, v in trainer.callback_metrics.items()}
-
-
 @pytest.mark.parametrize("bar", [False, True])
 def test_a_rank_that_reads_epoch_values_early(workers: Workers, bar: bool) -> None:
-    for metrics in workers.run(2, fit_read_early, Case((0, 3), epochs=2), bar):
+    options = {"callbacks": [TQDMProgressBar() if bar else ReadsEarly()], "enable_progress_bar": bar}
+    for result in workers.run(2, fit, Case((0, 3), epochs=2), Validates, {}, options):
+        metrics = result.metrics
         assert metrics["mean"] == pytest.approx(2.0)
         assert metrics["rank"] == 1.0
         assert bar or (metrics["some"], metrics["all"]) == (3.0, 0.5)

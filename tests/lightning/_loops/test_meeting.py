@@ -15,22 +15,20 @@ import torch
 import torchmetrics
 from torch import Tensor
 
-import lightning_join
 from tests.support.cases import (
     Batch,
     Case,
     Module,
-    Result,
     assert_exact,
     assert_same_bits,
-    build_trainer,
     difference,
-    fit_recording,
+    fit,
     reference,
-    result_of,
 )
 from tests.support.inside import links_of
 from tests.support.workers import Workers
+
+PATIENT = {"timeout": timedelta(seconds=20)}
 
 
 def wait_for(path: Path) -> None:
@@ -56,14 +54,6 @@ class GoesAhead(Module):
             wait_for(self.folder / f"{self.trainer.current_epoch} {batch_idx + 1}")
 
 
-def fit_ahead(rank: int, case: Case, folder: Path, steps: int) -> Result:
-    module = GoesAhead(case)
-    module.folder, module.steps = folder, steps
-    trainer = build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
@@ -77,7 +67,7 @@ def fit_ahead(rank: int, case: Case, folder: Path, steps: int) -> Result:
     ],
 )
 def test_a_rank_goes_on_where_all_have_a_batch(workers: Workers, tmp_path: Path, case: Case, steps: int) -> None:
-    results = workers.run(case.world_size, fit_ahead, case, tmp_path, steps, deadline=60.0)
+    results = workers.run(case.world_size, fit, case, GoesAhead, {"folder": tmp_path, "steps": steps})
     assert_exact(case, results) if case.model != "norm" else assert_same_bits(results)
 
 
@@ -94,14 +84,6 @@ class Asking(Module):
             self.trainer.should_stop = True
         elif self.trainer.global_step > self.step and self.trainer.global_rank == self.takes_back:
             self.trainer.should_stop = False
-
-
-def fit_asking(
-    rank: int, case: Case, ranks: tuple[int, ...], step: int, takes_back: int, overrides: dict[str, Any]
-) -> tuple[Result, str]:
-    module = Asking(case)
-    module.ranks, module.step, module.takes_back = ranks, step, takes_back
-    return fit_recording(build_trainer(case, **overrides), module)
 
 
 @pytest.mark.parametrize(
@@ -123,43 +105,39 @@ def test_should_stop_where_all_have_a_batch(
     workers: Workers, ranks: tuple[int, ...], step: int, stops_at: int, overrides: dict[str, Any], takes_back: int
 ) -> None:
     case = Case((6, 6, 6), epochs=2)
-    results = workers.run(3, fit_asking, case, ranks, step, takes_back, overrides)
-    assert_same_bits([result for result, _ in results])
-    assert [result.global_step for result, _ in results] == [stops_at] * 3
+    results = workers.run(3, fit, case, Asking, {"ranks": ranks, "step": step, "takes_back": takes_back}, overrides)
+    assert_same_bits(results)
+    assert [result.global_step for result in results] == [stops_at] * 3
     expected = reference(case)
     state = expected.history[stops_at]
     names = [name for name, _ in expected.net.named_parameters()]
-    assert difference(results[0][0].parameters, [state[name] for name in names]) < 1e-10
-    assert ("`trainer.should_stop` was set on" in results[0][1]) == (len(ranks) < 3)
+    assert difference(results[0].parameters, [state[name] for name in names]) < 1e-10
+    assert ("`trainer.should_stop` was set on" in results[0].warned) == (len(ranks) < 3)
 
 
-def fit_validating(rank: int, case: Case, interval: Any) -> list[tuple[int, float]]:
-    at: list[tuple[int, float]] = []
+class Validating(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        time.sleep(0.02 * (1 + self.trainer.global_rank))
+        return super().training_step(batch, batch_idx)
 
-    class Validating(Module):
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            time.sleep(0.02 * (1 + rank))
-            return super().training_step(batch, batch_idx)
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
 
-        def val_dataloader(self) -> Any:
-            return self.train_dataloader()
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("loss", super().training_step(batch, batch_idx).detach(), sync_dist=True)
 
-        def validation_step(self, batch: Batch, batch_idx: int) -> None:
-            self.log("loss", super().training_step(batch, batch_idx).detach(), sync_dist=True)
-
-        def on_validation_epoch_end(self) -> None:
-            at.append((self.trainer.global_step, float(self.net.last.weight.sum())))
-
-    build_trainer(case, val_check_interval=interval, num_sanity_val_steps=0).fit(Validating(case))
-    return at
+    def on_validation_epoch_end(self) -> None:
+        self.noted.append((self.trainer.global_step, float(self.net.last.weight.sum())))
 
 
 @pytest.mark.parametrize("iterable", [False, True])
 @pytest.mark.parametrize("interval", [3, {"seconds": 0.15}, 1.0])
-def test_all_validate_at_the_same_steps(workers: Workers, interval: Any, iterable: bool) -> None:
-    first, *others = workers.run(3, fit_validating, Case((14,) * 3, epochs=2, iterable=iterable), interval)
-    assert all(other == first for other in others)
-    steps = [step for step, _ in first]
+@pytest.mark.parametrize("lengths", [(14, 14, 14), (3, 14)])
+def test_all_validate_at_the_same_steps(workers: Workers, lengths: Any, interval: Any, iterable: bool) -> None:
+    case, options = Case(lengths, epochs=2, iterable=iterable), {"val_check_interval": interval}
+    results = workers.run(len(lengths), fit, case, Validating, {}, {**options, "num_sanity_val_steps": 0})
+    assert all(result.noted == results[0].noted for result in results)
+    steps = [step for step, _ in results[0].noted]
     if interval == 3:
         assert steps == [3, 6, 9, 12, 17, 20, 23, 26]
     elif interval == 1.0:
@@ -174,15 +152,11 @@ def test_all_validate_at_the_same_steps(workers: Workers, interval: Any, iterabl
 class Looking(Module):
     """Looks, on one rank, whether the batch is the last one; where it does, it waits for what the others say."""
 
-    place = ""
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        self.seen: list[bool] = []
+    place: str
 
     def look(self, place: str) -> None:
         if place == self.place and self.trainer.global_rank == 1:
-            self.seen.append(self.trainer.is_last_batch)
+            self.noted.append(self.trainer.is_last_batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         return batch
@@ -200,14 +174,8 @@ class Looking(Module):
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         self.look("on_train_batch_end")
 
-
-def fit_looking(rank: int, case: Case, place: str) -> tuple[Result, list[bool]]:
-    module = Looking(case)
-    module.place = place
-    trainer = build_trainer(case)
-    trainer.fit(module)
-    assert trainer.is_last_batch
-    return result_of(trainer, module), module.seen
+    def on_train_end(self) -> None:
+        assert self.trainer.is_last_batch
 
 
 @pytest.mark.parametrize("place", ["training_step", "on_before_zero_grad", "on_after_backward", "on_train_batch_end"])
@@ -215,11 +183,11 @@ def fit_looking(rank: int, case: Case, place: str) -> tuple[Result, list[bool]]:
     "case", [Case((4, 4), iterable=True), Case((4, 4)), Case((5, 5), iterable=True, accumulate=2), Case((2, 5))]
 )
 def test_is_last_batch_is_right_wherever_one_rank_looks(workers: Workers, case: Case, place: str) -> None:
-    results = workers.run(2, fit_looking, case, place)
-    assert_exact(case, [result for result, _ in results])
-    seen, steps = results[1][1], max(case.lengths)
+    results = workers.run(2, fit, case, Looking, {"place": place})
+    assert_exact(case, results)
+    steps = max(case.lengths)
     if case.accumulate == 1 or place != "on_before_zero_grad":
-        assert seen == ([False] * (steps - 1) + [True]) * case.epochs
+        assert results[1].noted == ([False] * (steps - 1) + [True]) * case.epochs
 
 
 class LeavingAfterALook(Module):
@@ -230,35 +198,29 @@ class LeavingAfterALook(Module):
         return -1 if batch_idx == 3 and self.trainer.global_rank == 0 else None
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.seen.append(self.trainer.is_last_batch)
+        self.noted.append(self.trainer.is_last_batch)
         return super().training_step(batch, batch_idx)
 
 
-def fit_leaving_after_a_look(rank: int, case: Case) -> list[bool]:
-    module = LeavingAfterALook(case)
-    module.seen = []
-    build_trainer(case).fit(module)
-    return module.seen
-
-
 def test_is_last_batch_after_others_have_left(workers: Workers) -> None:
-    case = Case((6, 4), epochs=1, iterable=True)
-    assert workers.run(2, fit_leaving_after_a_look, case) == [[False] * 3, [False] * 3 + [True]]
+    results = workers.run(2, fit, Case((6, 4), epochs=1, iterable=True), LeavingAfterALook)
+    assert [result.noted for result in results] == [[False] * 3, [False] * 3 + [True]]
 
 
 class LookingMeanwhile(Module):
     """A thread, or the handler of a signal, looks while its rank waits to hear, in the last step of a stream."""
 
-    by_signal = False
+    by_signal: bool
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        self.seen: list[bool] = []
+    def on_train_start(self) -> None:
         if self.by_signal:
             signal.signal(signal.SIGUSR2, lambda *_: self.look())
 
     def look(self) -> None:
-        self.seen.append(self.trainer.is_last_batch)
+        self.noted.append(self.trainer.is_last_batch)
+
+    def on_train_end(self) -> None:
+        assert self.trainer.is_last_batch
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if batch_idx == 3 and self.trainer.global_rank == 1:
@@ -267,34 +229,24 @@ class LookingMeanwhile(Module):
             threading.Timer(0.3, partial(os.kill, os.getpid(), signal.SIGUSR2) if self.by_signal else self.look).start()
 
 
-def fit_looking_meanwhile(rank: int, case: Case, by_signal: bool) -> tuple[Result, list[bool]]:
-    module = LookingMeanwhile(case)
-    module.by_signal = by_signal
-    trainer = build_trainer(case, strategy=lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20)))
-    trainer.fit(module)
-    assert trainer.is_last_batch
-    return result_of(trainer, module), module.seen
-
-
 @pytest.mark.parametrize("by_signal", [False, True], ids=["thread", "signal"])
 def test_is_last_batch_while_its_rank_waits(workers: Workers, by_signal: bool) -> None:
-    case = Case((5, 5), epochs=2, iterable=True, scheduler="epoch")
-    results = workers.run(2, fit_looking_meanwhile, case, by_signal, deadline=60.0)
-    assert_exact(case, [result for result, _ in results])
-    assert len(results[0][1]) == 2
-    if not by_signal:
-        assert results[0][1] == [True, True]
+    case = Case((5, 5), epochs=2, iterable=True, scheduler="epoch", ddp=PATIENT)
+    results = workers.run(2, fit, case, LookingMeanwhile, {"by_signal": by_signal})
+    assert_exact(case, results)
+    assert len(results[0].noted) == 2
+    assert all(results[0].noted) or by_signal
 
 
 class LookingOften(Module):
     """The handler of a signal looks twice in a millisecond, wherever its rank is: also amid what it reads or sends."""
 
     def look(self, *_: Any) -> None:
-        self.looks += 1
+        self.noted += 1
         assert not self.trainer.is_last_batch or self.trainer.fit_loop.epoch_loop.batch_idx == 399
 
     def on_train_start(self) -> None:
-        self.looks = 0
+        self.noted = 0
         signal.signal(signal.SIGALRM, self.look)
         signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
 
@@ -302,18 +254,11 @@ class LookingOften(Module):
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def fit_looking_often(rank: int, case: Case) -> tuple[Result, int]:
-    module = LookingOften(case)
-    trainer = build_trainer(case, strategy=lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20)))
-    trainer.fit(module)
-    return result_of(trainer, module), module.looks
-
-
 def test_is_last_batch_wherever_a_signal_comes(workers: Workers) -> None:
-    case = Case((400, 400), epochs=1, iterable=True)
-    results = workers.run(2, fit_looking_often, case, deadline=60.0)
-    assert_exact(case, [result for result, _ in results])
-    assert min(looks for _, looks in results) > 100
+    case = Case((400, 400), epochs=1, iterable=True, ddp=PATIENT)
+    results = workers.run(2, fit, case, LookingOften)
+    assert_exact(case, results)
+    assert min(result.noted for result in results) > 100
 
 
 class Nothing(Module):
@@ -328,24 +273,20 @@ class Nothing(Module):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if batch_idx % 2:
-            self.seconds.append(time.perf_counter() - self.begin)
-
-
-def fit_without_losses(rank: int, case: Case, without: tuple[int, ...]) -> float:
-    module = Nothing(case)
-    module.without, module.seconds = without, []
-    build_trainer(case).fit(module)
-    return statistics.median(module.seconds)
+            self.noted.append(time.perf_counter() - self.begin)
 
 
 @pytest.mark.parametrize("without", [(0,), (1,), (0, 1)])
 def test_an_even_step_without_a_loss_waits_for_no_thread(workers: Workers, without: tuple[int, ...]) -> None:
-    medians = workers.run(2, fit_without_losses, Case((40, 40), epochs=1, iterable=True), without)
-    assert max(medians) < 0.05
+    results = workers.run(2, fit, Case((40, 40), epochs=1, iterable=True), Nothing, {"without": without})
+    assert max(statistics.median(result.noted) for result in results) < 0.05
 
 
 class Reading(Module):
     """Notes when its process has put off reading, and how long it waits for rank 0, which is long in each forward."""
+
+    def on_train_start(self) -> None:
+        self.noted = {"batch": [], "backward": [], "waited": []}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -355,34 +296,31 @@ class Reading(Module):
         return loss
 
     def on_before_backward(self, loss: Tensor) -> None:
-        self.waited.append(time.perf_counter() - self.begin)
-        self.asleep["backward"].append(links_of(self.trainer.strategy.channel).is_put_off)
+        self.noted["waited"].append(time.perf_counter() - self.begin)
+        self.noted["backward"].append(links_of(self.trainer.strategy.channel).is_put_off)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.asleep["batch"].append(links_of(self.trainer.strategy.channel).is_put_off)
+        self.noted["batch"].append(links_of(self.trainer.strategy.channel).is_put_off)
         return batch
-
-
-def fit_reading(rank: int, case: Case) -> tuple[Result, dict[str, list[bool]], float]:
-    module = Reading(case)
-    module.asleep, module.waited = {"batch": [], "backward": []}, []
-    trainer = build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module), module.asleep, statistics.median(module.waited)
 
 
 def test_a_process_reads_itself_from_a_step_to_the_next_forward(workers: Workers) -> None:
     case = Case((12, 12), epochs=1, iterable=True)
-    results = workers.run(2, fit_reading, case)
-    assert_exact(case, [result for result, *_ in results])
-    for _, asleep, _ in results:
-        assert sum(asleep["batch"]) > 5  # on a busy machine the thread may take over
-        assert not any(asleep["backward"])
-    assert results[1][2] < 0.05  # rank 0 has answered before its forward
+    results = workers.run(2, fit, case, Reading)
+    assert_exact(case, results)
+    for result in results:
+        assert sum(result.noted["batch"]) > 5  # on a busy machine the thread may take over
+        assert not any(result.noted["backward"])
+    assert statistics.median(results[1].noted["waited"]) < 0.05  # rank 0 has answered before its forward
 
 
 class SavingAtASignal(Module):
     """All save a checkpoint in a signal's handler: rank 0 in a forward, rank 1 at the end of the step before."""
+
+    path: Path
+
+    def on_train_start(self) -> None:
+        signal.signal(signal.SIGUSR2, lambda *_: self.trainer.save_checkpoint(self.path))
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if batch_idx == 3 and self.trainer.global_rank == 1:
@@ -395,17 +333,9 @@ class SavingAtASignal(Module):
         return super().training_step(batch, batch_idx)
 
 
-def fit_saving_at_a_signal(rank: int, case: Case, path: Path) -> Result:
-    module = SavingAtASignal(case)
-    trainer = build_trainer(case, strategy=lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20)))
-    signal.signal(signal.SIGUSR2, lambda *_: trainer.save_checkpoint(path))
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 def test_a_signal_may_have_all_ranks_save_a_checkpoint(workers: Workers, tmp_path: Path) -> None:
-    case, path = Case((5, 5), epochs=1, iterable=True), tmp_path / "a.ckpt"
-    assert_exact(case, workers.run(2, fit_saving_at_a_signal, case, path, deadline=60.0))
+    case, path = Case((5, 5), epochs=1, iterable=True, ddp=PATIENT), tmp_path / "a.ckpt"
+    assert_exact(case, workers.run(2, fit, case, SavingAtASignal, {"path": path}))
     progress = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     assert (progress["current"]["ready"], progress["is_last_batch"]) == (5, False)
 
@@ -417,17 +347,11 @@ class Saving(Module):
         self.trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
 
 
-def fit_saving(rank: int, case: Case, folder: Path) -> None:
-    module = Saving(case)
-    module.folder = folder
-    build_trainer(case).fit(module)
-
-
 @pytest.mark.parametrize("iterable", [True, False])
 def test_a_checkpoint_after_a_step_knows_whether_it_was_the_last(
     workers: Workers, tmp_path: Path, iterable: bool
 ) -> None:
-    workers.run(2, fit_saving, Case((3, 3), epochs=1, iterable=iterable), tmp_path)
+    workers.run(2, fit, Case((3, 3), epochs=1, iterable=iterable), Saving, {"folder": tmp_path})
     for index in range(3):
         state = torch.load(tmp_path / f"{index}.ckpt", weights_only=False)["loops"]["fit_loop"]
         assert state["epoch_loop.batch_progress"]["is_last_batch"] == (index == 2)
@@ -439,38 +363,28 @@ class Computing(Module):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.mean = torchmetrics.MeanMetric()
-        self.values: list[Tensor] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.mean.update(batch[0])
-        self.values.append(self.mean.compute())
+        self.noted.append(self.mean.compute())
         return super().training_step(batch, batch_idx)
-
-
-def fit_computing(rank: int, case: Case) -> tuple[Result, list[Tensor]]:
-    module = Computing(case)
-    trainer = build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module), module.values
 
 
 def test_a_metric_may_be_computed_before_the_others_are_heard(workers: Workers) -> None:
     case = Case((4, 4), iterable=True, epochs=1)
-    results = workers.run(2, fit_computing, case)
-    assert_exact(case, [result for result, _ in results])
-    assert results[0][1] == results[1][1]
+    results = workers.run(2, fit, case, Computing)
+    assert_exact(case, results)
+    assert results[0].noted == results[1].noted
     batches = [case.batch(rank, 0, index)[0] for index in range(4) for rank in range(2)]
-    for index, value in enumerate(results[0][1]):
-        assert (
-            abs(float(value) - float(torch.cat(batches[: 2 * index + 2]).mean())) < 1e-7
-        )  # torchmetrics averages in float32
+    for index, value in enumerate(results[0].noted):  # torchmetrics averages in float32
+        assert abs(float(value) - float(torch.cat(batches[: 2 * index + 2]).mean())) < 1e-7
 
 
 # ---------------------------------------------------------------- failures
 
 
 class Failing(Module):
-    place = ""
+    place: str
 
     def fail(self, place: str, batch_idx: int) -> None:
         if place == self.place and batch_idx == 2 and self.trainer.global_rank == 1:
@@ -483,18 +397,11 @@ class Failing(Module):
         self.fail("on_before_optimizer_step", self.trainer.fit_loop.epoch_loop.batch_idx)
 
 
-def fit_failing(rank: int, case: Case, place: str) -> None:
-    module = Failing(case)
-    module.place = place
-    strategy = lightning_join.DDPJoinStrategy(timeout=timedelta(seconds=20))
-    build_trainer(case, strategy=strategy).fit(module)
-
-
 @pytest.mark.parametrize("model", ["mlp", "norm"])
 @pytest.mark.parametrize("place", ["on_train_batch_end", "on_before_optimizer_step"])
 def test_whoever_has_gone_ahead_hears_of_a_failure(workers: Workers, place: str, model: str) -> None:
-    case = Case((5, 5, 5), iterable=True, model=model)
-    outcomes = workers.outcomes(3, fit_failing, case, place, timeout=20.0)
+    case = Case((5, 5, 5), iterable=True, model=model, ddp=PATIENT)
+    outcomes = workers.outcomes(3, fit, case, Failing, {"place": place}, timeout=20.0)
     for rank in (0, 2):
         assert "PeerFailedError" in outcomes[rank].error, outcomes[rank].trace
         assert "Rank 1: ValueError: on purpose" in outcomes[rank].error

@@ -12,13 +12,11 @@ from tests.support.cases import (
     Batch,
     Case,
     Net,
-    Result,
     assert_same_bits,
-    build_trainer,
     difference,
+    fit,
     flatten,
     loss_of,
-    result_of,
 )
 from tests.support.joint import JointModule, joint_reference, returns_none
 from tests.support.workers import Workers
@@ -27,11 +25,7 @@ from tests.support.workers import Workers
 class Silent(JointModule):
     """Has no loss at some steps, and otherwise a dictionary."""
 
-    def __init__(self, case: Case, nothing: str = "None") -> None:
-        super().__init__(case)
-        self.nothing = nothing
-        self.seen: list[tuple[bool, dict[str, Any]]] = []
-        self.moved: list[float] = []
+    nothing = "None"
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         if batch_idx % 2:
@@ -48,7 +42,7 @@ class Silent(JointModule):
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         joined = self.trainer.strategy.joined  # type: ignore[attr-defined]
         none = returns_none(self.case, self.trainer.global_rank, *self.place)
-        self.seen.append((not joined and none, dict(outputs)))
+        self.noted.append((not joined and none, dict(outputs)))
 
 
 def losses(case: Case) -> Any:
@@ -59,13 +53,6 @@ def losses(case: Case) -> Any:
         }
 
     return of
-
-
-def fit_silent(rank: int, case: Case, nothing: str = "None") -> tuple[Result, list[tuple[bool, dict[str, Any]]]]:
-    module = Silent(case, nothing)
-    trainer = build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module), module.seen
 
 
 CASES = [
@@ -81,59 +68,48 @@ CASES = [
 )
 def test_a_step_without_a_loss_counts_as_zero(workers: Workers, case: Case, nothing: str) -> None:
     expected = joint_reference(case, losses(case))
-    outcomes = workers.run(case.world_size, fit_silent, case, nothing)
-    assert_same_bits([result for result, _ in outcomes])
-    for result, seen in outcomes:
+    results = workers.run(case.world_size, fit, case, Silent, {"nothing": nothing})
+    assert_same_bits(results)
+    for result in results:
         assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
         ours, theirs = flatten(result.optimizer), flatten(expected.optimizer)
         assert len(ours) == len(theirs)
         assert difference(ours, theirs) < 1e-10
         assert (result.lr, result.global_step) == (expected.lr, expected.steps)
-        assert any(none for none, _ in seen) or not result.trained
-        for none, outputs in seen:
+        assert any(none for none, _ in result.noted) or not result.trained
+        for none, outputs in result.noted:
             assert (outputs == {}) if none and nothing == "None" else "loss" in outputs or none
-
-
-def fit_alone(rank: int, case: Case, strategy: str) -> tuple[Result, list[dict[str, Any]]]:
-    module = Silent(case)
-    trainer = build_trainer(case, strategy=strategy)
-    trainer.fit(module)
-    return result_of(trainer, module), [outputs for _, outputs in module.seen] if strategy == "ddp_join" else []
 
 
 def test_one_process_skips_as_lightning_does(workers: Workers) -> None:
     case = Case((6,), optimizer="adamw", accumulate=2)
-    result, _ = workers.run(1, fit_alone, case, "ddp_join")[0]
+    (result,) = workers.run(1, fit, case, Silent)
     expected = joint_reference(case, losses(case))
     assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
     assert result.global_step == expected.steps
 
 
 class SingleSilent(Silent):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.float()
+
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         return super().training_step((batch[0].float(), batch[1].float()), batch_idx)
 
-
-def fit_scaled(rank: int, case: Case) -> tuple[Any, int]:
-    module = SingleSilent(case).float()
-    scaler = torch.amp.GradScaler(place().type, init_scale=4.0)
-    trainer = build_trainer(case, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-    trainer.fit(module)
-    return scaler.state_dict(), trainer.global_step
+    def on_train_end(self) -> None:
+        self.noted = self.trainer.precision_plugin.scaler.state_dict()  # type: ignore[attr-defined]
 
 
 def test_a_grad_scaler_is_updated_where_some_rank_has_a_loss(workers: Workers) -> None:
     case = Case((0, 3, 6))
     expected = joint_reference(case, losses(case))
-    for state, steps in workers.run(3, fit_scaled, case):
-        assert (state["_growth_tracker"], steps) == (expected.updates, expected.steps)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler(place().type, init_scale=4.0))
+    for result in workers.run(3, fit, case, SingleSilent, {}, {"plugins": [plugin]}):
+        assert (result.noted["_growth_tracker"], result.global_step) == (expected.updates, expected.steps)
     assert expected.updates < expected.steps
 
 
-def fit_static(rank: int, case: Case) -> None:
-    build_trainer(case).fit(Silent(case))
-
-
 def test_a_first_step_without_a_loss_is_refused_under_static_graph(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, fit_static, Case((2, 3), ddp={"static_graph": True})):
+    for outcome in workers.outcomes(2, fit, Case((2, 3), ddp={"static_graph": True}), Silent):
         assert "UnsupportedError: A step without a loss cannot be the first one under static_graph" in outcome.error

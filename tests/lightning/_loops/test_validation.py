@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.support.cases import Case, Module, build_trainer, loss_of, reference
+from tests.support.cases import Case, Module, build_trainer, fit, loss_of, reference
 from tests.support.workers import Workers
 
 LOADERS = {  # sizes of the batches, by dataloader and rank
@@ -34,16 +34,17 @@ class Endless(IterableDataset[Tensor]):
 class Validated(Module):
     """Validates on uneven loaders and writes down when, and what it logged."""
 
-    def __init__(self, case: Case, loaders: str = "uneven", streams: bool = False) -> None:
+    loaders = "uneven"
+    streams = False
+
+    def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.loaders, self.streams = LOADERS[loaders], streams
         self.at: list[int] = []
-        self.values: list[dict[str, float]] = []
         self.buffers_seen: list[list[Tensor]] = []
 
     def val_dataloader(self) -> Any:
         rank = self.trainer.global_rank
-        data = [batches(i, rank, sizes[rank]) for i, sizes in enumerate(self.loaders)]
+        data = [batches(i, rank, sizes[rank]) for i, sizes in enumerate(LOADERS[self.loaders])]
         loaders = [DataLoader(Endless(each) if self.streams else each, batch_size=None) for each in data]  # type: ignore[arg-type]
         return loaders if len(loaders) > 1 else loaders[0]
 
@@ -61,18 +62,8 @@ class Validated(Module):
         self.log("rank", float(self.trainer.global_rank), sync_dist=True)
 
     def on_validation_end(self) -> None:
-        self.values.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
-
-
-def fit_validated(rank: int, case: Case, options: dict[str, Any], *args: Any) -> Validated:
-    module = Validated(case, *args)
-    build_trainer(case, num_sanity_val_steps=0, **options).fit(module)
-    return module
-
-
-def watch(rank: int, *args: Any) -> tuple[list[int], list[dict[str, float]], list[list[Tensor]]]:
-    module = fit_validated(rank, *args)
-    return module.at, module.values, module.buffers_seen
+        values = {k: float(v) for k, v in self.trainer.callback_metrics.items()}
+        self.noted.append((self.at[-1], values, self.buffers_seen[-1]))
 
 
 @pytest.mark.parametrize(
@@ -98,8 +89,8 @@ def test_validation_runs_at_the_same_steps(
 ) -> None:
     if isinstance(case.lengths[0], tuple):
         case = Case(case.lengths, epochs=2)
-    for at, *_ in workers.run(case.world_size, watch, case, options):
-        assert at == expected
+    for result in workers.run(case.world_size, fit, case, Validated, {}, {**options, "num_sanity_val_steps": 0}):
+        assert [step for step, *_ in result.noted] == expected
 
 
 def single_process_values(case: Case, loaders: str, step: int) -> dict[str, float]:
@@ -127,56 +118,30 @@ def single_process_values(case: Case, loaders: str, step: int) -> dict[str, floa
     ids=["mlp", "norm", "norm-last"],
 )
 def test_values_equal_those_of_a_single_process(workers: Workers, case: Case, loaders: str, streams: bool) -> None:
-    results = workers.run(3, watch, case, {"val_check_interval": 2}, loaders, streams)
-    for at, values, buffers in results:
-        assert at == [2, 4, 6, 8]
-        for step, found, seen in zip(at, values, buffers, strict=True):
+    given, options = {"loaders": loaders, "streams": streams}, {"val_check_interval": 2, "num_sanity_val_steps": 0}
+    results = workers.run(3, fit, case, Validated, given, options)
+    for result in results:
+        assert [step for step, *_ in result.noted] == [2, 4, 6, 8]
+        for index, (step, found, seen) in enumerate(result.noted):
             expected = single_process_values(case, loaders, step)
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 assert found[name] == pytest.approx(value, abs=1e-10), (step, name)
-            assert all(torch.equal(mine, its) for mine, its in zip(seen, results[0][2][at.index(step)], strict=True))
+            assert all(torch.equal(mine, its) for mine, its in zip(seen, results[0].noted[index][2], strict=True))
 
 
 def test_one_process_logs_what_plain_lightning_logs(workers: Workers) -> None:
     case = Case((3,), epochs=2)
-    (_, joined, _), (_, plain, _) = (
-        workers.run(1, watch, case, {"strategy": strategy}, "two")[0] for strategy in ("ddp_join", "ddp")
+    (joined,), (plain,) = (
+        workers.run(1, fit, case, Validated, {"loaders": "two"}, {"strategy": name}) for name in ("ddp_join", "ddp")
     )
-    assert joined == plain
-
-
-class Evaluated(Validated):
-    def test_dataloader(self) -> Any:
-        return self.val_dataloader()
-
-    def test_step(self, *args: Any) -> None:
-        self.validation_step(*args)
-
-
-def evaluate(rank: int, loaders: str) -> tuple[Any, Any]:
-    case = Case((1, 1, 1), epochs=1)
-    module = Evaluated(case, loaders)
-    trainer = build_trainer(case)
-    return trainer.validate(module, verbose=False), trainer.test(module, verbose=False)
-
-
-def test_validate_and_test_on_uneven_loaders(workers: Workers) -> None:
-    rows = torch.cat([b for rank in range(3) for b in batches(0, rank, LOADERS["empty"][0][rank])])
-    for validated, tested in workers.run(3, evaluate, "empty"):
-        assert validated[0]["rows"] == tested[0]["rows"] == len(rows)
-        assert tested[0]["least"] == pytest.approx(float(rows.min()))
-
-
-def sanity_check(rank: int) -> list[int]:
-    case = Case((2, 3, 1), epochs=1)
-    module = Validated(case, "empty")
-    build_trainer(case, num_sanity_val_steps=2, limit_val_batches=1).fit(module)
-    return module.at
+    assert joined.noted == plain.noted
 
 
 def test_a_sanity_check_with_an_empty_rank(workers: Workers) -> None:
-    assert workers.run(3, sanity_check) == [[0, 3]] * 3
+    options = {"num_sanity_val_steps": 2, "limit_val_batches": 1}
+    results = workers.run(3, fit, Case((2, 3, 1), epochs=1), Validated, {"loaders": "empty"}, options)
+    assert [[step for step, *_ in result.noted] for result in results] == [[0, 3]] * 3
 
 
 class CountsBatches(pl.LightningModule):

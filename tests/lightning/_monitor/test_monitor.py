@@ -14,19 +14,27 @@ from torch.utils.data import DataLoader
 from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
 from lightning_join._monitor import timeline
 from lightning_join._monitor.epoch_record import EpochRecord, RankRecord
-from tests.support.cases import Batch, Case, Module, build_trainer, fit_recording
+from tests.support.cases import Batch, Case, Module, build_trainer, fit
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
 
 SECONDS, VALIDATION = 0.03, 0.25
 
 
-class Slow(Module):
+class Monitored(Module):
+    def on_train_end(self) -> None:
+        (monitor,) = (each for each in self.trainer.callbacks if isinstance(each, JoinMonitor))  # type: ignore[attr-defined]
+        self.noted = monitor.epochs, self.noted
+
+
+class Slow(Monitored):
+    """Notes how long each epoch takes."""
+
     def on_train_epoch_start(self) -> None:
         self.begin = time.perf_counter()
 
     def on_train_epoch_end(self) -> None:
-        self.walls = [*getattr(self, "walls", []), time.perf_counter() - self.begin]
+        self.noted.append(time.perf_counter() - self.begin)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         time.sleep(SECONDS)
@@ -39,44 +47,36 @@ class Slow(Module):
         time.sleep(VALIDATION)  # none of it counts
 
 
-def fit_monitored(rank: int, case: Case, folder: str, with_callback: bool) -> tuple[Any, str, list[float]]:
-    monitor = JoinMonitor(Path(folder) / "plots" / "timeline.png")
-    callbacks = [monitor, *([JoinCallback()] if with_callback else [])]
-    trainer = build_trainer(
-        case,
-        strategy="ddp" if with_callback else "ddp_join",
-        callbacks=callbacks,
-        logger=CSVLogger(folder, name="", version=""),
-        val_check_interval=2,
-        num_sanity_val_steps=1,
-        log_every_n_steps=1,
-    )
-    slow = Slow(case)
-    _, warnings = fit_recording(trainer, slow)
-    return monitor.epochs, warnings, slow.walls
-
-
 @pytest.mark.parametrize(
     ("case", "with_callback"),
     [(Case((2, 6), epochs=2), False), (Case((0, 4, 6), epochs=2, iterable=True), True)],
     ids=["sized", "iterable"],
 )
 def test_the_numbers_of_each_epoch(workers: Workers, case: Case, with_callback: bool, tmp_path: Path) -> None:
-    results = workers.run(case.world_size, fit_monitored, case, str(tmp_path), with_callback)
+    monitor = JoinMonitor(tmp_path / "plots" / "timeline.png")
+    options = {
+        "strategy": "ddp" if with_callback else "ddp_join",
+        "callbacks": [monitor, *([JoinCallback()] if with_callback else [])],
+        "logger": CSVLogger(tmp_path, name="", version=""),
+        "val_check_interval": 2,
+        "num_sanity_val_steps": 1,
+        "log_every_n_steps": 1,
+    }
+    results = workers.run(case.world_size, fit, case, Slow, {}, options)
     longest = max(case.lengths)
-    epochs, warnings, _ = results[0]
-    assert all(its == epochs for its, *_ in results)
+    epochs, warnings = results[0].noted[0], results[0].warned
+    assert all(result.noted[0] == epochs for result in results)
     idle = 1 - sum(case.lengths) / (longest * case.world_size)
     for number, epoch in enumerate(epochs):
         assert epoch.epoch == number
         assert abs(epoch.idle_share - idle) < 0.2
-        for rank, length, (*_, walls) in zip(epoch.ranks, case.lengths, results, strict=True):
+        for rank, length, result in zip(epoch.ranks, case.lengths, results, strict=True):
             assert (rank.batches, rank.shadow_steps) == (length, longest - length)
             assert rank.joined_at == (length if length < longest else None)
             assert (rank.active_seconds < rank.seconds) == (length < longest)
             assert (rank.active_seconds > 0) == (length > 0)
             # On busy cores all takes longer, but for what it sleeps.
-            assert longest * SECONDS <= rank.seconds < walls[number] - 2 * VALIDATION
+            assert longest * SECONDS <= rank.seconds < result.noted[1][number] - 2 * VALIDATION
     assert warnings.count("Even shards would save 33% of the steps of epoch 0") == 1
     assert warnings.count("Even shards") == 1
     assert (tmp_path / "plots" / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -175,16 +175,12 @@ def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPat
     JoinMonitor()
 
 
-def fit_rebalanced(rank: int, case: Case) -> Any:
-    monitor = JoinMonitor()
-    trainer = build_trainer(case, callbacks=[monitor])
-    trainer.fit(Module(case))
-    return monitor.epochs
-
-
 def test_gifts_and_what_they_save_are_counted(workers: Workers) -> None:
-    epochs = workers.run(2, fit_rebalanced, Case((9, 1), epochs=2, rebalance=True))[0]
-    size = sum(tensor.nbytes for tensor in Case((9, 1)).batch(0, 0, 0))
+    case = Case((9, 1), epochs=2, rebalance=True)
+    (epochs, _), _ = (
+        result.noted for result in workers.run(2, fit, case, Monitored, {}, {"callbacks": [JoinMonitor()]})
+    )
+    size = sum(tensor.nbytes for tensor in case.batch(0, 0, 0))
     for record in epochs:
         assert [rank.owned for rank in record.ranks] == [9, 1]
         assert [(rank.batches, rank.given, rank.received) for rank in record.ranks] == [(5, 4, 0), (5, 0, 4)]

@@ -19,8 +19,7 @@ from tests.support.cases import (
     assert_exact,
     assert_same_bits,
     build_trainer,
-    fit_recording,
-    result_of,
+    fit,
 )
 from tests.support.workers import Workers
 
@@ -49,11 +48,13 @@ VALIDATED = ((2, 0), (0, 3), (4, 1), (1, 2))  # by epoch and dataloader; what ra
 
 
 class Plans(Module):
-    def __init__(self, case: Case, is_generator: bool) -> None:
+    is_generator: bool
+
+    def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.is_generator = is_generator
         self.said: list[float] = []
         self.seen: list[list[int]] = []
+        self.noted = self.said, self.seen
 
     def loader(self, plans: Sequence[int]) -> DataLoader[Batch]:
         data = Shard(self.case, self.trainer.global_rank)
@@ -84,21 +85,14 @@ class Plans(Module):
         return batch_idx
 
 
-def fit_planned(
-    rank: int, case: Case, is_generator: bool, options: dict[str, Any]
-) -> tuple[Result, str, list[float], list[list[int]]]:
-    module = Plans(case, is_generator)
-    trainer = build_trainer(case, num_sanity_val_steps=0, **options)
-    return *fit_recording(trainer, module), module.said, module.seen
-
-
 @pytest.mark.parametrize("is_generator", [False, True])
 def test_what_a_loader_said_before_it_was_iterated_is_no_limit(workers: Workers, is_generator: bool) -> None:
     case = Case(TRAINED, epochs=4)
-    results = workers.run(3, fit_planned, case, is_generator, {})
-    assert_exact(case, [result for result, *_ in results])
-    for rank, (_, warned, said, seen) in enumerate(results):
-        assert "said it had" not in warned
+    results = workers.run(3, fit, case, Plans, {"is_generator": is_generator}, {"num_sanity_val_steps": 0})
+    assert_exact(case, results)
+    for rank, result in enumerate(results):
+        said, seen = result.noted
+        assert "said it had" not in result.warned
         assert said == [max(lengths) for lengths in TRAINED if lengths[rank]]
         assert seen == [[*(reversed(each) if rank == 1 else each)] for each in VALIDATED]
 
@@ -106,23 +100,23 @@ def test_what_a_loader_said_before_it_was_iterated_is_no_limit(workers: Workers,
 @pytest.mark.parametrize("options", [{"rebalance": True}, {"limit": 0.5}, {"limit": 2}])
 def test_limits_and_rebalancing_go_by_the_new_length(workers: Workers, options: dict[str, Any]) -> None:
     case = Case(((4, 2), (8, 3), (2, 6)), **options)
-    results = workers.run(2, fit_planned, case, True, {"limit_val_batches": 0})
-    assert_same = [result for result, *_ in results]
+    results = workers.run(2, fit, case, Plans, {"is_generator": True}, {"limit_val_batches": 0})
     if case.rebalance:  # which rank trains on which batch is another test's
-        assert {result.global_step for result in assert_same} == {3 + 6 + 4}
+        assert {result.global_step for result in results} == {3 + 6 + 4}
     else:
-        assert_exact(case, assert_same)
+        assert_exact(case, results)
 
 
 def test_a_share_of_a_new_length_that_leaves_nothing_raises_on_all_ranks(workers: Workers) -> None:
     case = Case(((4, 4), (4, 1)), epochs=2, limit=0.5)
-    for outcome in workers.outcomes(2, fit_planned, case, False, {"limit_val_batches": 0}):
+    for outcome in workers.outcomes(2, fit, case, Plans, {"is_generator": False}, {"limit_val_batches": 0}):
         assert "DataloaderError: The dataloaders of rank 1 cannot be run." in outcome.error, outcome.trace
         assert "0.5 * 1 < 1" in outcome.error
 
 
 def evaluate_planned(rank: int) -> tuple[list[list[int]], list[Any]]:
-    module = Plans(Case(((9, 9),)), is_generator=True)
+    module = Plans(Case(((9, 9),)))
+    module.is_generator = True
     trainer = build_trainer(module.case)
     plans: list[Sequence[int]] = [*zip(*VALIDATED, strict=True)]
     module.trainer = trainer
@@ -165,11 +159,10 @@ def fit_resuming(rank: int, case: Case, is_generator: bool, folder: str) -> list
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     results = []
     for step in range(-1, 11, 2):
-        module = Resumed(case, is_generator)
         options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True} if step < 0 else {}
-        trainer = build_trainer(case, limit_val_batches=0, **options)
-        trainer.fit(module, ckpt_path=None if step < 0 else f"{folder}/step={step}.ckpt", weights_only=False)
-        results.append(result_of(trainer, module))
+        path = None if step < 0 else f"{folder}/step={step}.ckpt"
+        given = {"is_generator": is_generator}
+        results.append(fit(rank, case, Resumed, given, {**options, "limit_val_batches": 0}, path))
     return results
 
 

@@ -1,7 +1,5 @@
 """What else a training may have, where batches are rebalanced: the numbers are those of the same schedule."""
 
-import itertools
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +32,7 @@ from tests.support.cases import (
     build_optimizer,
     build_trainer,
     difference,
+    fit,
     flatten,
     longest,
     loss_of,
@@ -96,13 +95,13 @@ SILENT = [
 def test_a_step_without_a_loss(workers: Workers, case: Case) -> None:
     case = replace(case, rebalance=True)
     expected = joint_reference(case, test_none.losses(case))
-    outcomes = workers.run(case.world_size, test_none.fit_silent, case)
-    assert_same_bits([result for result, _ in outcomes])
-    for result, seen in outcomes:
+    results = workers.run(case.world_size, fit, case, test_none.Silent)
+    assert_same_bits(results)
+    for result in results:
         assert difference(result.parameters, list(expected.net.parameters())) < TOLERANCE
         assert difference(flatten(result.optimizer), flatten(expected.optimizer)) < TOLERANCE
         assert (result.lr, result.global_step) == (expected.lr, expected.steps)
-        assert all((outputs == {}) if none else "loss" in outputs for none, outputs in seen)
+        assert all((outputs == {}) if none else "loss" in outputs for none, outputs in result.noted)
 
 
 CONTRASTS = [
@@ -116,16 +115,10 @@ CONTRASTS = [
 def test_gathers_with_gradients(workers: Workers, case: Case) -> None:
     case = replace(case, rebalance=True)
     expected = joint_reference(case, test_step_collectives.losses)
-    results = workers.run(case.world_size, fit_contrastive, case)
+    results = workers.run(case.world_size, fit, case, test_step_collectives.Contrastive)
     assert_same_bits(results)
     assert difference(results[0].parameters, list(expected.net.parameters())) < TOLERANCE
     assert results[0].global_step == expected.steps
-
-
-def fit_contrastive(rank: int, case: Case) -> Result:
-    module, trainer = test_step_collectives.Contrastive(case), build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module)
 
 
 def normalized(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor | None]:
@@ -134,13 +127,12 @@ def normalized(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> di
     return {rank: (out - y).pow(2).mean() for out, (rank, (_, y)) in zip(outs, batches.items(), strict=True)}
 
 
-def fit_normalized(rank: int, case: Case) -> Result:
-    module, trainer = Module(case), build_trainer(case)
-    norm = SyncNorm(5).double()
-    norm.load_state_dict(module.net.norm.state_dict())
-    module.net.norm = norm
-    trainer.fit(module)
-    return result_of(trainer, module)
+class Normalized(Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        norm = SyncNorm(5).double()
+        norm.load_state_dict(self.net.norm.state_dict())
+        self.net.norm = norm
 
 
 @pytest.mark.parametrize(
@@ -151,7 +143,7 @@ def fit_normalized(rank: int, case: Case) -> Result:
 def test_synced_batch_norms(workers: Workers, case: Case) -> None:
     case = replace(case, model="norm", rebalance=True)
     expected = joint_reference(case, normalized)
-    results = workers.run(case.world_size, fit_normalized, case)
+    results = workers.run(case.world_size, fit, case, Normalized)
     assert_same_bits(results)
     assert difference(results[0].parameters, list(expected.net.parameters())) < TOLERANCE
     assert (
@@ -174,8 +166,7 @@ class Logs(Module):
         super().__init__(case)
         self.mean, self.numbers = MeanMetric().set_dtype(torch.float64), CatMetric().set_dtype(torch.float64)
         self.each = SumMetric(dist_sync_on_step=True).set_dtype(torch.float64)
-        self.steps: list[tuple[float, float]] = []
-        self.epochs: list[tuple[float, ...]] = []
+        self.noted = [], []  # by step; by epoch
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         number = number_of(batch)
@@ -191,20 +182,14 @@ class Logs(Module):
 
     def on_train_batch_end(self, *_: Any) -> None:
         values = self.trainer.callback_metrics
-        self.steps.append((float(values["number_step"]), float(values["total_step"])))
+        self.noted[0].append((float(values["number_step"]), float(values["total_step"])))
 
     def on_train_epoch_end(self) -> None:
         numbers = self.numbers.compute().sort().values
         self.numbers.reset()
         values = self.trainer.callback_metrics
         logged = (float(values[name]) for name in ("number_epoch", "total_epoch", "mean", "each"))
-        self.epochs.append((*logged, *numbers.tolist()))
-
-
-def fit_logging(rank: int, case: Case) -> tuple[list[tuple[float, float]], list[tuple[float, ...]]]:
-    module = Logs(case)
-    build_trainer(case).fit(module)
-    return module.steps, module.epochs
+        self.noted[1].append((*logged, *numbers.tolist()))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +210,8 @@ def test_logged_values_and_metrics(workers: Workers, case: Case) -> None:
         weighted = sum(number * size for number, size in every) / sum(size for _, size in every)
         total, mean = sum(number for number, _ in every), sum(number for number, _ in every) / len(every)
         epochs.append((weighted, total, mean, total, *sorted(number for number, _ in every)))
-    for its_steps, its_epochs in workers.run(case.world_size, fit_logging, case):
+    for result in workers.run(case.world_size, fit, case, Logs):
+        its_steps, its_epochs = result.noted
         assert its_epochs == [pytest.approx(values, abs=1e-4) for values in epochs]
         assert its_steps == [pytest.approx(values, abs=1e-4) for values in steps]
 
@@ -239,16 +225,10 @@ class Stops(Module):
             self.trainer.should_stop = True
 
 
-def fit_stopping(rank: int, case: Case) -> Result:
-    module, trainer = Stops(case), build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 @pytest.mark.parametrize("case", [Case((1, 9)), Case((0, 2, 9), iterable=True, scheduler="step")], ids=name_of)
 def test_should_stop_on_one_rank(workers: Workers, case: Case) -> None:
     case = replace(case, rebalance=True)
-    results = workers.run(case.world_size, fit_stopping, case)
+    results = workers.run(case.world_size, fit, case, Stops)
     assert_same_bits(results)
     expected = reference(replace(case, max_steps=2))
     assert results[0].global_step == 2
@@ -262,16 +242,10 @@ class Monitored(Module):
         return loss
 
 
-def fit_monitored(rank: int, case: Case) -> Result:
-    stops = EarlyStopping("loss_epoch", mode="max", patience=1, check_on_train_epoch_end=True)
-    module, trainer = Monitored(case), build_trainer(case, callbacks=[stops])
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 def test_early_stopping(workers: Workers) -> None:
     case = Case((1, 6), epochs=6, optimizer="plain", rebalance=True)
-    results = workers.run(2, fit_monitored, case)
+    stops = EarlyStopping("loss_epoch", mode="max", patience=1, check_on_train_epoch_end=True)
+    results = workers.run(2, fit, case, Monitored, {}, {"callbacks": [stops]})
     assert_same_bits(results)
     assert results[0].epoch < 6
     expected = reference(replace(case, epochs=results[0].epoch))
@@ -279,12 +253,7 @@ def test_early_stopping(workers: Workers) -> None:
 
 
 def fit_in_a_row(rank: int, cases: list[Case]) -> list[Result]:
-    found = []
-    for case in cases:
-        module, trainer = Module(case), build_trainer(case)
-        trainer.fit(module)
-        found.append(result_of(trainer, module))
-    return found
+    return [fit(rank, case) for case in cases]
 
 
 @pytest.mark.parametrize("iterable", [False, True])
@@ -299,19 +268,19 @@ def test_one_fit_after_another_that_ended_while_gifts_travelled(
         assert_exact(case, results)
 
 
-def fit_on(rank: int, case: Case, steps: int) -> tuple[Result, list[tuple[int, int]]]:
+def fit_on(rank: int, case: Case) -> Result:
     module = Module(case)
     trainer = build_trainer(case, max_epochs=1)
     trainer.fit(module)
     trainer.fit_loop.max_epochs = case.epochs
     trainer.fit(module)
-    return result_of(trainer, module), module.trained
+    return result_of(trainer, module)
 
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_a_trainer_that_goes_on(workers: Workers, iterable: bool) -> None:
     case = Case((1, 6, 0), optimizer="plain", iterable=iterable, rebalance=True)
-    assert_exact(case, [result for result, _ in workers.run(3, fit_on, case, 2)])
+    assert_exact(case, workers.run(3, fit_on, case))
 
 
 @dataclass(frozen=True)
@@ -328,24 +297,13 @@ class Leaving(Case):
 
 
 class Leaves(Module):
-    def __init__(self, case: Leaving) -> None:
-        super().__init__(case)
-        self.got: list[tuple[int, int, int | None, int | None]] = []
-        self.leaving = case.leaves
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if (self.trainer.global_rank, batch_idx) == self.leaving else None
+        return -1 if (self.trainer.global_rank, batch_idx) == self.case.leaves else None  # type: ignore[attr-defined]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
-        self.got.append((self.trainer.current_epoch, batch_idx, strategy.batch_owner, strategy.owner_batch_idx))
+        self.noted.append((self.trainer.current_epoch, batch_idx, strategy.batch_owner, strategy.owner_batch_idx))
         return super().training_step(batch, batch_idx)
-
-
-def fit_leaving(rank: int, case: Leaving) -> tuple[Result, list[tuple[int, ...]]]:
-    module, trainer = Leaves(case), build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module), module.got
 
 
 LEAVING = [
@@ -361,25 +319,18 @@ LEAVING = [
 ]
 
 
-def leave_with_gifts(rank: int, case: Leaving) -> list[str]:
-    module, trainer = Leaves(case), build_trainer(case)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module)
-    return [str(each.message) for each in caught if "returned -1" in str(each.message)]
-
-
 def test_gifts_to_a_rank_that_leaves_are_counted(workers: Workers) -> None:
-    (text,), *_ = workers.run(2, leave_with_gifts, Leaving((1, 9), leaves=(0, 2), epochs=1, rebalance=True))
+    result, _ = workers.run(2, fit, Leaving((1, 9), leaves=(0, 2), epochs=1), Leaves)
     # That of the step, and that of the next one, which was on its way.
-    assert "ranks [1] go on. 2 batches that others had given away are not trained on in this epoch." in text
+    assert "ranks [1] go on. 2 batches that others had given away are not trained on in this epoch." in result.warned
+    assert result.warned.count("returned -1") == 1
 
 
 class Holds(Module):
     """Batches of rank 1 cannot be sent."""
 
     def setup(self, stage: str) -> None:
-        self.estimate = self.trainer.estimated_stepping_batches
+        self.noted = self.trainer.estimated_stepping_batches
 
     def train_dataloader(self) -> Any:
         rank = self.trainer.global_rank
@@ -390,35 +341,22 @@ class Holds(Module):
         return super().training_step(batch[:2], batch_idx)
 
 
-def fit_held(rank: int, case: Case) -> tuple[int, int, list[str]]:
-    module, trainer = Holds(case), build_trainer(case)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module)
-    return (
-        int(module.estimate),
-        trainer.global_step,
-        [str(each.message) for each in caught if "Rebal" in str(each.message)],
-    )
-
-
 def test_more_steps_than_were_estimated_are_told(workers: Workers) -> None:
-    for rank, (estimate, steps, warned) in enumerate(workers.run(2, fit_held, Case((2, 10), epochs=2, rebalance=True))):
-        assert (estimate, steps) == (12, 20)
-        assert len(warned) == (rank == 0)
-        assert all("the epoch has 10 steps, and not 6" in text for text in warned)
+    for rank, result in enumerate(workers.run(2, fit, Case((2, 10), epochs=2, rebalance=True), Holds)):
+        assert (result.noted, result.global_step) == (12, 20)
+        assert result.warned.count("Rebal") == result.warned.count("the epoch has 10 steps, and not 6") == (rank == 0)
 
 
 @pytest.mark.parametrize("case", LEAVING, ids=name_of)
 def test_a_rank_that_leaves_the_epoch(workers: Workers, case: Leaving) -> None:
-    results = workers.run(case.world_size, fit_leaving, case)
-    for rank, (_, got) in enumerate(results):
+    results = workers.run(case.world_size, fit, case, Leaves)
+    for rank, result in enumerate(results):
         rows = [(epoch, step, row) for epoch in range(case.epochs) for step, row in enumerate(case.rows(epoch))]
-        assert got == [(epoch, step, *row[rank]) for epoch, step, row in rows if rank in row]
-    assert_same_bits([result for result, _ in results])
+        assert result.noted == [(epoch, step, *row[rank]) for epoch, step, row in rows if rank in row]
+    assert_same_bits(results)
     expected = reference(case)
-    assert difference(results[0][0].parameters, list(expected.net.parameters())) < TOLERANCE
-    assert (results[0][0].global_step, results[0][0].lr) == (expected.steps, expected.lr)
+    assert difference(results[0].parameters, list(expected.net.parameters())) < TOLERANCE
+    assert (results[0].global_step, results[0].lr) == (expected.steps, expected.lr)
 
 
 # ---------------------------------------------------------------- what it says of itself
@@ -427,26 +365,16 @@ def test_a_rank_that_leaves_the_epoch(workers: Workers, case: Leaving) -> None:
 class Owners(Module):
     """Notes whose batch it gets, in hooks too."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.owners: list[tuple[Any, ...]] = []
-        self.right = True
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.right &= self.trainer.strategy.joined == (self.trainer.strategy.batch_owner is None)  # type: ignore[attr-defined]
+        strategy: Any = self.trainer.strategy
+        assert strategy.joined == (strategy.batch_owner is None)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
         owner, index = strategy.batch_owner, strategy.owner_batch_idx
-        self.right &= torch.equal(batch[0], self.case.batch(owner, self.trainer.current_epoch, index)[0])
-        self.owners.append((self.trainer.current_epoch, batch_idx, owner, index))
+        assert torch.equal(batch[0], self.case.batch(owner, self.trainer.current_epoch, index)[0])
+        self.noted.append((self.trainer.current_epoch, batch_idx, owner, index))
         return super().training_step(batch, batch_idx)
-
-
-def fit_owners(rank: int, case: Case, options: dict[str, Any]) -> tuple[list[tuple[Any, ...]], bool]:
-    module = Owners(case)
-    build_trainer(case, **options).fit(module)
-    return module.owners, module.right
 
 
 @pytest.mark.parametrize("rebalance", [True, False])
@@ -457,38 +385,22 @@ def fit_owners(rank: int, case: Case, options: dict[str, Any]) -> tuple[list[tup
 )
 def test_whose_batch_it_is(workers: Workers, case: Case, rebalance: bool) -> None:
     case = replace(case, rebalance=rebalance)
-    for rank, (owners, right) in enumerate(workers.run(case.world_size, fit_owners, case, {})):
-        places = itertools.chain.from_iterable(enumerate(case.rows(epoch)) for epoch in range(case.epochs))
-        epochs = [epoch for epoch in range(case.epochs) for _ in case.rows(epoch)]
-        assert owners == [
-            (epoch, step, *row[rank]) for epoch, (step, row) in zip(epochs, places, strict=True) if rank in row
-        ]
-        assert right
-
-
-def fit_with_a_callback(rank: int, case: Case) -> Result:
-    module = Module(case)
-    trainer = build_trainer(case, strategy="ddp", callbacks=[JoinCallback(weighting=case.weighting, rebalance=True)])  # type: ignore[arg-type]
-    trainer.fit(module)
-    assert "rebalance" not in vars(trainer.strategy)
-    return result_of(trainer, module)
+    rows = [(epoch, step, row) for epoch in range(case.epochs) for step, row in enumerate(case.rows(epoch))]
+    for rank, result in enumerate(workers.run(case.world_size, fit, case, Owners)):
+        assert result.noted == [(epoch, step, *row[rank]) for epoch, step, row in rows if rank in row]
 
 
 @pytest.mark.parametrize("case", [Case((1, 6)), Case((0, 7, 3), iterable=True, weighting="active")], ids=name_of)
 def test_the_callback(workers: Workers, case: Case) -> None:
     case = replace(case, rebalance=True)
-    assert_exact(case, workers.run(case.world_size, fit_with_a_callback, case))
+    callback = JoinCallback(weighting=case.weighting, rebalance=True)  # type: ignore[arg-type]
+    options = {"strategy": "ddp", "callbacks": [callback]}
+    assert_exact(case, workers.run(case.world_size, fit, case, Module, {}, options))
 
 
 class Estimates(Module):
     def setup(self, stage: str) -> None:
-        self.estimated = (self.trainer.estimated_stepping_batches, self.trainer.num_training_batches)
-
-
-def fit_estimating(rank: int, case: Case) -> tuple[float, ...]:
-    module, trainer = Estimates(case), build_trainer(case)
-    trainer.fit(module)
-    return (*module.estimated, trainer.global_step, trainer.num_training_batches)
+        self.noted = self.trainer.estimated_stepping_batches, self.trainer.num_training_batches
 
 
 @pytest.mark.parametrize(
@@ -497,16 +409,12 @@ def fit_estimating(rank: int, case: Case) -> tuple[float, ...]:
 def test_numbers_of_steps(workers: Workers, case: Case) -> None:
     case = replace(case, rebalance=True)
     steps, batches = total_steps(case), longest(case, 0)
-    for estimated in workers.run(case.world_size, fit_estimating, case):
-        assert estimated == (steps, batches, steps, batches)
+    for result in workers.run(case.world_size, fit, case, Estimates):
+        assert result.noted == (result.global_step, result.batches) == (steps, batches)
 
 
 class Validates(Module):
-    """Notes at which steps it validates, and how often its scheduler has stepped."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.validated: list[int] = []
+    """Notes at which steps it validates."""
 
     def val_dataloader(self) -> Any:
         return DataLoader(range(1 + self.trainer.global_rank))  # type: ignore[arg-type]
@@ -515,13 +423,7 @@ class Validates(Module):
         pass
 
     def on_validation_end(self) -> None:
-        self.validated.append(self.trainer.global_step)
-
-
-def fit_validating(rank: int, case: Case, options: dict[str, Any]) -> tuple[Result, list[int]]:
-    module, trainer = Validates(case), build_trainer(case, num_sanity_val_steps=0, **options)
-    trainer.fit(module)
-    return result_of(trainer, module), module.validated
+        self.noted.append(self.trainer.global_step)
 
 
 INTERVALS: list[tuple[Case, dict[str, Any], list[int]]] = [
@@ -538,9 +440,9 @@ INTERVALS: list[tuple[Case, dict[str, Any], list[int]]] = [
 def test_validation(workers: Workers, number: int) -> None:
     case, options, steps = INTERVALS[number]
     case = replace(case, epochs=2, rebalance=True)
-    results = workers.run(case.world_size, fit_validating, case, options)
-    assert_exact(case, [result for result, _ in results])
-    assert [validated for _, validated in results] == [steps] * case.world_size
+    results = workers.run(case.world_size, fit, case, Validates, {}, {**options, "num_sanity_val_steps": 0})
+    assert_exact(case, results)
+    assert [result.noted for result in results] == [steps] * case.world_size
 
 
 # ---------------------------------------------------------------- several loaders
@@ -570,8 +472,8 @@ def combined_loss(net: Any, batches: Any) -> Tensor:
 
 
 class Combined(Module):
-    shorter: tuple[int, ...] = ()
-    mode = ""
+    shorter: tuple[int, ...]
+    mode: str
 
     def train_dataloader(self) -> Any:
         return combined(self.case, self.shorter, self.mode, self.trainer.global_rank)
@@ -579,13 +481,6 @@ class Combined(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.trained.append((self.trainer.current_epoch, batch_idx))
         return combined_loss(self.net, batch)
-
-
-def fit_combined(rank: int, case: Case, shorter: tuple[int, ...], mode: str) -> Result:
-    module, trainer = Combined(case), build_trainer(case)
-    module.shorter, module.mode = shorter, mode
-    trainer.fit(module)
-    return result_of(trainer, module)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -604,7 +499,7 @@ def test_combined_loaders(workers: Workers, mode: str, iterable: bool) -> None:
         weight = weights(case, dict.fromkeys(row, 1))
         torch.stack([weight[r] * combined_loss(net, read[owner][i]) for r, (owner, i) in row.items()]).sum().backward()
         optimizer.step()
-    results = workers.run(3, fit_combined, case, shorter, mode)
+    results = workers.run(3, fit, case, Combined, {"shorter": shorter, "mode": mode})
     assert_same_bits(results)
     assert results[0].global_step == 2 * len(rows)
     assert difference(results[0].parameters, list(net.parameters())) < TOLERANCE
@@ -618,20 +513,17 @@ def test_combined_loaders(workers: Workers, mode: str, iterable: bool) -> None:
 )
 def test_a_loader_shorter_than_its_length(workers: Workers, lengths: tuple[int, ...], claims: tuple[int, ...]) -> None:
     case = Case(lengths, epochs=1, rebalance=True)
-    results = workers.run(len(lengths), test_loop.fit_lied, case, claims)
-    places = [place for result, _ in results for place in result.trained]
-    assert len(places) == sum(lengths)
-    assert_same_bits([result for result, _ in results])
+    results = workers.run(len(lengths), fit, case, test_loop.Lied, {"claims": claims})
+    assert sum(len(result.trained) for result in results) == sum(lengths)
+    assert_same_bits(results)
     for rank, (claimed, real) in enumerate(zip(claims, lengths, strict=True)):
         text = f"dataloader of rank {rank} said it had {claimed} batches and yielded {real}"
-        assert results[0][1].count(text) == (claimed != real)
+        assert results[0].warned.count(text) == (claimed != real)
 
 
 def fit_beside_a_group(rank: int, case: Case) -> Result:
     dist.new_group([0, 1])
-    module, trainer = Module(case), build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module)
+    return fit(rank, case)
 
 
 def test_a_group_of_the_users_own_that_some_ranks_are_in(workers: Workers) -> None:
@@ -687,7 +579,7 @@ class SizedRing(Ring):
 
 
 class FromRing(Module):
-    buffers = 0
+    buffers: int
 
     def train_dataloader(self) -> DataLoader[Any]:
         kind = Ring if self.case.iterable else SizedRing
@@ -699,21 +591,13 @@ def itself(batch: Any) -> Any:
     return batch
 
 
-def fit_ring(rank: int, case: Case, buffers: int) -> Result:
-    module = FromRing(case)
-    module.buffers = buffers
-    trainer = build_trainer(case, strategy=DDPJoinStrategy(rebalance=case.rebalance))
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 @pytest.mark.parametrize("iterable", [False, True], ids=["sized", "stream"])
 @pytest.mark.parametrize(("rebalance", "buffers"), [(True, 1), (True, 2), (True, 3), (True, 5), (False, 1), (False, 2)])
 def test_what_a_small_ring_would_overwrite_is_noticed(
     workers: Workers, rebalance: bool, buffers: int, iterable: bool
 ) -> None:
     case = Case((9, 0, 7), epochs=1, iterable=iterable, rebalance=rebalance)
-    outcomes = workers.outcomes(3, fit_ring, case, buffers)
+    outcomes = workers.outcomes(3, fit, case, FromRing, {"buffers": buffers})
     if buffers < (5 if rebalance else 2):
         assert all("refills the memory" in outcome.error for outcome in outcomes), outcomes
     else:

@@ -3,46 +3,29 @@
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy
 from tests.support.cases import Batch, Case, Module, build_trainer
-from tests.support.joinables import WorldJoinable
+from tests.support.joinables import Counter
 from tests.support.workers import Workers
 
 
-class Counter(WorldJoinable):
-    """As in torch's tutorial: counts, at each call, the ranks that count."""
+class Logged(Counter):
+    """Writes down its hooks."""
 
     def __init__(self, name: str = "", log: list[str] | None = None) -> None:
         super().__init__()
         self.name, self.log = name, [] if log is None else log
-        self.total = 0
-
-    def count(self) -> None:
-        Join.notify_join_context(self)
-        one = torch.ones(1)
-        dist.all_reduce(one)
-        self.total += int(one)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return CounterHook(self)
-
-
-class CounterHook(JoinHook):
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
 
     def main_hook(self) -> None:
-        self.counter.log.append(f"main {self.counter.name}")
-        dist.all_reduce(torch.zeros(1))
+        self.log.append(f"main {self.name}")
+        super().main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.counter.log.append(f"post {self.counter.name} {is_last_joiner}")
+        self.log.append(f"post {self.name} {is_last_joiner}")
 
 
 class Counts(Module):
@@ -52,7 +35,7 @@ class Counts(Module):
         super().__init__(case)
         self.validation = validation
         self.log_: list[str] = []
-        self.every, self.other, self.seen = (Counter(name, self.log_) for name in ("every", "other", "seen"))
+        self.every, self.other, self.seen = (Logged(name, self.log_) for name in ("every", "other", "seen"))
         self.configured = 0
 
     def configure_joinables(self) -> list[Joinable]:

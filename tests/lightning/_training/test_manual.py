@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.support.cases import (
     Module,
     build_trainer,
     difference,
+    fit,
     flatten,
     longest,
     loss_of,
@@ -328,6 +330,7 @@ class Syncing(Manual):
         self.mean = MeanMetric()
         self.means: list[float] = []
         self.logged: list[float] = []
+        self.noted = self.means, self.logged
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
@@ -349,18 +352,13 @@ class Syncing(Manual):
         self.logged.append(float(self.trainer.callback_metrics["value"]))
 
 
-def fit_syncing(rank: int, case: Case) -> tuple[list[float], list[float]]:
-    module = Syncing(case)
-    build_trainer(case).fit(module)
-    return module.means, module.logged
-
-
 @pytest.mark.parametrize("lengths", [(2, 5), (5, 0, 3)])
 def test_a_hook_that_all_ranks_run_announces_nothing(workers: Workers, lengths: tuple[int, ...]) -> None:
     # In the tail too: a joined rank takes part of its own accord, and would take an announcement for something else.
     expected = [10.0 * (len(lengths) - 1) / 2 + step for step in range(max(lengths))]
     case = Case(lengths, epochs=1, ddp=UNUSED)
-    for means, logged in workers.run(len(lengths), fit_syncing, case, deadline=60.0):
+    for result in workers.run(len(lengths), fit, case, Syncing):
+        means, logged = result.noted
         assert means == logged == pytest.approx(expected)
 
 
@@ -401,10 +399,6 @@ class Misused(Manual):
         pass
 
 
-def fit_misused(rank: int, case: Case, program: str) -> None:
-    build_trainer(case).fit(Misused(case, program))
-
-
 @pytest.mark.parametrize(
     ("program", "text"),
     [
@@ -416,7 +410,7 @@ def fit_misused(rank: int, case: Case, program: str) -> None:
     ],
 )
 def test_what_cannot_be_repeated_raises_on_all_ranks(workers: Workers, program: str, text: str) -> None:
-    joined, active = workers.outcomes(2, fit_misused, Case((2, 4), epochs=1, ddp=UNUSED), program)
+    joined, active = workers.outcomes(2, fit, Case((2, 4), epochs=1, ddp=UNUSED), partial(Misused, program=program))
     assert text in active.error, active.trace
     assert text in joined.error or "PeerFailedError: Rank 1 failed" in joined.error, joined.trace
 
@@ -427,9 +421,7 @@ def test_what_cannot_be_repeated_raises_on_all_ranks(workers: Workers, program: 
 class Skips(Module):
     """Takes a constant for a loss at some steps of one rank, or the same number with zero gradients."""
 
-    def __init__(self, case: Case, is_constant: bool) -> None:
-        super().__init__(case)
-        self.automatic_optimization, self.is_constant = False, is_constant
+    is_constant: bool
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
@@ -443,15 +435,10 @@ class Skips(Module):
         return loss.detach()
 
 
-def fit_skipping(rank: int, case: Case, is_constant: bool) -> list[Tensor]:
-    module = Skips(case, is_constant)
-    build_trainer(case).fit(module)
-    return [p.detach() for p in module.parameters()]
-
-
 @pytest.mark.parametrize("options", [{"hooked": True}, {"ddp": {"find_unused_parameters": True}}])
 def test_a_constant_loss_brings_nothing_and_keeps_nobody_waiting(workers: Workers, options: dict[str, Any]) -> None:
     case = Case((4, 6, 1), epochs=2, optimizer="sgd", **options)
-    expected = workers.run(3, fit_skipping, case, False)
-    for parameters in workers.run(3, fit_skipping, case, True):
-        assert difference(parameters, expected[0]) < 1e-10
+    given = {"automatic_optimization": False}
+    expected = workers.run(3, fit, case, Skips, {**given, "is_constant": False})
+    for result in workers.run(3, fit, case, Skips, {**given, "is_constant": True}):
+        assert difference(result.parameters, expected[0].parameters) < 1e-10

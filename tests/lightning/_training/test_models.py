@@ -13,14 +13,11 @@ from tests.support.cases import (
     Batch,
     Case,
     Module,
-    Result,
     assert_exact,
     assert_same_bits,
-    build_trainer,
     difference,
     fit,
     reference,
-    result_of,
 )
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, UnsupportedError
@@ -88,11 +85,8 @@ def test_buffers_of_an_accumulation_window(workers: Workers) -> None:
     assert difference(results[0].parameters, list(reference(case).net.parameters())) < 1e-10
 
 
-def fit_mixed(rank: int, case: Case) -> Result:
-    module = Module(case).float()
-    trainer = build_trainer(case, precision="bf16-mixed")
-    trainer.fit(module)
-    return result_of(trainer, module)
+def single_precision(case: Case) -> Module:
+    return Module(case).float()
 
 
 class SinglePrecision(Case):
@@ -105,7 +99,8 @@ class SinglePrecision(Case):
 
 @pytest.mark.parametrize("lengths", [(2, 5), (5, 0, 2)])
 def test_bf16_mixed_precision(workers: Workers, lengths: tuple[int, ...]) -> None:
-    results = workers.run(len(lengths), fit_mixed, SinglePrecision(lengths, optimizer="sgd"))
+    case, options = SinglePrecision(lengths, optimizer="sgd"), {"precision": "bf16-mixed"}
+    results = workers.run(len(lengths), fit, case, single_precision, {}, options)
     assert_same_bits(results)
     expected = list(reference(Case(lengths, optimizer="sgd")).net.parameters())
     # bfloat16 has 8 bits: the forward passes differ by some 1e-2 of the parameters' scale.

@@ -13,10 +13,9 @@ from tests.support.cases import (
     Net,
     Result,
     assert_same_bits,
-    build_trainer,
     difference,
+    fit,
     loss_of,
-    result_of,
 )
 from tests.support.joint import JointModule, joint_reference, returns_none
 from tests.support.workers import Workers
@@ -59,11 +58,9 @@ def losses(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[i
 
 
 def fit_contrastive(rank: int, case: Case) -> Result:
-    module = Contrastive(case)
-    trainer = build_trainer(case)
-    trainer.fit(module)
+    result = fit(rank, case, Contrastive)
     assert len(groups_of_this_rank()) == 1, "a group has been left behind"
-    return result_of(trainer, module)
+    return result
 
 
 TINY: dict[str, Any] = {"bucket_cap_mb": 1e-5}
@@ -87,16 +84,10 @@ def test_a_contrastive_loss(workers: Workers, case: Case) -> None:
         assert result.global_step == expected.steps
 
 
-def fit_stock(rank: int, case: Case, strategy: str) -> Result:
-    module = Contrastive(case)
-    trainer = build_trainer(case, strategy=strategy)
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 def test_even_inputs_train_as_under_ddp(workers: Workers) -> None:
-    case = Case((3, 3), model="mlp")
-    ours, stock = (workers.run(2, fit_stock, case, strategy)[0] for strategy in ("ddp_join", "ddp"))
+    ours, stock = (
+        workers.run(2, fit, Case((3, 3)), Contrastive, {}, {"strategy": name})[0] for name in ("ddp_join", "ddp")
+    )
     assert difference(ours.parameters, stock.parameters) < 1e-12
 
 
@@ -108,13 +99,9 @@ class SilentContrastive(Contrastive):
         return None if (self.trainer.global_rank, batch_idx) == (1, 1) else loss
 
 
-def fit_silent(rank: int, lengths: tuple[int, ...]) -> None:
-    build_trainer(Case(lengths)).fit(SilentContrastive(Case(lengths)))
-
-
 @pytest.mark.parametrize("lengths", [(3, 3), (1, 3, 3)])
 def test_no_loss_after_a_gather_with_gradients_raises(workers: Workers, lengths: tuple[int, ...]) -> None:
-    outcomes = workers.outcomes(len(lengths), fit_silent, lengths, timeout=3.0)
+    outcomes = workers.outcomes(len(lengths), fit, Case(lengths), SilentContrastive, timeout=3.0)
     assert outcomes[1].error.startswith("UnsupportedError: training_step returned None")
     assert "0.0 * loss" in outcomes[1].error
     assert all(outcome.error.startswith(("UnsupportedError", "PeerFailedError")) for outcome in outcomes)
@@ -171,19 +158,12 @@ def everything(case: Case) -> Any:
     return of
 
 
-def fit_everything(rank: int, case: Case) -> Result:
-    module = Everything(case)
-    trainer = build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 @pytest.mark.parametrize(
     "case", [Case((1, 4), epochs=2, accumulate=2), Case((4, 0, 2), epochs=2, model="mlp"), Case((3,))], ids=str
 )
 def test_collectives_are_over_the_ranks_that_have_a_batch(workers: Workers, case: Case) -> None:
     expected = joint_reference(case, everything(case))
-    for result in workers.run(case.world_size, fit_everything, case):
+    for result in workers.run(case.world_size, fit, case, Everything):
         assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
 
 
@@ -209,50 +189,28 @@ def sloped(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[i
     return {rank: (gathered.mean() + (out + common).mean()) ** 2 * len(batches) for rank, (_, out) in embedded.items()}
 
 
-def fit_sloped(rank: int, case: Case) -> Result:
-    module, trainer = Sloped(case), build_trainer(case)
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
 @pytest.mark.parametrize("case", [Case((1, 4), optimizer="sgd"), Case((4, 0, 2), optimizer="sgd")], ids=str)
 def test_gathers_in_a_gradient_of_the_step_and_in_a_checkpoint(workers: Workers, case: Case) -> None:
     expected = joint_reference(case, sloped)
-    for result in workers.run(case.world_size, fit_sloped, case):
+    for result in workers.run(case.world_size, fit, case, Sloped):
         assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
 
 
 # ---------------------------------------------------------------- what raises
 
 
-class Raises(JointModule):
-    kind = ""
-
+class GathersInAPair(JointModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         hidden, out = embed(self.net, batch[0])
-        if self.kind == "subgroup":
-            gathered = self.all_gather(hidden, group=self.subgroup, sync_grads=True)
-        return (gathered.mean() + out.mean()) ** 2
+        gathered: Any = self.all_gather(hidden, group=self.pair, sync_grads=True)
+        return (gathered.mean() + out.mean()) ** 2  # type: ignore[no-any-return]
 
     def on_fit_start(self) -> None:
-        self.subgroup = dist.new_group([0, 1]) if self.kind == "subgroup" else None
+        self.pair = dist.new_group([0, 1])
 
 
-def fit_raising(rank: int, case: Case, kind: str) -> None:
-    module = Raises(case)
-    module.kind = kind
-    build_trainer(case).fit(module)
-
-
-RAISES = {
-    "subgroup": "takes automatic optimization and the group of all ranks (here: another group)",
-}
-
-
-@pytest.mark.parametrize("kind", RAISES)
-def test_what_cannot_be_followed_raises_on_all_ranks(workers: Workers, kind: str) -> None:
-    joined, *active = workers.outcomes(2, fit_raising, Case((1, 3)), kind)
-    for outcome in active:
-        assert "UnsupportedError: " in outcome.error, outcome.trace
-        assert RAISES[kind] in outcome.error, outcome.trace
+def test_what_cannot_be_followed_raises_on_all_ranks(workers: Workers) -> None:
+    joined, active = workers.outcomes(2, fit, Case((1, 3)), GathersInAPair)
+    assert "UnsupportedError: " in active.error, active.trace
+    assert "takes automatic optimization and the group of all ranks (here: another group)" in active.error
     assert "PeerFailedError" in joined.error

@@ -1,0 +1,74 @@
+"""The smallest training there is: a linear layer under Adam, done by ranks, and by one process for all of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Places = list[tuple[int, int]]  # ranks, and which of their batches
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def batches_of(rank: int, lengths: Sequence[int]) -> list[Tensor]:
+    return [batch(rank, step) for step in range(lengths[rank])]
+
+
+def steps_of(lengths: Sequence[int], last: int | None = None) -> list[Places]:
+    """The places of the batches of each step, up to one of that number."""
+    return [[(r, step) for r, length in enumerate(lengths) if step < length] for step in range(max(lengths))][:last]
+
+
+def network() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1).double()
+
+
+def loss(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+class Training:
+    """A model, perhaps in a wrapper, and its optimizer."""
+
+    def __init__(self, wrap: Callable[[nn.Module], Any] = lambda net: net, lr: Any = 0.1) -> None:
+        self.net = network()
+        self.model = wrap(self.net)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=lr)
+
+    def step(self, *batches: Tensor, share: float = 1.0) -> None:
+        """Step on some batches, each of which counts for a share."""
+        self.optimizer.zero_grad()
+        for x in batches:
+            (loss(self.model, x) * share).backward()
+        self.optimizer.step()
+
+    @property
+    def given(self) -> list[Any]:
+        return [self.model, self.optimizer]
+
+    @property
+    def weight(self) -> list[float]:
+        weight: Any = self.net.weight
+        return (weight.full_tensor() if isinstance(weight, DTensor) else weight).flatten().tolist()  # type: ignore[no-any-return]
+
+
+def alone(ranks: int, steps: Iterable[Places]) -> list[float]:
+    """Train in one process on all ranks' batches; return the weight."""
+    training = Training()
+    for places in steps:
+        training.step(*(batch(*place) for place in places), share=1 / ranks)
+    return training.weight
+
+
+def train_alone(optimizer: torch.optim.Optimizer, lengths: Sequence[int], loss: Callable[[int, int], Tensor]) -> None:
+    """Step in one process as ranks do with so many batches, of which each rank's `loss(rank, step)` counts the same."""
+    for places in steps_of(lengths):
+        optimizer.zero_grad()
+        for place in places:
+            (loss(*place) / len(lengths)).backward()
+        optimizer.step()
