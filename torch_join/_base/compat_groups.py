@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_join._base.compat import SEEN
+from torch_join._base.names import check_names
+
 _PROBE_TAG = 0x7001
 
 
@@ -80,3 +83,6 @@ def abort(group: dist.ProcessGroup, kind: str) -> None:
     backend: Any = group._get_backend(torch.device(kind))
     with suppress(RuntimeError, AttributeError):  # not every backend can
         backend.abort()
+
+
+check_names("torch", SEEN, {dist.ProcessGroup: "_get_backend"})
