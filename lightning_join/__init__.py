@@ -11,9 +11,9 @@ strategy all four. What the strategies have in common is `_joining.py`.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from torch_join.integration import naming_missing
+from torch_join.integration import naming_missing as _naming_missing
 
-with naming_missing("lightning", "2.5.1 to 2.6"):
+with _naming_missing("2.5.1 to 2.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._callback import JoinCallback
     from lightning_join._monitor.monitor import JoinMonitor
     from lightning_join._sharded import FSDPJoinStrategy, ModelParallelJoinStrategy

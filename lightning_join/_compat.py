@@ -178,7 +178,7 @@ def ended_parts(loader: CombinedLoader) -> list[bool]:
 
 
 check_names(
-    "lightning",
+    "lightning.pytorch",
     "2.5.1 to 2.6",
     {
         call: "_call_callback_hooks _call_lightning_module_hook _call_strategy_hook",

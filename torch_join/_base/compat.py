@@ -18,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from torch_join._base.errors import JoinError, UnsupportedError
-from torch_join._base.names import check_names
-
-SEEN = "2.6 to 2.14"
+from torch_join._base.names import TORCH, check_names
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
@@ -309,7 +307,7 @@ def check_reduced(ddp: DistributedDataParallel, watch: Callable[[], Callable[[],
 
 check_names(
     "torch",
-    SEEN,
+    TORCH,
     {
         DistributedDataParallel: (
             "mixed_precision modules_buffers parameters_to_ignore reducer static_graph _comm_hooks _has_rebuilt_buckets"

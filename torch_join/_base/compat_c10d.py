@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_join._base.compat import SEEN
-from torch_join._base.names import check_names
+from torch_join._base.names import TORCH, check_names
 
 
 def overload(name: str) -> Any:
@@ -61,7 +60,7 @@ def changing_all_reduces(change: Callable[[Sequence[Tensor]], None]) -> Iterator
 
 check_names(
     "torch",
-    SEEN,
+    TORCH,
     {
         torch._C: "_dispatch_has_kernel_for_dispatch_key _dispatch_keyset_full_after DispatchKey",
         torch.library.Library: "_destroy impl",

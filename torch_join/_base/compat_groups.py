@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_join._base.compat import SEEN
-from torch_join._base.names import check_names
+from torch_join._base.names import TORCH, check_names
 
 _PROBE_TAG = 0x7001
 
@@ -85,4 +84,4 @@ def abort(group: dist.ProcessGroup, kind: str) -> None:
         backend.abort()
 
 
-check_names("torch", SEEN, {dist.ProcessGroup: "_get_backend"})
+check_names("torch", TORCH, {dist.ProcessGroup: "_get_backend"})

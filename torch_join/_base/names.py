@@ -4,6 +4,8 @@ Compat modules say which, as they are imported. What has gone is told by one err
 and not by an `AttributeError` from inside of a hook, in the midst of a training.
 """
 
+import dis
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -12,12 +14,14 @@ from typing import Any
 
 from torch_join._base.errors import UnsupportedError
 
+TORCH = "2.6 to 2.14"  # seen to have what is needed
+
 
 def check_names(framework: str, seen: str, needed: Mapping[Any, str]) -> None:
     """Check that a framework has what is needed of it.
 
     Args:
-        framework: The name of its package.
+        framework: Its package.
         seen: The versions that were seen to have all of it.
         needed: By class or module, the names that its objects must have, with spaces between.
 
@@ -32,21 +36,26 @@ def check_names(framework: str, seen: str, needed: Mapping[Any, str]) -> None:
 
 
 @contextmanager
-def naming_missing(framework: str, seen: str) -> Iterator[None]:
-    """Put around imports: where a name of a framework is not there, the error is that of `check_names`."""
+def naming_missing(seen: str, *packages: str) -> Iterator[None]:
+    """Put around imports: where a name of one of these packages is not there, the error is that of `check_names`.
+
+    Args:
+        seen: As for `check_names`.
+        packages: The framework's first.
+    """
     try:
         yield
-    except ImportError as error:
-        if not (error.name or "").startswith(f"{framework}.") and (error.name != framework or not error.path):
-            raise  # of another package, or this one is not installed
-        raise _gone(framework, seen, str(error)) from error
-    except AttributeError as error:
-        if getattr(error.obj, "__module__", getattr(error.obj, "__name__", "")).partition(".")[0] != framework:
-            raise
-        raise _gone(framework, seen, str(error)) from error
+    except (ImportError, AttributeError) as error:
+        owner = error.name if isinstance(error, ImportError) else error.obj
+        of = owner if isinstance(owner, str) else getattr(owner, "__module__", getattr(owner, "__name__", ""))
+        roots = {name.partition(".")[0] for name in packages}
+        if of.partition(".")[0] not in roots or (of in roots and not getattr(error, "path", "inside")):
+            raise  # it is of another package, or this one is not installed
+        raise _gone(packages[0], seen, str(error)) from error
 
 
-def _gone(framework: str, seen: str, what: str) -> UnsupportedError:
+def _gone(package: str, seen: str, what: str) -> UnsupportedError:
+    framework = package.partition(".")[0]
     return UnsupportedError(
         f"{framework} {version(framework)} does not have what this package needs of it ({what}). It works with"
         f" {framework} {seen}: install one of these versions, or a newer version of this package."
@@ -60,6 +69,13 @@ def _has(owner: Any, name: str) -> bool:
     kinds = owner.__mro__ if isinstance(owner, type) else (owner,)
     return any(
         name in getattr(kind, "__annotations__", ())
-        or any(isinstance(each, FunctionType) and name in each.__code__.co_names for each in vars(kind).values())
+        or any(isinstance(each, FunctionType) and _sets(each, name) for each in vars(kind).values())
         for kind in kinds
+    )
+
+
+def _sets(function: Any, name: str) -> bool:
+    function = inspect.unwrap(function)
+    return name in function.__code__.co_names and any(
+        step.opname == "STORE_ATTR" and step.argval == name for step in dis.get_instructions(function)
     )

@@ -24,10 +24,9 @@ from torch.distributed import _functional_collectives, c10d_logger, distributed_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
-from torch_join._base.compat import SEEN
 from torch_join._base.compat_c10d import overload
 from torch_join._base.errors import UnsupportedError
-from torch_join._base.names import check_names
+from torch_join._base.names import TORCH, check_names
 
 # The dispatcher's operators, by what they are called in `torch.distributed`.
 OPERATORS = {
@@ -417,7 +416,7 @@ def gather_object_destination(frame: FrameType) -> int:
 
 check_names(
     "torch",
-    SEEN,
+    TORCH,
     {
         _c10d: "_create_work_from_future",
         dist.ProcessGroup: "_end_coalescing unbox",

@@ -14,10 +14,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _runtim
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
-from torch_join._base.compat import SEEN
-from torch_join._base.names import check_names, naming_missing
+from torch_join._base.names import TORCH, check_names, naming_missing
 
-with naming_missing("torch", SEEN):
+with naming_missing(TORCH, "torch"):
     from torch.distributed.fsdp._common_utils import TrainingState as Fsdp1State
     from torch.distributed.fsdp._common_utils import _FSDPState
     from torch.distributed.fsdp._exec_order_utils import _ExecOrderData
@@ -195,7 +194,7 @@ def replicated(norm: Any) -> Any:
 
 check_names(
     "torch",
-    SEEN,
+    TORCH,
     {
         clip_grad: "_clip_grads_with_norm_ _get_total_norm",
         FSDPModule: "_get_fsdp_state",
