@@ -1,5 +1,6 @@
 """Objects of `pytorch_lightning` meet ours, and the other way round: errors name what to import."""
 
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -139,3 +140,10 @@ def test_a_trainer_of_another_package_is_told_by_its_class() -> None:
         with pytest.raises(JoinTypeError, match="given to a Trainer of `pytorch_lightning`"):
             callback.setup(Foreign(), Module(Case((1,))), "fit")  # type: ignore[arg-type]
     assert "pytorch_lightning" not in vars(lightning_join)
+
+
+def test_every_name_of_lightning_has_a_twin() -> None:
+    """A module is told apart by `lightning.pytorch` and `lightning.fabric`, which are put into the other's names."""
+    folder = Path(str(lightning_join.__file__)).parent
+    texts = {path.name: re.sub(r"lightning\.(pytorch|fabric)\b", "", path.read_text()) for path in folder.rglob("*.py")}
+    assert [name for name, text in texts.items() if re.search(r"[\"'`]lightning\b", text)] == []
