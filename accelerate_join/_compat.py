@@ -13,6 +13,15 @@ from accelerate.state import PartialState
 from accelerate.utils import operations
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_join.integration import check_names
+
+SEEN = "1.5 to 1.15"
+
+
+def parallelism(accelerator: accelerate.Accelerator) -> Any:
+    """Return its `ParallelismConfig`, if it has one (from 1.10 on)."""
+    return getattr(accelerator, "parallelism_config", None)
+
 
 def loaders(accelerator: accelerate.Accelerator) -> list[Any]:
     """Return the loaders that `accelerator` has prepared."""
@@ -164,3 +173,15 @@ def standing_in_for_main() -> Iterator[None]:
         yield
     finally:
         state.process_index, state.local_process_index = before
+
+
+check_names(
+    "accelerate",
+    SEEN,
+    {
+        accelerate.Accelerator: "_custom_objects _dataloaders _models _optimizers _schedulers",
+        accelerate.optimizer.AcceleratedOptimizer: "_is_overflow",
+        operations: "_gpu_broadcast _gpu_gather _gpu_gather_object reduce",
+        PartialState: "local_process_index process_index",
+    },
+)

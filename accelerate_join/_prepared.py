@@ -40,7 +40,7 @@ def check_supported(accelerator: accelerate.Accelerator) -> bool:
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
         return False
-    config = accelerator.parallelism_config
+    config = _compat.parallelism(accelerator)
     if config is not None and accelerator.torch_device_mesh is not None:
         if config.non_data_parallel_size > 1:
             raise UnsupportedError(
@@ -53,7 +53,7 @@ def check_supported(accelerator: accelerate.Accelerator) -> bool:
                 "join_uneven_inputs: with a parallelism_config and without FSDP the ranks hold replicas on a mesh,"
                 f" which Accelerate does not average over all of them. {_INSTEAD}."
             )
-    if not (accelerator.multi_device or kind in (DistributedType.MULTI_CPU, DistributedType.FSDP)):
+    if not (kind.value.startswith("MULTI_") or kind == DistributedType.FSDP):  # by DDP, on whatever device
         reason = _REASONS.get(kind, "it trains neither by DistributedDataParallel nor by FSDP")
         raise UnsupportedError(f"join_uneven_inputs does not support {kind.value}: {reason}. {_INSTEAD}.")
     return True

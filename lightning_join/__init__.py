@@ -11,10 +11,13 @@ strategy all four. What the strategies have in common is `_joining.py`.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_join._callback import JoinCallback
-from lightning_join._monitor.monitor import JoinMonitor
-from lightning_join._sharded import FSDPJoinStrategy, ModelParallelJoinStrategy
-from lightning_join._strategy import DDPJoinStrategy
+from torch_join.integration import naming_missing as _naming_missing
+
+with _naming_missing("2.5.1 to 2.6", "lightning.pytorch", "lightning.fabric"):
+    from lightning_join._callback import JoinCallback
+    from lightning_join._monitor.monitor import JoinMonitor
+    from lightning_join._sharded import FSDPJoinStrategy, ModelParallelJoinStrategy
+    from lightning_join._strategy import DDPJoinStrategy
 
 __version__ = "0.1.0"
 

@@ -42,6 +42,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torchmetrics import Metric
 
+from torch_join.integration import check_names
+
 __all__ = [
     "AutomaticOptimization",
     "BatchNorm",
@@ -83,6 +85,7 @@ __all__ = [
     "set_sampler_epoch",
     "sized_len",
     "trainer_of",
+    "validation_interval",
     "watch_ends",
 ]
 
@@ -99,6 +102,11 @@ def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
     """Return the trainer that a module is attached to, where `module.trainer` raises if there is none."""
     return None if module is None else module._trainer
+
+
+def validation_interval(trainer: "pl.Trainer") -> float | None:
+    """Return after how many seconds of training a validation is due (`val_check_interval` as a time, from 2.6 on)."""
+    return getattr(trainer, "_val_check_time_interval", None)
 
 
 def has_dataloaders(trainer: "pl.Trainer") -> bool:
@@ -167,3 +175,24 @@ def ended_parts(loader: CombinedLoader) -> list[bool]:
     parts = getattr(loader._iterator, "iterators", [])
     ended = [isinstance(part, _Watched) and part.ended for part in parts]
     return [end for end, part in zip(ended, loader.flattened, strict=True) if isinstance(part, Stateful)]
+
+
+check_names(
+    "lightning.pytorch",
+    "2.5.1 to 2.6",
+    {
+        call: "_call_callback_hooks _call_lightning_module_hook _call_strategy_hook",
+        pl.LightningModule: "_trainer",
+        pl.Trainer: "_logger_connector _signal_connector",
+        AutomaticOptimization: "_make_closure _skip_backward",
+        CombinedLoader: "_iterator _load_state_dicts _mode _state_dicts",
+        DDPStrategy: "determine_ddp_device_ids _ddp_comm_state _ddp_kwargs _model_averaging_period",
+        EvaluationLoop: "_data_source _evaluation_step _is_sequential _store_dataloader_outputs",
+        FitLoop: "_combined_loader _data_source",
+        PredictionLoop: "_data_source _predict_step",
+        TrainingEpochLoop: (
+            "_accumulated_batches_reached _batches_that_stepped _build_kwargs _is_training_done"
+            " _num_ready_batches_reached _should_check_val_epoch"
+        ),
+    },
+)

@@ -8,6 +8,10 @@ import lightning.pytorch as pl
 from torch_join import JoinTypeError
 
 _OTHER = "pytorch_lightning"
+_REMEDY = (
+    "Import the Trainer, LightningModule, callbacks and the rest from `lightning.pytorch`, or all of them from"
+    " `pytorch_lightning`, with `import pytorch_lightning_join` in place of `import lightning_join`."
+)
 
 
 def check_packages(trainer: "pl.Trainer") -> None:
@@ -19,9 +23,15 @@ def check_packages(trainer: "pl.Trainer") -> None:
     Raises:
         JoinTypeError: Naming what to import.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        _check(callback, pl.Callback, "lightning.pytorch.callbacks")
-    _check(trainer.datamodule, pl.LightningDataModule, "lightning.pytorch")  # type: ignore[attr-defined]
+    for part in (*trainer.callbacks, trainer.datamodule):  # type: ignore[attr-defined]
+        if isinstance(part, (pl.Callback, pl.LightningDataModule)):
+            continue
+        for base in type(part).__mro__:
+            if base.__module__.startswith(f"{_OTHER}."):
+                raise JoinTypeError(
+                    f"{type(part).__name__} is a {base.__name__} of `{_OTHER}`, while the Trainer and lightning_join"
+                    f" are of `lightning.pytorch`. The two packages do not know each other's classes. {_REMEDY}"
+                )
 
 
 def check_trainer(trainer: object, callback: pl.Callback) -> None:
@@ -32,19 +42,6 @@ def check_trainer(trainer: object, callback: pl.Callback) -> None:
     """
     if not isinstance(trainer, pl.Trainer):
         raise JoinTypeError(
-            f"lightning_join.{type(callback).__name__} was given to a {type(trainer).__module__.partition('.')[0]}"
-            f" Trainer. lightning_join works with `lightning.pytorch`, which is another package than {_OTHER}: write"
-            " `from lightning.pytorch import Trainer`, and import LightningModule, callbacks and the rest from there."
+            f"lightning_join.{type(callback).__name__}, which is of `lightning.pytorch`, was given to a Trainer of"
+            f" `{type(trainer).__module__.partition('.trainer')[0]}`. {_REMEDY}"
         )
-
-
-def _check(part: object, expected: type, package: str) -> None:
-    if isinstance(part, expected):
-        return
-    for base in type(part).__mro__:
-        if base.__module__.partition(".")[0] == _OTHER:
-            raise JoinTypeError(
-                f"{type(part).__name__} is a {base.__name__} of {_OTHER}, while the Trainer and lightning_join are of"
-                f" `lightning.pytorch`. The two packages do not know each other's classes: write `from {package}"
-                f" import {base.__name__}`."
-            )

@@ -16,7 +16,12 @@ from typing import NamedTuple
 
 OFFERED = ("torch_join", "torch_join.integration")
 # Each package, and what it may import of the others.
-PACKAGES: dict[str, tuple[str, ...]] = {"torch_join": (), "lightning_join": OFFERED, "accelerate_join": OFFERED}
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "torch_join": (),
+    "lightning_join": OFFERED,
+    "pytorch_lightning_join": ("lightning_join",),  # whose source it reads
+    "accelerate_join": OFFERED,
+}
 # The folders of each package, and what each may import of it; an empty table allows everything.
 WINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "torch_join": {
@@ -40,6 +45,7 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "_loops": ("_compat", "_protocol", "_reading", "_logging", "_training"),
         "_monitor": ("_compat", "_packages", "_joining", "_callback"),
     },
+    "pytorch_lightning_join": {},
     "accelerate_join": {  # `_context` knows the others, and none knows it
         "_compat": (),
         "_protocol": (),
@@ -54,6 +60,7 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
 FACE = {
     "torch_join": ("__init__", "integration", "join", "lockstep", "sharded_lockstep"),
     "lightning_join": ("__init__", "_callback", "_collectives", "_joining", "_sharded", "_strategy"),
+    "pytorch_lightning_join": ("__init__",),
     "accelerate_join": ("__init__", "_context"),
 }
 FLOORS, FILES, TEST_FILES, LINES, CLASSES = 14, 14, 20, 500, 2

@@ -14,10 +14,14 @@ from torch_join._base.errors import (
     PeerFailedError,
     UnsupportedError,
 )
-from torch_join._base.sampler import UnpaddedDistributedSampler
-from torch_join._base.weighting import Weighting
-from torch_join.join import Join
-from torch_join.joinables import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
+from torch_join._base.names import TORCH as _TORCH
+from torch_join._base.names import naming_missing as _naming_missing
+
+with _naming_missing(_TORCH, "torch"):
+    from torch_join._base.sampler import UnpaddedDistributedSampler
+    from torch_join._base.weighting import Weighting
+    from torch_join.join import Join
+    from torch_join.joinables import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
 
 __version__ = "0.1.0"
 

@@ -12,6 +12,7 @@ from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
 from torch_join._base.errors import DECIDE, name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
+from torch_join._base.names import check_names, naming_missing
 from torch_join._base.weighting import resolve_weighting
 from torch_join._collectives.compat import in_backward
 from torch_join._control.channel import Channel
@@ -54,6 +55,7 @@ __all__ = [
     "StepDriver",
     "StepMirror",
     "check_can_rebalance",
+    "check_names",
     "closed",
     "draws_exactly",
     "driver_of",
@@ -67,6 +69,7 @@ __all__ = [
     "leads_to",
     "listed",
     "name_ranks",
+    "naming_missing",
     "open_channel",
     "refuse_position",
     "resolve_weighting",

@@ -74,7 +74,7 @@ class JoinFitLoop(ResumingFitLoop):
 
         if self.max_batches == 0:
             rank_zero_warn(f"The train dataloaders of all {trainer.world_size} ranks are empty.")
-        if trainer._val_check_time_interval is not None:
+        if _compat.validation_interval(trainer) is not None:
             trainer._train_start_time = trainer._last_val_time = time.monotonic()
         if trainer.loggers and self.max_batches < trainer.log_every_n_steps and not trainer.fast_dev_run:
             rank_zero_warn(
@@ -131,7 +131,7 @@ class JoinFitLoop(ResumingFitLoop):
 
     def _set_interval(self, lengths: Sequence[int | float]) -> None:
         trainer: Any = self.trainer
-        if trainer._val_check_time_interval is not None:
+        if _compat.validation_interval(trainer) is not None:
             trainer.val_check_batch = None
             return
         interval = trainer.val_check_interval
@@ -151,7 +151,7 @@ class JoinFitLoop(ResumingFitLoop):
     def _check_interval(self) -> None:
         # Only at the beginning, as Lightning does: a later epoch may be too short for a validation.
         trainer: Any = self.trainer
-        timed = trainer._val_check_time_interval is not None
+        timed = _compat.validation_interval(trainer) is not None
         validates = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
         if timed or not validates or not isinstance(trainer.val_check_interval, int):
             return

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.data import extract_batch_size
 
+from lightning_join import _compat
 from lightning_join._compat import TrainingEpochLoop
 from lightning_join._loops.fit import JoinFitLoop
 from lightning_join._loops.progress import JoinBatchProgress
@@ -82,7 +83,7 @@ class MeetingEpochLoop(TrainingEpochLoop):
 
     def _time_to_validate(self) -> bool:
         trainer: Any = self.trainer
-        interval = trainer._val_check_time_interval
+        interval = _compat.validation_interval(trainer)
         if interval is None or not self._should_check_val_epoch():
             return False
         return bool(time.monotonic() - trainer._last_val_time >= interval)
@@ -96,7 +97,7 @@ class MeetingEpochLoop(TrainingEpochLoop):
             return False  # else the ranks would have heard each other
         trainer: Any = self.trainer
         with self._fit_loop.stopping_together():
-            if trainer._val_check_time_interval is not None:
+            if _compat.validation_interval(trainer) is not None:
                 stops = trainer.should_stop and self._fit_loop._can_stop_early
                 self._validates = self._should_check_val_epoch() and (stops or self._validation_due)
             else:

@@ -12,7 +12,8 @@ def has_transfer_hooks(trainer: Any) -> bool:
     """Whether code of the user's own takes part in the transfer of a batch to the device; the same on all ranks."""
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-    converts = not type(trainer.precision_plugin).convert_input.__module__.startswith("lightning.")
+    converter = type(trainer.precision_plugin).convert_input.__module__
+    converts = not converter.startswith(("lightning.pytorch.", "lightning.fabric."))
     return converts or any(is_overridden(hook, owner) for hook in hooks for owner in owners)
 
 

@@ -1,6 +1,10 @@
 """Objects of `pytorch_lightning` meet ours, and the other way round: errors name what to import."""
 
+import re
+import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import lightning_join
 from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
+from tests.support import cases
 from tests.support.cases import Case, Module, build_trainer
 from tests.support.workers import Workers
 from torch_join import JoinTypeError
@@ -53,7 +58,7 @@ def texts(rank: int) -> dict[str, str]:
     def ours(strategy: str = "ddp_join", *callbacks: Any, **data: Any) -> None:
         build_trainer(case, strategy=strategy, callbacks=list(callbacks)).fit(Module(case), **data)
 
-    cases: dict[str, Callable[[], Any]] = {
+    attempts: dict[str, Callable[[], Any]] = {
         "their trainer, our strategy": lambda: other.Trainer(strategy=DDPJoinStrategy(), **QUIET),
         "their trainer, our name": lambda: other.Trainer(strategy="ddp_join", **QUIET),
         "their trainer, JoinCallback": lambda: other.Trainer(strategy="ddp", callbacks=[JoinCallback()], **QUIET).fit(
@@ -67,7 +72,7 @@ def texts(rank: int) -> dict[str, str]:
         "our trainer, their own module": lambda: build_trainer(case).fit(other.LightningModule()),
     }
     said = {}
-    for name, run in cases.items():
+    for name, run in attempts.items():
         try:
             run()
         except Exception as error:
@@ -75,17 +80,17 @@ def texts(rank: int) -> dict[str, str]:
     return said
 
 
+REMEDY = "Import the Trainer, LightningModule, callbacks and the rest from `lightning.pytorch`, or all of them from"
 EXPECTED = {
     "their trainer, our strategy": "DDPJoinStrategy, for the Trainer of `from lightning.pytorch import Trainer`",
     # There nothing of ours is asked: this is all that can be had.
     "their trainer, our name": "an instance of `pytorch_lightning.strategies.Strategy`",
-    "their trainer, JoinCallback": "lightning_join.JoinCallback was given to a pytorch_lightning Trainer."
-    " lightning_join works with `lightning.pytorch`, which is another package than pytorch_lightning: write"
-    " `from lightning.pytorch import Trainer`",
-    "their trainer, JoinMonitor": "JoinTypeError: lightning_join.JoinMonitor was given to a pytorch_lightning Trainer.",
-    "our trainer, their callback": "JoinTypeError: EarlyStopping is a EarlyStopping of pytorch_lightning, while",
-    "our trainer, a user's callback": "write `from lightning.pytorch.callbacks import Callback`",
-    "our trainer, their data": "write `from lightning.pytorch import LightningDataModule`",
+    "their trainer, JoinCallback": "lightning_join.JoinCallback, which is of `lightning.pytorch`, was given to a"
+    f" Trainer of `pytorch_lightning`. {REMEDY}",
+    "their trainer, JoinMonitor": "JoinTypeError: lightning_join.JoinMonitor, which is of `lightning.pytorch`, was",
+    "our trainer, their callback": "JoinTypeError: EarlyStopping is a EarlyStopping of `pytorch_lightning`, while",
+    "our trainer, a user's callback": REMEDY,
+    "our trainer, their data": "JoinTypeError: OtherData is a LightningDataModule of `pytorch_lightning`, while",
     "our trainer, their module": "TypeError: `model` must be a `LightningModule`",
     "our trainer, their own module": "You passed a `pytorch_lightning` object (LightningModule) to a"
     " `lightning.pytorch` Trainer.",
@@ -98,12 +103,47 @@ def test_errors_name_what_to_import(workers: Workers) -> None:
         assert text in said.get(name, ""), name
 
 
+def twin_of(module: Any) -> dict[str, Any]:
+    """Run a module of ours with `pytorch_lightning` in place of `lightning.pytorch`."""
+    source = Path(module.__file__).read_text().replace("lightning_join", "pytorch_lightning_join")
+    twin = types.ModuleType(f"{module.__name__}_twin")
+    sys.modules[twin.__name__] = twin
+    exec(compile(source.replace("lightning.pytorch", "pytorch_lightning"), module.__file__, "exec"), vars(twin))
+    return vars(twin)
+
+
+def fit_twin(rank: int, lengths: tuple[int, ...], callback: bool) -> cases.Result:
+    import pytorch_lightning_join as twins
+
+    twin = types.SimpleNamespace(**twin_of(cases))
+    case = twin.Case(lengths)
+    with pytest.raises(JoinTypeError, match="`import lightning_join` in place of `import pytorch_lightning_join`"):
+        twin.build_trainer(case, callbacks=[JoinCallback()]).fit(twin.Module(case))
+    options = {"strategy": "ddp", "callbacks": [twins.JoinCallback(), twins.JoinMonitor()]} if callback else {}
+    module, trainer = twin.Module(case), twin.build_trainer(case, **(options or {"strategy": "ddp_join"}))
+    trainer.fit(module)
+    return cases.Result(**vars(twin.result_of(trainer, module)))
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (2, 5), (4, 1, 3)])
+@pytest.mark.parametrize("callback", [False, True], ids=["strategy", "callback"])
+def test_the_twin_trains_exactly(workers: Workers, lengths: tuple[int, ...], callback: bool) -> None:
+    cases.assert_exact(cases.Case(lengths), workers.run(len(lengths), fit_twin, lengths, callback))
+
+
 class Foreign:
     __module__ = "pytorch_lightning.trainer.trainer"
 
 
 def test_a_trainer_of_another_package_is_told_by_its_class() -> None:
     for callback in (JoinCallback(), JoinMonitor()):
-        with pytest.raises(JoinTypeError, match="given to a pytorch_lightning Trainer"):
+        with pytest.raises(JoinTypeError, match="given to a Trainer of `pytorch_lightning`"):
             callback.setup(Foreign(), Module(Case((1,))), "fit")  # type: ignore[arg-type]
     assert "pytorch_lightning" not in vars(lightning_join)
+
+
+def test_every_name_of_lightning_has_a_twin() -> None:
+    """A module is told apart by `lightning.pytorch` and `lightning.fabric`, which are put into the other's names."""
+    folder = Path(str(lightning_join.__file__)).parent
+    texts = {path.name: re.sub(r"lightning\.(pytorch|fabric)\b", "", path.read_text()) for path in folder.rglob("*.py")}
+    assert [name for name, text in texts.items() if re.search(r"[\"'`]lightning\b", text)] == []

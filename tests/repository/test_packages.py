@@ -9,12 +9,13 @@ import pytest
 
 import accelerate_join
 import lightning_join
+import pytorch_lightning_join
 import torch_join
 from scripts import structure
 from scripts.structure import is_private
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = [torch_join, lightning_join, accelerate_join]
+PACKAGES = [torch_join, lightning_join, pytorch_lightning_join, accelerate_join]
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
@@ -83,7 +84,8 @@ model._join_config, self._said, torch._unknown
 
 FORBIDDEN = {
     "torch_join": ("lightning", "lightning_join", "accelerate", "accelerate_join", "torchmetrics", "pytorch_lightning"),
-    "lightning_join": ("accelerate", "accelerate_join"),
+    "lightning_join": ("accelerate", "accelerate_join", "pytorch_lightning"),
+    "pytorch_lightning_join": ("accelerate", "accelerate_join", "lightning", "lightning_join"),
     "accelerate_join": ("lightning", "lightning_join", "pytorch_lightning"),
 }
 LOADED = "import sys, {package}; print([name for name in {names!r} if name in sys.modules])"
@@ -111,3 +113,47 @@ def test_importing_changes_nothing_global() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
+
+
+# What is taken away, and how the error calls it: a name that is imported, and one that objects must have.
+GONE = {
+    "torch_join": [
+        ("torch.nn.parallel.distributed._find_tensors", "cannot import name '_find_tensors'"),
+        ("torch.distributed._broadcast_coalesced", "torch.distributed._broadcast_coalesced"),
+    ],
+    "lightning_join": [
+        ("lightning.pytorch.loops.progress._BatchProgress", "cannot import name '_BatchProgress'"),
+        ("lightning.pytorch.trainer.call._call_strategy_hook", "lightning.pytorch.trainer.call._call_strategy_hook"),
+        ("lightning.fabric.utilities.data._set_sampler_epoch", "cannot import name '_set_sampler_epoch'"),
+    ],
+    "pytorch_lightning_join": [
+        ("pytorch_lightning.loops.progress._BatchProgress", "cannot import name '_BatchProgress'"),
+        ("pytorch_lightning.strategies.DDPStrategy.determine_ddp_device_ids", "DDPStrategy.determine_ddp_device_ids"),
+    ],
+    "accelerate_join": [
+        ("accelerate.utils.operations._gpu_gather", "module 'accelerate.utils.operations' has no attribute"),
+        ("accelerate.state.PartialState", "cannot import name 'PartialState'"),
+    ],
+}
+WITHOUT = """
+import pkgutil
+owner, _, name = {name!r}.rpartition(".")
+found = pkgutil.resolve_name(owner)
+# The framework's own modules that use the name have it already.
+delattr(found, name)
+import {package}
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "text"), [(package, *case) for package, cases in GONE.items() for case in cases]
+)
+def test_a_private_name_that_has_gone_is_told_as_a_package_is_imported(package: str, name: str, text: str) -> None:
+    script = WITHOUT.format(package=package, name=name)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    error = done.stderr.strip().splitlines()[-1]
+    framework = name.partition(".")[0]
+    assert error.startswith(f"torch_join._base.errors.UnsupportedError: {framework} "), done.stderr
+    assert f"does not have what this package needs of it ({text}" in error
+    assert f"It works with {framework} 2." in error or f"It works with {framework} 1." in error
+    assert error.endswith("install one of these versions, or a newer version of this package.")

@@ -184,6 +184,8 @@ class Workers:
 def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> None:
     stacks = open(stack_file, "a")  # noqa: SIM115  faulthandler needs it open for good
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    if os.environ.get("TORCH_JOIN_TEST_HOSTS"):  # an old NCCL takes ranks that share a GPU for ranks of several hosts
+        os.environ["NCCL_HOSTID"] = f"host{rank}"
     torch.set_num_threads(1)
     backend, place = emulator.use(device, rank), emulator.place()
     while True:

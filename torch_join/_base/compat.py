@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._base.names import TORCH, check_names
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
@@ -302,3 +303,28 @@ def check_reduced(ddp: DistributedDataParallel, watch: Callable[[], Callable[[],
         check_reduction_finished(ddp)
         wait_for_device(next(ddp.parameters()).device.type, watch)
     rebuild_buckets(ddp)
+
+
+check_names(
+    "torch",
+    TORCH,
+    {
+        DistributedDataParallel: (
+            "mixed_precision modules_buffers parameters_to_ignore reducer static_graph _comm_hooks _has_rebuilt_buckets"
+            " _delay_all_reduce_params _static_graph_delay_allreduce_enqueued _use_python_reducer"
+        ),
+        dist.Reducer: (
+            "prepare_for_backward _check_reducer_finalized _get_local_used_map _get_zeros_like_grad_buckets"
+            " _rebuild_buckets"
+        ),
+        Joinable: "_join_config",
+        Tensor: "_backward_hooks _post_accumulate_grad_hooks",
+        dist: "_broadcast_coalesced",
+        distributed_c10d: "_world",
+        nn.Module: "_buffers _modules _non_persistent_buffers_set",
+        torch: "_foreach_norm",
+        torch._C: "_current_graph_task_id _will_engine_execute_node",
+        torch.autograd.Variable: "_execution_engine",
+        type(distributed_c10d._world): "pg_group_ranks pg_map pg_names pg_coalesce_state",
+    },
+)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_join._base.names import TORCH, check_names
+
 
 def overload(name: str) -> Any:
     """Return the `c10d` operator of this name (each has one overload)."""
@@ -54,3 +56,13 @@ def changing_all_reduces(change: Callable[[Sequence[Tensor]], None]) -> Iterator
         yield
     finally:
         destroy(library)
+
+
+check_names(
+    "torch",
+    TORCH,
+    {
+        torch._C: "_dispatch_has_kernel_for_dispatch_key _dispatch_keyset_full_after DispatchKey",
+        torch.library.Library: "_destroy impl",
+    },
+)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_join._base.names import TORCH, check_names
+
 _PROBE_TAG = 0x7001
 
 
@@ -80,3 +82,6 @@ def abort(group: dist.ProcessGroup, kind: str) -> None:
     backend: Any = group._get_backend(torch.device(kind))
     with suppress(RuntimeError, AttributeError):  # not every backend can
         backend.abort()
+
+
+check_names("torch", TORCH, {dist.ProcessGroup: "_get_backend"})

@@ -1,6 +1,9 @@
-"""How much the gradient of each active rank counts."""
+"""How much the gradient of each active rank counts, and how many samples a batch has."""
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from torch import Tensor
 
 from torch_join._base.errors import JoinValueError
 
@@ -57,3 +60,25 @@ def loss_factor(weighting: Weighting, world_size: int, active: int, samples: int
     if weighting == "samples":
         return world_size * samples / total_samples if total_samples else 1.0
     return 1.0
+
+
+def count_samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor in `batch`.
+
+    Raises:
+        JoinValueError: There is none.
+    """
+    first = _first_tensor(batch)
+    if first is None:
+        raise JoinValueError(
+            f"weighting='samples' takes a batch's size from the first dimension of its first tensor, and a batch of"
+            f" type {type(batch).__name__} has none. Use another weighting, or put a tensor in the batch."
+        )
+    return len(first)
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch if batch.ndim > 0 else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)

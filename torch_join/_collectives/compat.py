@@ -25,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from torch_join._base.compat_c10d import overload
+from torch_join._base.errors import UnsupportedError
+from torch_join._base.names import TORCH, check_names
 
 # The dispatcher's operators, by what they are called in `torch.distributed`.
 OPERATORS = {
@@ -51,6 +53,8 @@ OPERATORS = {
 }
 # The functions that a rank of theirs has to come to.
 _COLLECTIVES = {*OPERATORS.values(), "all_gather_into_tensor", "reduce_scatter_tensor"} - {"send", "recv"}
+# What the functions of torch.distributed call the reduce operation.
+_REDUCE_OPS = ("op", "reduceOp", "reduce_op")
 # An operator that communicates with nobody.
 _LOCAL_OPERATORS = {"check_for_nan"}
 
@@ -70,6 +74,7 @@ _CHECKPOINT_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "checkpoint", "")
 _ZERO_FILE = os.path.join(os.path.dirname(_C10D_FILE), "optim", "zero_redundancy_optimizer.py")
 _LOGGER_FILE = c10d_logger.__file__
 _OVERRIDES_FILE = overrides.__file__
+_OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 
 
@@ -106,8 +111,27 @@ def finished_work(result: list[Tensor]) -> Any:
 
 
 def unbox_reduce_op(boxed: Any) -> str:
-    """Return the name of the reduce operation that an operator was given."""
-    return str(dist.ReduceOp.RedOpType(boxed.op()).name)
+    """Return the name of the reduce operation that an operator was given, from an operator's kernel.
+
+    Before torch 2.10 what is boxed tells nothing: there the Python function is asked that issued the collective.
+
+    Raises:
+        UnsupportedError: There is none that tells.
+    """
+    if hasattr(boxed, "op"):
+        return str(dist.ReduceOp.RedOpType(boxed.op()).name)
+    frames = [each for each in _callers(sys._getframe(1)) if not each.f_code.co_filename.startswith(_OWN_FOLDER)]
+    for frame in frames:
+        if frame.f_code.co_filename in (_C10D_FILE, _FUNCTIONAL_FILE):
+            names = {name: frame.f_locals[name] for name in _REDUCE_OPS if name in frame.f_locals}
+            for found in names.values():
+                return found.upper() if isinstance(found, str) else str(getattr(found, "op", found).name)
+    if in_backward() and not frames:  # DDP's reducer, which the engine calls without any Python
+        return "SUM"
+    raise UnsupportedError(
+        f"A collective that reduces was issued past torch.distributed's own functions. torch {torch.__version__} does"
+        " not tell what it reduces by: call torch.distributed.all_reduce and the like, or use torch 2.10 or newer."
+    )
 
 
 def reduce_op(name: str) -> Any:
@@ -388,3 +412,16 @@ def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> Non
 def gather_object_destination(frame: FrameType) -> int:
     """Return the destination, as a rank of the group, from the frame of a `gather_object`."""
     return int(frame.f_locals["group_dst"])
+
+
+check_names(
+    "torch",
+    TORCH,
+    {
+        _c10d: "_create_work_from_future",
+        dist.ProcessGroup: "_end_coalescing unbox",
+        dist.Work: "unbox",
+        graph: "_engine_run_backward",
+        torch._C: "_current_graph_task_id _dispatch_get_all_op_names",
+    },
+)

@@ -53,9 +53,13 @@ def closed(tag: str) -> Callable[[C], C]:
 
     def register(kind: C) -> C:
         checks = {name: _checker(of) for name, of in typing.get_type_hints(kind).items()}
-        if tag in _REVIVERS:
-            raise JoinError(f"Two kinds of values are called {tag!r} in the store.")
-        _CLASSES[kind] = tag, list(checks)
+        package = kind.__module__.partition(".")[0]
+        known_as = (
+            tag if package == __package__.partition(".")[0] else f"{package}.{tag}"
+        )  # of which there may be twins
+        if known_as in _REVIVERS:
+            raise JoinError(f"Two kinds of values are called {known_as!r} in the store.")
+        _CLASSES[kind] = known_as, list(checks)
 
         def revive(content: Any) -> Any:
             if type(content) is not list or len(content) != len(checks):
@@ -68,7 +72,7 @@ def closed(tag: str) -> Callable[[C], C]:
                 found.validate()
             return found
 
-        _REVIVERS[tag] = revive
+        _REVIVERS[known_as] = revive
         return kind
 
     return register

@@ -29,7 +29,10 @@ _DEPTH = 3  # of attributes and items: `self.trainer.averages["fast"]`
 _ITEMS = 256  # of one container
 _OBJECTS = 2**14
 # Whose objects and functions hold nothing of the user's that they were not given.
-_PASSED_OVER = {"torch", "torch_join", "lightning_join", "accelerate_join", "lightning", "accelerate", "contextlib"}
+_PASSED_OVER = {
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "contextlib"),
+    *("torch_join", "lightning_join", "pytorch_lightning_join", "accelerate_join"),
+}
 _PLAIN = (str, bytes, int, float, complex, type(None), type, Tensor, ModuleType, FunctionType, MethodType)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch_join._base.errors import JoinValueError, UnsupportedError, name_ranks, raise_any
-from torch_join._base.samples import count_samples
+from torch_join._base.weighting import count_samples
 from torch_join._control.said import Beat
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._base.membership import Membership
-from torch_join._base.samples import count_samples
+from torch_join._base.weighting import count_samples
 from torch_join._control.channel import Channel
 from torch_join._tail.refills import RefillGuard
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
-from torch_join._base.samples import count_samples
+from torch_join._base.weighting import count_samples
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join.joinables._gradients.evidence import Gradients
 from torch_join.joinables._gradients.leftovers import settle

@@ -11,12 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _runtime_utils
-from torch.distributed.fsdp._common_utils import TrainingState as Fsdp1State
-from torch.distributed.fsdp._exec_order_utils import _ExecOrderData
-from torch.distributed.fsdp._flat_param import RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES, HandleTrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
+
+from torch_join._base.names import TORCH, check_names, naming_missing
+
+with naming_missing(TORCH, "torch"):
+    from torch.distributed.fsdp._common_utils import TrainingState as Fsdp1State
+    from torch.distributed.fsdp._common_utils import _FSDPState
+    from torch.distributed.fsdp._exec_order_utils import _ExecOrderData
+    from torch.distributed.fsdp._flat_param import (
+        RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+        FlatParameter,
+        FlatParamHandle,
+        HandleTrainingState,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 __all__ = [
     "DTensor",
@@ -40,7 +53,10 @@ runtime: Any = _runtime_utils
 
 def param_groups(module: FSDPModule) -> list[Any]:
     """Return what `module` gathers at once: as a rule one group, or one for each mesh."""
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.12
 
 
 # ------------------------------------------------------------ both
@@ -174,3 +190,30 @@ def replicated(norm: Any) -> Any:
     if not isinstance(norm, DTensor):
         return norm
     return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
+
+
+check_names(
+    "torch",
+    TORCH,
+    {
+        clip_grad: "_clip_grads_with_norm_ _get_total_norm",
+        FSDPModule: "_get_fsdp_state",
+        FSDPParam: "sharded_param unsharded_accumulated_grad _unsharded_param",
+        FSDPParamGroup: (
+            "finalize_backward fsdp_params mesh_info post_backward pre_backward reduce_scatter_unused_params unshard"
+            " wait_for_unshard _all_gather_comm _all_gather_result _post_forward_indices _record_post_forward"
+            " _reshard_after_forward _to_sharded _to_sharded_post_forward _use_post_forward_mesh"
+            " _wait_all_gather_streams_on_event"
+        ),
+        FSDPState: "_lazy_init",
+        FlatParameter: "_local_shard _params _shared_params _tensors _unpadded_unsharded_size",
+        FlatParamHandle: (
+            "needs_unshard prepare_gradient_for_backward reshard uses_sharded_strategy _all_gather_flat_param"
+            " _post_forward_index _pre_forward_order_index _sharding_strategy _skip_writeback_check _training_state"
+            " _use_orig_params _writeback_orig_params"
+        ),
+        _ExecOrderData: "handles_post_forward_order record_post_forward _iter",
+        _FSDPState: "process_group _comm_hook _device_handle _exec_order_data _handle _is_root",
+        runtime: "_lazy_init _reduce_grad _reduce_grad_no_shard _reshard _should_free_in_backward _unshard",
+    },
+)

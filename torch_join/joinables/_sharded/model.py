@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError
-from torch_join._base.samples import count_samples
+from torch_join._base.weighting import count_samples
 from torch_join._shadow._sharded import compat as _compat_sharded
 from torch_join._shadow._sharded.unit import Unit
 from torch_join._shadow.synced_norms import sync_norms

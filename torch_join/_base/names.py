@@ -1,0 +1,81 @@
+"""Whether a framework still has the private names that this project relies on.
+
+Compat modules say which, as they are imported. What has gone is told by one error, which says what was seen to work,
+and not by an `AttributeError` from inside of a hook, in the midst of a training.
+"""
+
+import dis
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from types import FunctionType
+from typing import Any
+
+from torch_join._base.errors import UnsupportedError
+
+TORCH = "2.6 to 2.14"  # seen to have what is needed
+
+
+def check_names(framework: str, seen: str, needed: Mapping[Any, str]) -> None:
+    """Check that a framework has what is needed of it.
+
+    Args:
+        framework: Its package.
+        seen: The versions that were seen to have all of it.
+        needed: By class or module, the names that its objects must have, with spaces between.
+
+    Raises:
+        UnsupportedError: It lacks some.
+    """
+    missing = [
+        f"{owner.__name__}.{name}" for owner, names in needed.items() for name in names.split() if not _has(owner, name)
+    ]
+    if missing:
+        raise _gone(framework, seen, ", ".join(missing))
+
+
+@contextmanager
+def naming_missing(seen: str, *packages: str) -> Iterator[None]:
+    """Put around imports: where a name of one of these packages is not there, the error is that of `check_names`.
+
+    Args:
+        seen: As for `check_names`.
+        packages: The framework's first.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        owner = error.name if isinstance(error, ImportError) else error.obj
+        of = owner if isinstance(owner, str) else getattr(owner, "__module__", getattr(owner, "__name__", ""))
+        roots = {name.partition(".")[0] for name in packages}
+        if of.partition(".")[0] not in roots or (of in roots and not getattr(error, "path", "inside")):
+            raise  # it is of another package, or this one is not installed
+        raise _gone(packages[0], seen, str(error)) from error
+
+
+def _gone(package: str, seen: str, what: str) -> UnsupportedError:
+    framework = package.partition(".")[0]
+    return UnsupportedError(
+        f"{framework} {version(framework)} does not have what this package needs of it ({what}). It works with"
+        f" {framework} {seen}: install one of these versions, or a newer version of this package."
+    )
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether the objects of a class have an attribute, or a module has: it may be set in a method, or declared."""
+    if hasattr(owner, name):
+        return True
+    kinds = owner.__mro__ if isinstance(owner, type) else (owner,)
+    return any(
+        name in getattr(kind, "__annotations__", ())
+        or any(isinstance(each, FunctionType) and _sets(each, name) for each in vars(kind).values())
+        for kind in kinds
+    )
+
+
+def _sets(function: Any, name: str) -> bool:
+    function = inspect.unwrap(function)
+    return name in function.__code__.co_names and any(
+        step.opname == "STORE_ATTR" and step.argval == name for step in dis.get_instructions(function)
+    )
