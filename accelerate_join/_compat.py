@@ -110,6 +110,25 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    """Return Accelerate's `__iter__` for loaders without batches too.
+
+    For one of those, versions before 1.15 yield a `None`, before they have any `current_batch`, and then fail.
+    """
+
+    def iterate(loader: Any) -> Iterator[Any]:
+        iterator: Any = own_iter(loader)
+        for first in iterator:
+            frame = iterator.gi_frame
+            if "current_batch" in frame.f_code.co_varnames and "current_batch" not in frame.f_locals:
+                loader.end()
+                return
+            yield first
+            yield from iterator
+
+    return iterate
+
+
 @contextmanager
 def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> Iterator[None]:
     """Have a loop over `loader` that begins inside go through others than those of the loader that it has wrapped.

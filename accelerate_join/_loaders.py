@@ -159,7 +159,7 @@ def loops_replaced(context: JoinContext) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_compat.replaced(DataLoader, __iter__=noting))
         for kind in _KINDS:
-            stack.enter_context(_compat.replaced(kind, __iter__=iterates(kind.__iter__)))
+            stack.enter_context(_compat.replaced(kind, __iter__=iterates(_compat.without_none(kind.__iter__))))
         checking = _checking_sizes(BatchSamplerShard.__iter__)
         stack.enter_context(_compat.replaced(BatchSamplerShard, __iter__=checking))
         yield

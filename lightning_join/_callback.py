@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -127,7 +127,7 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
 def _upgrade(trainer: Any, strategy: Any, model: Joining) -> None:
     """Make `strategy` what `model` is, until its `undo` is called."""
     callbacks = list(trainer.callbacks)
-    on_exception = [(each, each.save_on_exception) for each in callbacks if isinstance(each, ModelCheckpoint)]
+    on_exception = [each for each in callbacks if _compat.saves_on_exception(each)]
     added = {name: value for name, value in vars(model).items() if name not in vars(strategy)}
 
     undo = partial(_undo, trainer, strategy, type(strategy), list(added), on_exception, callbacks)
@@ -143,7 +143,7 @@ def _undo(
     strategy: Any,
     plain: type[Strategy],
     added: list[str],
-    on_exception: list[tuple[ModelCheckpoint, bool]],
+    on_exception: list[Any],
     callbacks: list[Callback],
 ) -> None:
     strategy.end_joining()
@@ -151,6 +151,6 @@ def _undo(
     strategy.__class__ = plain
     for name in (*added, "undo"):
         vars(strategy).pop(name, None)
-    for callback, flag in on_exception:
-        callback.save_on_exception = flag
+    for callback in on_exception:
+        callback.save_on_exception = True
     trainer.callbacks = callbacks + [each for each in trainer.callbacks if each not in callbacks]

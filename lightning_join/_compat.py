@@ -12,6 +12,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_ep
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful as Stateful
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops import _FitLoop as FitLoop
 from lightning.pytorch.loops import _PredictionLoop as PredictionLoop
@@ -80,6 +81,7 @@ __all__ = [
     "process_dataloader",
     "request_dataloader",
     "resolve_overfit_batches",
+    "saves_on_exception",
     "set_cycled",
     "set_limits",
     "set_sampler_epoch",
@@ -107,6 +109,11 @@ def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
 def validation_interval(trainer: "pl.Trainer") -> float | None:
     """Return after how many seconds of training a validation is due (`val_check_interval` as a time, from 2.6 on)."""
     return getattr(trainer, "_val_check_time_interval", None)
+
+
+def saves_on_exception(callback: Any) -> bool:
+    """Whether it is a `ModelCheckpoint` that saves where a run raises, as newer ones may."""
+    return isinstance(callback, ModelCheckpoint) and getattr(callback, "save_on_exception", False)
 
 
 def has_dataloaders(trainer: "pl.Trainer") -> bool:

@@ -7,7 +7,7 @@ callbacks hold to them stay Lightning's. New loop objects would lose those.
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
@@ -98,6 +98,6 @@ def _skip_checkpoints_on_exception(trainer: Any) -> None:
         if isinstance(callback, OnExceptionCheckpoint):
             trainer.callbacks.remove(callback)
             rank_zero_warn(f"OnExceptionCheckpoint cannot work with several ranks: {reason}")
-        elif isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+        elif _compat.saves_on_exception(callback):
             callback.save_on_exception = False
             rank_zero_warn(f"ModelCheckpoint(save_on_exception=True) cannot work with several ranks: {reason}")

@@ -181,6 +181,10 @@ def test_going_back_in_the_tail(workers: Workers, lengths: tuple[int, ...], tmp_
         assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
 
 
+# Without this, Accelerate's own loaders begin again a batch too early for each other process.
+AGAIN = 0 if "adjust_state_dict_for_prefetch" in vars(DataLoaderShard) else 1
+
+
 def stateful(rank: int, samples: int, lengths: tuple[int, ...], folder: str, at: int | None) -> list[int]:
     """Save after step `at`, or begin there; return what was seen."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
@@ -212,14 +216,14 @@ def test_a_stateful_loader_is_resumed_where_the_active_ranks_were(
     everything = workers.run(2, stateful, samples, (), str(tmp_path), at)
     left = workers.run(2, stateful, samples, (), str(tmp_path), None)
     # At its end a loader begins anew, on the rank that had joined before too.
-    assert left == [numbers[at + 1 :] if at < 3 else numbers for numbers in everything]
+    assert left == [numbers[at + 1 - AGAIN :] if at < 3 else numbers for numbers in everything]
 
 
 @pytest.mark.parametrize("lengths", [(2, 7), (7, 2), (0, 7)])
 def test_a_stateful_loader_is_resumed_in_the_tail(workers: Workers, lengths: tuple[int, ...], tmp_path: Path) -> None:
     everything = workers.run(2, stateful, 0, lengths, str(tmp_path), 3)
     left = workers.run(2, stateful, 0, lengths, str(tmp_path), None)
-    assert left == [numbers[4:] for numbers in everything]
+    assert left == [numbers[4 - AGAIN :] for numbers in everything]
 
 
 def position(rank: int, lengths: tuple[int, ...]) -> Any:

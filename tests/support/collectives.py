@@ -13,12 +13,16 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tests.emulator import place
+from tests.needs import has
 from torch_join._collectives.call import OBJECT_OPERATIONS
 from torch_join._collectives.neutral import ENTRIES
 
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool)
+# What torch called these before 2.13.
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Results = list[tuple[Any, Any]]  # what came out, what should have
 
 
@@ -58,6 +62,14 @@ class Case:
         if self.reduction == "AVG":
             return functools.reduce(operator.add, values) / len(values)
         return functools.reduce(_BY_REDUCTION[self.reduction], values)
+
+    @property
+    def average(self) -> str:
+        """The name of `ReduceOp.AVG`, or of a sum where the backend has no mean."""
+        return "AVG" if averages() else "SUM"
+
+    def averaged(self) -> Tensor:
+        return self.reduced() / len(self.active) if averages() else self.reduced()
 
     def scattered(self) -> tuple[list[Tensor], Tensor]:
         """What this rank sends to each, and what it should get."""
@@ -124,7 +136,7 @@ def reduce_scatter(case: Case) -> Results:
 def reduce_scatter_single(case: Case) -> Results:
     tensors, expected = case.scattered()
     output, whole = torch.empty_like(expected), torch.cat(tensors)
-    case.wait(dist.reduce_scatter_single(output, whole, case.op, case.group, async_op=case.async_op))
+    case.wait(reduce_scatter_into(output, whole, case.op, case.group, async_op=case.async_op))
     return [(output, expected), (whole, torch.cat(tensors))]
 
 
@@ -132,7 +144,7 @@ def reduce_scatter_single_coalesced(case: Case) -> Results:
     tensors, expected = case.scattered()
     outputs = [torch.empty_like(expected) for _ in range(2)]
     whole = torch.cat(tensors)
-    issue = [functools.partial(dist.reduce_scatter_single, o, whole, case.op, case.group) for o in outputs]
+    issue = [functools.partial(reduce_scatter_into, o, whole, case.op, case.group) for o in outputs]
     case.wait(_manage(case, issue))
     return [(output, expected) for output in outputs]
 
@@ -155,7 +167,7 @@ def all_gather_coalesced(case: Case) -> Results:
 def all_gather_single(case: Case) -> Results:
     expected = torch.cat(case.gathered())
     output = torch.empty_like(expected)
-    case.wait(dist.all_gather_single(output, case.value(case.rank), case.group, async_op=case.async_op))
+    case.wait(all_gather_into(output, case.value(case.rank), case.group, async_op=case.async_op))
     return [(output, expected)]
 
 
@@ -163,7 +175,7 @@ def all_gather_single_coalesced(case: Case) -> Results:
     expected = [torch.cat(case.gathered(shift)) for shift in (0, 1)]
     outputs = [torch.empty_like(e) for e in expected]
     issue = [
-        functools.partial(dist.all_gather_single, o, case.value(case.rank, shift), case.group)
+        functools.partial(all_gather_into, o, case.value(case.rank, shift), case.group)
         for shift, o in enumerate(outputs)
     ]
     case.wait(_manage(case, issue))
@@ -257,6 +269,7 @@ def _manage(case: Case, issue: list[Callable[[], Any]]) -> Any:
 
 
 BY_OPERATION = {name: globals()[name] for name in ENTRIES}
+NOT_EVERY_GLOO = {"reduce_scatter": "gloo's reduce_scatter", "all_to_all": "gloo's all_to_all"}
 ONLY_GLOO = ("all_gather_coalesced", "monitored_barrier")
 WITHOUT_TENSORS = ("barrier", "monitored_barrier", *OBJECT_OPERATIONS)
 REDUCING = [name for name, entry in ENTRIES.items() if entry.contribution == ENTRIES["all_reduce"].contribution]
@@ -264,7 +277,14 @@ REDUCING = [name for name, entry in ENTRIES.items() if entry.contribution == ENT
 
 def operations() -> dict[str, Callable[[Case], Results]]:
     """Those that the backend of this process's device has."""
-    return {name: run for name, run in BY_OPERATION.items() if name not in ONLY_GLOO or place().type == "cpu"}
+    if place().type != "cpu":
+        return {name: run for name, run in BY_OPERATION.items() if name not in ONLY_GLOO}
+    return {name: run for name, run in BY_OPERATION.items() if name not in NOT_EVERY_GLOO or has(NOT_EVERY_GLOO[name])}
+
+
+def averages() -> bool:
+    """Whether that backend has `ReduceOp.AVG`."""
+    return place().type != "cpu" or has("gloo's ReduceOp.AVG")
 
 
 def check(label: str, results: Results) -> None:

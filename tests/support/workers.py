@@ -26,11 +26,14 @@ import torch.distributed as dist
 
 from tests import emulator
 from tests.emulator.mode import OnDevice
+from tests.needs import lend_events_to_the_cpu
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one while there is no process group: ShardedGradScaler takes for its own the one that there is at its import.
 _SCALER = "torch.distributed.fsdp.sharded_grad_scaler"
 _CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "tests.support.workers", _SCALER])
+
+lend_events_to_the_cpu()
 
 _MOST_THREADS = 64  # three for each group that is kept
 
@@ -220,6 +223,9 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
                 if connected is not None:
                     connected.wait([f"connected/{each}" for each in range(world_size)], timedelta(seconds=10))
         finally:
+            # Older torch (2.6) holds Python's lock while it destroys a group, and waits for gloo, of which a
+            # thread may wait for that lock to drop a tensor: here it has it.
+            time.sleep(0.01)
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
             if device == emulator.DEVICE:

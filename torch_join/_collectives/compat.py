@@ -53,8 +53,20 @@ OPERATORS = {
 }
 # The functions that a rank of theirs has to come to.
 _COLLECTIVES = {*OPERATORS.values(), "all_gather_into_tensor", "reduce_scatter_tensor"} - {"send", "recv"}
-# What the functions of torch.distributed call the reduce operation.
-_REDUCE_OPS = ("op", "reduceOp", "reduce_op")
+_REDUCING_OPTIONS = (
+    dist.AllreduceOptions,
+    dist.AllreduceCoalescedOptions,
+    dist.ReduceOptions,
+    dist.ReduceScatterOptions,
+)
+# What a process group called these before torch 2.13.
+_OLDER_NAMES = {
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
 # An operator that communicates with nobody.
 _LOCAL_OPERATORS = {"check_for_nan"}
 
@@ -122,16 +134,53 @@ def unbox_reduce_op(boxed: Any) -> str:
         return str(dist.ReduceOp.RedOpType(boxed.op()).name)
     frames = [each for each in _callers(sys._getframe(1)) if not each.f_code.co_filename.startswith(_OWN_FOLDER)]
     for frame in frames:
-        if frame.f_code.co_filename in (_C10D_FILE, _FUNCTIONAL_FILE):
-            names = {name: frame.f_locals[name] for name in _REDUCE_OPS if name in frame.f_locals}
-            for found in names.values():
-                return found.upper() if isinstance(found, str) else str(getattr(found, "op", found).name)
+        if frame.f_code.co_filename == _C10D_FILE:
+            for value in frame.f_locals.values():
+                if isinstance(value, _REDUCING_OPTIONS):
+                    reduction: Any = value.reduceOp
+                    return str(dist.ReduceOp.RedOpType(reduction.op).name)
+        elif frame.f_code.co_filename == _FUNCTIONAL_FILE and "reduceOp" in frame.f_locals:
+            return str(frame.f_locals["reduceOp"]).upper()
     if in_backward() and not frames:  # DDP's reducer, which the engine calls without any Python
         return "SUM"
     raise UnsupportedError(
         f"A collective that reduces was issued past torch.distributed's own functions. torch {torch.__version__} does"
         " not tell what it reduces by: call torch.distributed.all_reduce and the like, or use torch 2.10 or newer."
     )
+
+
+def is_waited_for(operator: str, args: dict[str, Any], caller: FrameType | None) -> bool:
+    """Whether a collective is waited for at once.
+
+    Before torch 2.8 some operators are not told: there the Python function is asked.
+
+    Args:
+        operator: Its operator's name.
+        args: Its operator's arguments.
+        caller: The innermost Python frame.
+    """
+    for name in {"async_op", "asyncOp"}.intersection(argument_names(operator)):
+        return not args.get(name, True)
+    frames = itertools.takewhile(
+        lambda each: each.f_code.co_filename in (_C10D_FILE, _LOGGER_FILE), _all_callers(caller)
+    )
+    named = [each.f_locals[name] for each in frames for name in ("async_op", "async_ops") if name in each.f_locals]
+    return bool(named) and not named[0]
+
+
+def issue(group: dist.ProcessGroup, operation: str, *args: Any) -> dist.Work | None:
+    """Issue a collective of a group by the name that this torch has for it."""
+    method = getattr(group, operation, None) or getattr(group, _OLDER_NAMES[operation])
+    work: dist.Work | None = method(*args)
+    return work
+
+
+def options(kind: Any) -> Any:
+    """Return the options of a collective that nobody waits for at once."""
+    made = kind()
+    if hasattr(made, "asyncOp"):  # else none of its kind is waited for
+        made.asyncOp = True
+    return made
 
 
 def reduce_op(name: str) -> Any:
@@ -409,9 +458,11 @@ def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> Non
                 each._end_coalescing(device)
 
 
-def gather_object_destination(frame: FrameType) -> int:
-    """Return the destination, as a rank of the group, from the frame of a `gather_object`."""
-    return int(frame.f_locals["group_dst"])
+def gather_object_destination(frame: FrameType, ranks: Sequence[int]) -> int:
+    """Return the destination, as a global rank, from the frame of a `gather_object` of a group of these."""
+    if "global_dst" in frame.f_locals:  # before torch 2.7
+        return int(frame.f_locals["global_dst"])
+    return ranks[int(frame.f_locals["group_dst"])]
 
 
 check_names(

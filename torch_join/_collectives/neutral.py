@@ -133,8 +133,7 @@ def _filled(spec: TensorSpec, value: float, device: str) -> Tensor:
 
 
 def _options(kind: Any, call: Call, group: dist.ProcessGroup) -> Any:
-    options = kind()
-    options.asyncOp = True
+    options = _compat_c10d.options(kind)
     if call.reduce_op is not None:
         options.reduceOp = _compat_c10d.reduce_op(call.reduce_op)
     if call.root is not None:
@@ -163,9 +162,7 @@ def _reduce_scatter(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
 def _reduce_scatter_single(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
     options = _options(dist.ReduceScatterOptions, call, group)
     outputs, inputs = _blank(call.outputs, call), _neutral(call)
-    if call.operation == "reduce_scatter_single":
-        return group.reduce_scatter_single(outputs[0], inputs[0], options)
-    return group.reduce_scatter_single_coalesced(outputs, inputs, options)
+    return _issue_single(call, group, outputs, inputs, options)
 
 
 def _all_gather(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
@@ -183,9 +180,15 @@ def _all_gather_coalesced(call: Call, group: dist.ProcessGroup) -> dist.Work | N
 def _all_gather_single(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
     options = _options(_compat_c10d.AllgatherOptions, call, group)
     outputs, inputs = _blank(call.outputs, call), _blank(call.inputs, call)
-    if call.operation == "all_gather_single":
-        return group.all_gather_single(outputs[0], inputs[0], options)
-    return group.all_gather_single_coalesced(outputs, inputs, options)
+    return _issue_single(call, group, outputs, inputs, options)
+
+
+def _issue_single(
+    call: Call, group: dist.ProcessGroup, outputs: list[Tensor], inputs: list[Tensor], options: Any
+) -> dist.Work | None:
+    if call.operation.endswith("coalesced"):
+        return _compat_c10d.issue(group, call.operation, outputs, inputs, options)
+    return _compat_c10d.issue(group, call.operation, outputs[0], inputs[0], options)
 
 
 def _gather(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
@@ -209,7 +212,7 @@ def _all_to_all(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
     options = _options(dist.AllToAllOptions, call, group)
     if call.operation == "all_to_all":
         return group.alltoall(outputs, inputs, options)
-    return group.all_to_all_single(outputs[0], inputs[0], [], [], options)
+    return _compat_c10d.issue(group, call.operation, outputs[0], inputs[0], [], [], options)
 
 
 def _barrier(call: Call, group: dist.ProcessGroup) -> dist.Work | None:

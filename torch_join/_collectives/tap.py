@@ -229,7 +229,7 @@ class CollectiveTap:
             )
         if self._before is not None:
             with self.ignoring():
-                self._before(operation, ranks, not args.get("async_op", args.get("asyncOp", True)))
+                self._before(operation, ranks, _compat_c10d.is_waited_for(operator, args, caller))
         joined = [rank for rank in ranks if self._joined(rank)] if self._joined is not None else []
         if self._joined is not None and not joined:
             return args
@@ -242,7 +242,7 @@ class CollectiveTap:
                 return args
             operation = name
             if name == "gather_object":
-                root = ranks[_compat_c10d.gather_object_destination(function)]
+                root = _compat_c10d.gather_object_destination(function, ranks)
         call = describe(operation, group.group_name, root, args)
         if (refused := refusal(call, args, joined, origin)) is not None:
             if name == "batch_isend_irecv":

@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from tests.core._collectives.test_neutral import FORMS, supported
 from tests.core._collectives.test_refusals import issue_refused
 from tests.emulator import place
-from tests.support.collectives import DTYPES, REDUCING, WITHOUT_TENSORS, Case, Results, check, operations
+from tests.support.collectives import DTYPES, REDUCING, WITHOUT_TENSORS, Case, Results, averages, check, operations
 from tests.support.inside import REFUSALS
 from tests.support.workers import Workers
 from torch_join import Join, UnsupportedError
-from torch_join._collectives.neutral import ENTRIES, REDUCTIONS
+from torch_join._collectives.neutral import REDUCTIONS
 
 MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
 WORLDS = [(1, 3), (3, 1), (1, 3, 2), (3, 1, 1), (0, 2, 2)]
@@ -53,7 +53,7 @@ def plays(world_size: int) -> Iterator[Play]:
     for name, function in operations().items():
         for reduction in [r.op for r in REDUCTIONS] if name in REDUCING else ["SUM"]:
             for dtype in [torch.float32] * 6 if name in WITHOUT_TENSORS else DTYPES:
-                if supported(reduction, dtype):
+                if supported(name, reduction, dtype):
                     n = next(turn)
                     ranks = everyone if n % 2 else groups[n // 2 % len(groups)]
                     options = {"dtype": dtype, "reduction": reduction, "async_op": n // 2 % 2 == 0}
@@ -108,7 +108,7 @@ def test_every_collective_beside_a_model(workers: Workers, lengths: tuple[int, .
     assert [state for _, state in found] == [state for _, state in plain]
     assert all(state == found[0][1] for _, state in found)
     for (count, _), length in zip(found, lengths, strict=True):
-        least = 300 if workers.device == "cpu" else 200  # NCCL has fewer
+        least = 300 if workers.device == "cpu" and averages() else 150  # NCCL and an older gloo have fewer
         assert count > least if length > min(lengths) else count == 0
 
 
@@ -116,12 +116,12 @@ def test_the_plays_are_all_there_is() -> None:
     for world_size in (2, 3):
         mine = list(plays(world_size))
         kinds = {(p.label.split()[0], p.options.get("async_op"), p.default) for p in mine if p.options}
-        assert kinds == set(itertools.product(ENTRIES, (True, False), (True, False)))
+        assert kinds == set(itertools.product(operations(), (True, False), (True, False)))
         kinds = {(p.label.split()[0], p.options["reduction"], p.options["dtype"]) for p in mine if p.options}
-        for name in set(ENTRIES) - set(WITHOUT_TENSORS):
+        for name in set(operations()) - set(WITHOUT_TENSORS):
             for reduction in [r.op for r in REDUCTIONS] if name in REDUCING else ["SUM"]:
                 for dtype in DTYPES:
-                    assert ((name, reduction, dtype) in kinds) == supported(reduction, dtype)
+                    assert ((name, reduction, dtype) in kinds) == supported(name, reduction, dtype)
         assert {(p.mode, p.default) for p in mine} == set(itertools.product(range(3), (True, False)))
 
 

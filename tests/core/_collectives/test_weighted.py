@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
 from tests.emulator import place
+from tests.needs import has
+from tests.support.collectives import NOT_EVERY_GLOO
 from tests.support.party import listening
 from tests.support.workers import Workers
 from torch_join._collectives.backwards import issue_weighted
@@ -103,7 +105,7 @@ def counts(x: Tensor) -> Tensor:
     return numbers.double()
 
 
-OPERATIONS: tuple[Callable[[Tensor], Tensor | None], ...] = (
+ALL_OPERATIONS: tuple[Callable[[Tensor], Tensor | None], ...] = (
     all_reduce,
     all_reduce_async,
     reduce,
@@ -121,6 +123,7 @@ OPERATIONS: tuple[Callable[[Tensor], Tensor | None], ...] = (
     functional_scatter,
     counts,
 )
+OPERATIONS = [each for each in ALL_OPERATIONS if (lacks := NOT_EVERY_GLOO.get(each.__name__)) is None or has(lacks)]
 
 
 class Weights:

@@ -18,23 +18,30 @@ from tests.support.inside import bytes_unsharded
 from tests.support.sharded import Recipe
 from tests.support.sharding import PATIENCE, Training
 from tests.support.workers import Workers
+from torch_join._shadow._sharded.compat import param_groups
 from torch_join.joinables._sharded.following import Following
 
 ROOT = Path(__file__).parents[3]
 SHADOWS = ROOT / "torch_join" / "_shadow" / "_sharded"
 # The names that `torch_join/_shadow/_sharded/` uses, by what has them.
-STATE = ["_fsdp_param_groups", "_lazy_init"]
+STATE = ["_lazy_init"]
 GROUP = [
     *("mesh_info", "is_sharded", "is_unsharded", "fsdp_params", "reduce_grads", "all_reduce_grads", "comm_ctx"),
-    *("reshard_after_backward", "reduce_scatter_unused_params", "_all_gather_comm", "_to_sharded", "pre_backward"),
+    *("reshard_after_backward", "unshard_in_backward", "_to_sharded", "pre_backward"),
     *("_record_post_forward", "_wait_all_gather_streams_on_event", "_post_forward_indices", "_all_gather_result"),
     *("_to_sharded_post_forward", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh", "unshard"),
     *("post_backward", "wait_for_unshard", "use_training_state", "finalize_backward", "device_handle"),
 ]
 CONTEXT = [
-    *("device_handle", "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_states", "post_forward_order"),
+    *("device_handle", "all_gather_copy_in_stream", "all_gather_stream", "post_forward_order"),
     "all_gather_state",
 ]
+# Of these one is there: the first from some version on, else the second.
+EITHER = {
+    "FSDPState": [("_fsdp_param_groups", "_fsdp_param_group")],
+    "FSDPParamGroup": [("_all_gather_comm", "unshard_in_backward")],
+    "FSDPCommContext": [("reduce_scatter_states", "reduce_scatter_state")],
+}
 PARAM = ["sharded_param", "_unsharded_param", "all_gather_outputs", "unsharded_accumulated_grad"]
 WRAPPER = [
     *("_handle", "_sync_gradients", "_is_root", "_device_handle", "_post_backward_stream", "_all_reduce_stream"),
@@ -70,7 +77,7 @@ def lacking(rank: int) -> list[str]:
     for training in (second, first):
         training.step(0, 0, Recipe().batches(0, 0)[0])
     state = second.model._get_fsdp_state()
-    group = state._fsdp_param_groups[0]
+    (group,) = param_groups(second.model)
     wrapper = first.model
     table = [
         *((state, name) for name in STATE),
@@ -82,6 +89,9 @@ def lacking(rank: int) -> list[str]:
         *((wrapper._handle.flat_param, name) for name in FLAT),
         *((wrapper._exec_order_data, name) for name in ORDER),
     ]
+    for thing in (state, group, group.comm_ctx):
+        for newer, older in EITHER[type(thing).__name__]:
+            table.append((thing, newer if hasattr(thing, newer) else older))
     return [f"{type(thing).__name__}.{name}" for thing, name in table if not hasattr(thing, name)]
 
 
@@ -105,6 +115,7 @@ def private_names(source: str) -> set[str]:
 
 def test_all_private_names_are_in_the_table() -> None:
     known = {*STATE, *GROUP, *CONTEXT, *PARAM, *WRAPPER, *HANDLE, *FLAT, *ORDER, *RUNTIME, *CLIPPING, *OTHERS}
+    known |= {name for pairs in EITHER.values() for pair in pairs for name in pair}
     for path in SHADOWS.glob("*.py"):
         assert private_names(path.read_text()) - known == set(), path
     assert private_names("handle._new, self._own") == {"_new"}
@@ -132,8 +143,8 @@ def replaced(training: Training) -> list[Any]:
         found.append(len(module._forward_pre_hooks))
         found.append("clip_grad_norm_" in vars(module))
         if hasattr(module, "_get_fsdp_state"):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                found.append(group._all_gather_comm)
+            for group in param_groups(module):
+                found.append(getattr(group, "_all_gather_comm", None))
                 found += [name in vars(group) for name in GROUP]
         if (handle := getattr(module, "_handle", None)) is not None:
             found += [name in vars(handle) for name in HANDLE]

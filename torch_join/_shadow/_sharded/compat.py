@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _runtime_utils
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils, _runtime_utils
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
+from torch_join._base.errors import UnsupportedError
 from torch_join._base.names import TORCH, check_names, naming_missing
 
 with naming_missing(TORCH, "torch"):
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 runtime: Any = _runtime_utils
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
 
 # ------------------------------------------------------------ fully_shard
@@ -57,6 +60,50 @@ def param_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.12
+
+
+def check_runs(group: Any, name: str) -> None:
+    """Check that FSDP can run a group on its device.
+
+    Args:
+        group: The group.
+        name: Its module's.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    if group.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise UnsupportedError(
+            f"{name or 'The model'} is sharded by fully_shard on the CPU, where torch {torch.__version__} cannot run it"
+            " (it waits for events, which the CPU does not have there). Use a newer torch, an accelerator, or"
+            " FullyShardedDataParallel."
+        )
+
+
+def gathers_by(group: Any) -> Any:
+    """Return the object that a group gathers by; before torch 2.9 it has none."""
+    return getattr(group, "_all_gather_comm", None)
+
+
+def will_gather(group: Any) -> bool:
+    """Whether a group's `unshard` gathers now, as it decides that itself."""
+    skips = group._training_state == TrainingState.PRE_BACKWARD and not group.unshard_in_backward
+    return group._all_gather_result is None and not group.is_unsharded and not skips
+
+
+def reduces_unused(group: Any) -> bool:
+    """Whether a group reduces zeros for parameters that no backward has come to (an option from torch 2.10 on)."""
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
+def take_reductions(context: Any) -> list[Any]:
+    """Return what FSDP keeps of reductions that are under way, and have it forget that."""
+    if hasattr(context, "reduce_scatter_states"):
+        states = [*context.reduce_scatter_states]
+        context.reduce_scatter_states.clear()
+        return states
+    state, context.reduce_scatter_state = context.reduce_scatter_state, None  # before torch 2.12 it is one
+    return [] if state is None else [state]
 
 
 # ------------------------------------------------------------ both
@@ -200,8 +247,8 @@ check_names(
         FSDPModule: "_get_fsdp_state",
         FSDPParam: "sharded_param unsharded_accumulated_grad _unsharded_param",
         FSDPParamGroup: (
-            "finalize_backward fsdp_params mesh_info post_backward pre_backward reduce_scatter_unused_params unshard"
-            " wait_for_unshard _all_gather_comm _all_gather_result _post_forward_indices _record_post_forward"
+            "finalize_backward fsdp_params mesh_info post_backward pre_backward unshard unshard_in_backward"
+            " wait_for_unshard _all_gather_result _post_forward_indices _record_post_forward"
             " _reshard_after_forward _to_sharded _to_sharded_post_forward _use_post_forward_mesh"
             " _wait_all_gather_streams_on_event"
         ),
@@ -213,7 +260,8 @@ check_names(
             " _use_orig_params _writeback_orig_params"
         ),
         _ExecOrderData: "handles_post_forward_order record_post_forward _iter",
-        _FSDPState: "process_group _comm_hook _device_handle _exec_order_data _handle _is_root",
+        _FSDPState: "process_group _comm_hook _device_handle _handle _is_root",
+        _init_utils: "_exec_order_data",
         runtime: "_lazy_init _reduce_grad _reduce_grad_no_shard _reshard _should_free_in_backward _unshard",
     },
 )

@@ -180,7 +180,7 @@ class FlatParamUnit:
             if shard.is_cpu:
                 dist.all_gather(list(whole.chunk(handle.world_size)), shard, group=handle.process_group)
             else:
-                dist.all_gather_single(whole, shard, handle.process_group)
+                _compat.all_gather_single(whole, shard, handle.process_group)
 
     def reshard(self) -> None:
         """See `Unit`."""

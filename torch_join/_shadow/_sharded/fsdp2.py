@@ -30,9 +30,13 @@ class ParamGroupUnit:
         group: The `FSDPParamGroup`.
         name: Its module's.
         init: Has FSDP initialize the model, if it has not yet.
+
+    Raises:
+        UnsupportedError: FSDP cannot run on its device.
     """
 
     def __init__(self, group: Any, name: str, init: Callable[[], None]) -> None:
+        _compat.check_runs(group, name)
         self.name = name
         self._group = group
         self._init = init
@@ -101,7 +105,7 @@ class ParamGroupUnit:
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
         """See `Unit`."""
         group = self._group
-        comm, post_backward, to_sharded = group._all_gather_comm, group.post_backward, group._to_sharded
+        comm, post_backward, to_sharded = _compat.gathers_by(group), group.post_backward, group._to_sharded
         pre_backward, finalize, record = group.pre_backward, group.finalize_backward, group._record_post_forward
 
         def gathering() -> Any:
@@ -151,13 +155,17 @@ class ParamGroupUnit:
             if torch.is_grad_enabled():
                 record()
 
-        gather = AnnouncedGather(comm, group.unshard, gathering)
+        will_gather = None if comm is not None else partial(_compat.will_gather, group)
+        gather = AnnouncedGather(comm, group.unshard, gathering, will_gather)
         replaced = {"unshard": gather.unshard, "pre_backward": beginning, "post_backward": reducing}
         replaced |= {"_to_sharded": resharding, "finalize_backward": finalizing, "_record_post_forward": recording}
-        vars(group).update(replaced, _all_gather_comm=gather)
+        vars(group).update(replaced)
+        if comm is not None:
+            group._all_gather_comm = gather
 
         def undo() -> None:
-            group._all_gather_comm = comm
+            if comm is not None:
+                group._all_gather_comm = comm
             for name in replaced:
                 delattr(group, name)
 
@@ -177,7 +185,7 @@ class ParamGroupUnit:
             return []
         return [
             hasattr(p, "_unsharded_param")
-            and (_has_own(p) or bool(group.reduce_scatter_unused_params and p._unsharded_param.requires_grad))
+            and (_has_own(p) or (_compat.reduces_unused(group) and p._unsharded_param.requires_grad))
             for p in group.fsdp_params
         ]
 
@@ -268,11 +276,9 @@ class ParamGroupUnit:
             vars(group).update(before)
         group._training_state = _compat.TrainingState.IDLE
         group.finalize_backward()
-        states = group.comm_ctx.reduce_scatter_states
-        for state in states:
+        for state in _compat.take_reductions(group.comm_ctx):
             if state.event is not None:
                 group.device_handle.current_stream().wait_event(state.event)
-        states.clear()
 
 
 def _has_own(param: Any) -> bool:

@@ -1,0 +1,74 @@
+"""What tests need of torch that not every version has: torch itself is asked, never for its version."""
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+
+def _gloo_can(issue: Callable[[Any], Any]) -> Callable[[], bool]:
+    def try_it() -> bool:
+        group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))  # type: ignore[call-arg]
+        try:
+            issue(group).wait()
+        except RuntimeError:
+            return False
+        return True
+
+    return try_it
+
+
+def _average(group: Any) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+    return group.allreduce([torch.ones(1)], options)
+
+
+def _scatter_bits(group: Any) -> Any:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp.BAND  # type: ignore[assignment]
+    return group._reduce_scatter_base(torch.ones(1), torch.ones(1), options)
+
+
+# By what is needed, whether it is there.
+_FEATURES: dict[str, Callable[[], bool]] = {
+    "gloo's ReduceOp.AVG": _gloo_can(_average),
+    "gloo's reduce_scatter": _gloo_can(lambda group: group.reduce_scatter([torch.ones(1)], [[torch.ones(1)]])),
+    # Where it always adds up, it does so with bits of floats too.
+    "gloo's reduce_scatter_tensor by another operation than a sum": lambda: not _gloo_can(_scatter_bits)(),
+    "operators that tell what they reduce by": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
+    "FSDPModule.set_reduce_scatter_unused_params": lambda: hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
+}
+
+
+@functools.cache
+def has(feature: str) -> bool:
+    """Whether torch has it."""
+    return _FEATURES[feature]()
+
+
+def needs(feature: str) -> pytest.MarkDecorator:
+    """Mark what is skipped where torch does not have a feature."""
+    return pytest.mark.skipif(not has(feature), reason=f"needs {feature}")
+
+
+def lend_events_to_the_cpu() -> None:
+    """Have `fully_shard` run on the CPU where torch has no events there (2.6): so tests need no accelerator.
+
+    Gloo has no mean there either, and FSDP asks for one: what it does for half precision, a sum, is right for all.
+    """
+    if hasattr(torch.cpu.Stream, "record_event"):
+        return
+    stream: Any = torch.cpu.Stream
+    stream.record_event = lambda _: None
+    stream.wait_event = lambda *_: None
+    collectives: Any = _fsdp_collectives
+    divide = collectives._get_gradient_divide_factors
+    collectives._get_gradient_divide_factors = lambda *groups: divide(*groups[:2], torch.float16)
