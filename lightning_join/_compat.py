@@ -186,7 +186,7 @@ def ended_parts(loader: CombinedLoader) -> list[bool]:
 
 check_names(
     "lightning.pytorch",
-    "2.5.1 to 2.6",
+    "2.6.6",
     {
         call: "_call_callback_hooks _call_lightning_module_hook _call_strategy_hook",
         pl.LightningModule: "_trainer",

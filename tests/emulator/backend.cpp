@@ -275,7 +275,7 @@ class Backend final : public c10d::Backend {
                                           const c10d::ReduceScatterOptions& options) override {
     check(options.reduceOp, outputs);
     return given(options.asyncOp,
-                 issue("reduce_scatter_coalesced", OpType::REDUCE_SCATTER_TENSOR_COALESCED, joined(inputs, outputs), outputs,
+                 issue("reduce_scatter_coalesced", OpType::_REDUCE_SCATTER_BASE, joined(inputs, outputs), outputs,
                        [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
                          for (size_t i = 0; i < to.size(); i++) gloo->_reduce_scatter_base(to[i], from[i], options)->wait();
                        }));

@@ -98,6 +98,7 @@ def operators() -> tuple[str, ...]:
     return tuple(sorted(found - _LOCAL_OPERATORS))
 
 
+@functools.cache
 def argument_names(name: str) -> tuple[str, ...]:
     """Return the names of an operator's arguments, in order."""
     return tuple(argument.name for argument in overload(name)._schema.arguments)
