@@ -26,7 +26,7 @@ MAX_COUNT = 1 << 30  # of all ranks together
 _SOME = 1 << 28  # barriers of some ranks, at most, between two of all
 _LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
-_COMES_AFTER = 0.4  # seconds of a wait, after which others hear of it: most have ended by then
+_TELLS_AFTER = 0.4  # seconds of a wait, after which others hear of it: most have ended by then
 _ANSWER = tuple[bool, Status | None]
 
 
@@ -117,14 +117,14 @@ class Channel:
         if self._links.is_put_off and key not in beats:
             self.poll()
         if key not in beats:
-            self._until(lambda: key in beats, later=self._say_come)
+            self._until(lambda: key in beats, later=self._tell_of_waiting)
         else:
             self._links.resume()
         total, notices = beats.pop(key)
         lines = [self._decode("a notice", line, tuple[int, dict[str, Any]]) for line in notices.splitlines()]
         return Beat(total, dict(sorted(lines, key=lambda notice: notice[0])))
 
-    def _say_come(self) -> None:
+    def _tell_of_waiting(self) -> None:
         with self._links.lock:
             self._node.come(self._number, self._beat, self._them)
 
@@ -174,7 +174,7 @@ class Channel:
         else:
             self.before_meeting()
             index, self._gathers = self._gathers, self._gathers + 1
-            values = self._gather(index, data, 0, self._check_come if unless_beat else None)
+            values = self._gather(index, data, 0, self._check_nobody_waits_elsewhere if unless_beat else None)
             self._pass_log()
         return [self._decode(f"a gathered value of rank {rank}", said, of) for rank, said in sorted(values.items())]
 
@@ -186,7 +186,7 @@ class Channel:
         _, said = beats.pop(key)
         return _node.values_of(said)
 
-    def _check_come(self) -> None:
+    def _check_nobody_waits_elsewhere(self) -> None:
         # One that has met this one here says so later, when all have met.
         if self._stream.came > self._beat:
             raise met_another_way(self.global_ranks[self.rank])
@@ -458,7 +458,7 @@ class Channel:
             nonlocal check
             if meanwhile is not None:
                 meanwhile()
-            if later is not None and time.monotonic() - start > _COMES_AFTER:
+            if later is not None and time.monotonic() - start > _TELLS_AFTER:
                 later()
             check = check or self._check(self._known_failure)
             check()

@@ -53,10 +53,9 @@ def closed(tag: str) -> Callable[[C], C]:
 
     def register(kind: C) -> C:
         checks = {name: _checker(of) for name, of in typing.get_type_hints(kind).items()}
+        # Another package's have its name before them: two may be made of one source.
         package = kind.__module__.partition(".")[0]
-        known_as = (
-            tag if package == __package__.partition(".")[0] else f"{package}.{tag}"
-        )  # of which there may be twins
+        known_as = tag if package == __package__.partition(".")[0] else f"{package}.{tag}"
         if known_as in _REVIVERS:
             raise JoinError(f"Two kinds of values are called {known_as!r} in the store.")
         _CLASSES[kind] = known_as, list(checks)
