@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,8 @@ from tests.support.inside import bytes_unsharded
 from tests.support.sharded import Recipe
 from tests.support.sharding import PATIENCE, Training
 from tests.support.workers import Workers
-from torch_join._shadow._sharded.compat import param_groups
+from torch_join import UnsupportedError
+from torch_join._shadow._sharded.compat import check_runs, param_groups
 from torch_join.joinables._sharded.following import Following
 
 ROOT = Path(__file__).parents[3]
@@ -289,3 +291,12 @@ def test_who_imports_the_sharded_path() -> None:
             found.add(name)
     assert found <= {"joinables/parts.py", "integration.py"}
     assert "joinables/parts.py" in found
+
+
+def test_fully_shard_is_refused_where_torch_cannot_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(device=torch.device("cpu"))
+    check_runs(group, "layer")
+    monkeypatch.setattr(torch.cpu, "Stream", object)  # as before it had events
+    with pytest.raises(UnsupportedError, match="layer is sharded by fully_shard on the CPU, where torch"):
+        check_runs(group, "layer")
+    check_runs(SimpleNamespace(device=torch.device("cuda")), "layer")
