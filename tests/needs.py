@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.nn.parallel import DistributedDataParallel
 
 
 def _gloo_can(issue: Callable[[Any], Any]) -> Callable[[], bool]:
@@ -45,6 +46,12 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "operators that tell what they reduce by": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "FSDPModule.set_reduce_scatter_unused_params": lambda: hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
+    # Else its connections keep the one that they were made with.
+    "gloo's timeout that can be set later": lambda: hasattr(dist.ProcessGroupGloo, "set_timeout"),
+    # Else what DDP sends before the second changes what the first has saved for backward.
+    "DDP's two forwards with BatchNorm before a backward": lambda: (
+        "_unsafe_preserve_version_counter" in DistributedDataParallel._sync_buffers.__code__.co_names
+    ),
 }
 
 
