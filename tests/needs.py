@@ -15,6 +15,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_g
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_join._shadow.lost_hooks import are_lost
+
 
 def _gloo_can(issue: Callable[[Any], Any]) -> Callable[[], bool]:
     def try_it() -> bool:
@@ -49,6 +51,8 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "operators that tell what they reduce by": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "FSDPModule.set_reduce_scatter_unused_params": lambda: hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
+    "hooks that a checkpoint's second run leaves": lambda: not are_lost(),
+    "a record of gloo's collectives": lambda: hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
     "gloo's complex numbers": _gloo_can(
         lambda group: group.allreduce([torch.ones(1, dtype=torch.complex64)], dist.AllreduceOptions())
     ),
@@ -86,13 +90,13 @@ def lend_events_to_the_cpu() -> None:
     if hasattr(torch.cpu.Stream, "record_event"):
         return
     stream: Any = torch.cpu.Stream
-    stream.record_event = lambda _: object()
+    stream.record_event = lambda _: None
     stream.wait_event = lambda *_: None
     collectives: Any = _fsdp_collectives
     divide = collectives._get_gradient_divide_factors
     collectives._get_gradient_divide_factors = lambda *groups: divide(*groups[:2], torch.float16)
     param_group: Any = _fsdp_param_group
-    copy_out = param_group.foreach_all_gather_copy_out
+    copy_out, reduce = param_group.foreach_all_gather_copy_out, param_group.foreach_reduce
 
     def copy_unseen(result: Any, params: list[Any], group: Any) -> None:
         with contextlib.ExitStack() as stack:
@@ -100,4 +104,9 @@ def lend_events_to_the_cpu() -> None:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))  # type: ignore[attr-defined]
             copy_out(result, params, group)
 
+    def reduce_with_event(*given: Any) -> tuple[Any, ...]:
+        *others, event, output = reduce(*given)
+        return *others, event or object(), output  # of the all-reduce FSDP insists on one
+
     param_group.foreach_all_gather_copy_out = copy_unseen
+    param_group.foreach_reduce = reduce_with_event
