@@ -1,6 +1,8 @@
 """What tests need of torch that not every version has: torch itself is asked, never for its version."""
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -8,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._shadow.lost_hooks import are_lost
 
 
 def _gloo_can(issue: Callable[[Any], Any]) -> Callable[[], bool]:
@@ -45,6 +51,22 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "operators that tell what they reduce by": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "FSDPModule.set_reduce_scatter_unused_params": lambda: hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
+    "hooks that a checkpoint's second run leaves": lambda: not are_lost(),
+    "a record of gloo's collectives": lambda: hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    "gloo's complex numbers": _gloo_can(
+        lambda group: group.allreduce([torch.ones(1, dtype=torch.complex64)], dist.AllreduceOptions())
+    ),
+    "fully_shard's ignored_params": lambda: "ignored_params" in inspect.signature(fully_shard).parameters,
+    # Else what a module that is not in the window's last backward has accumulated stays unreduced, on any inputs.
+    "fully_shard's reduction of what the last backward does not come to": lambda: (
+        "is_unsharded" not in FSDPState._root_post_backward_final_callback.__code__.co_names
+    ),
+    # Else its connections keep the one that they were made with.
+    "gloo's timeout that can be set later": lambda: hasattr(dist.ProcessGroupGloo, "set_timeout"),
+    # Else what DDP sends before the second changes what the first has saved for backward.
+    "DDP's two forwards with BatchNorm before a backward": lambda: (
+        "_unsafe_preserve_version_counter" in DistributedDataParallel._sync_buffers.__code__.co_names
+    ),
 }
 
 
@@ -62,7 +84,8 @@ def needs(feature: str) -> pytest.MarkDecorator:
 def lend_events_to_the_cpu() -> None:
     """Have `fully_shard` run on the CPU where torch has no events there (2.6): so tests need no accelerator.
 
-    Gloo has no mean there either, and FSDP asks for one: what it does for half precision, a sum, is right for all.
+    Gloo has no mean there either, and FSDP asks for one: what it does for half precision, a sum, is right for all. What
+    is gathered anew counts as changed there, as it does on no accelerator.
     """
     if hasattr(torch.cpu.Stream, "record_event"):
         return
@@ -72,3 +95,18 @@ def lend_events_to_the_cpu() -> None:
     collectives: Any = _fsdp_collectives
     divide = collectives._get_gradient_divide_factors
     collectives._get_gradient_divide_factors = lambda *groups: divide(*groups[:2], torch.float16)
+    param_group: Any = _fsdp_param_group
+    copy_out, reduce = param_group.foreach_all_gather_copy_out, param_group.foreach_reduce
+
+    def copy_unseen(result: Any, params: list[Any], group: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for tensor in (each for param in params for each in param.all_gather_outputs):
+                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))  # type: ignore[attr-defined]
+            copy_out(result, params, group)
+
+    def reduce_with_event(*given: Any) -> tuple[Any, ...]:
+        *others, event, output = reduce(*given)
+        return *others, event or object(), output  # of the all-reduce FSDP insists on one
+
+    param_group.foreach_all_gather_copy_out = copy_unseen
+    param_group.foreach_reduce = reduce_with_event

@@ -18,10 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from tests.core.backward.programs import whole_parameters
 from tests.core.backward.synced import SyncNorm
 from tests.emulator import place
+from tests.needs import has
 from torch_join import Join
 
 WIDTH, ROWS = 6, 2
 PLACES = ("linear", "linear", "relu", "norm", "norm in another group", "checkpointed norm", "sum", "rows", "own")
+if not has("hooks that a checkpoint's second run leaves"):  # what such a norm does there is refused
+    PLACES = tuple("norm" if place == "checkpointed norm" else place for place in PLACES)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.core.backward.programs import Net, Program, reference, train
 from tests.core.backward.synced import SyncNorm
+from tests.needs import has
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -66,7 +67,15 @@ def test_parameters_are_those_of_one_process(
 ) -> None:
     options, wrapper = KINDS[kind]
     program = Program(lengths, weighting, frozenset(options), wrapper=wrapper)
-    assert_exact(program, workers.run(program.world_size, train, program))
+    if loses_hooks(program) and (weighting == "samples" or len({*lengths}) > 1):
+        for outcome in workers.outcomes(program.world_size, train, program, timeout=3.0):
+            assert "has lost the hooks of a parameter" in outcome.error, outcome
+    else:
+        assert_exact(program, workers.run(program.world_size, train, program))
+
+
+def loses_hooks(program: Program) -> bool:
+    return "checkpoint" in program.options and not has("hooks that a checkpoint's second run leaves")
 
 
 def test_a_hook_that_compresses(workers: Workers) -> None:
@@ -86,6 +95,9 @@ def test_a_hook_that_compresses(workers: Workers) -> None:
 def test_sharded_models(workers: Workers, api: str, weighting: str, options: tuple[str, ...]) -> None:
     for lengths in LENGTHS:
         program = Program(lengths, weighting, frozenset({api, *options}))
+        if loses_hooks(program) and api == "fsdp2" and weighting == "active" and len({*lengths}) > 1:
+            assert all("has lost the hooks" in each.error for each in workers.outcomes(len(lengths), train, program))
+            continue
         assert_exact(program, workers.run(program.world_size, train, program))
 
 

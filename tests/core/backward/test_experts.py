@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.needs import needs
 from tests.support.workers import Workers
 from torch_join import Join, JoinError
 
@@ -66,7 +67,7 @@ def train(rank: int, exchange: Any, owned: bool, hands_over: bool | None = None)
     return "trained"
 
 
-@pytest.mark.parametrize("exchange", [Exchange, Scatter])
+@pytest.mark.parametrize("exchange", [Exchange, pytest.param(Scatter, marks=needs("gloo's reduce_scatter"))])
 def test_an_exchange_with_experts_of_joined_ranks_raises(workers: Workers, exchange: Any) -> None:
     for error in workers.run(2, train, exchange, True):
         assert "of a model while rank 0 has joined" in error

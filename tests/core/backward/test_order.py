@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.core.backward import programs, recipes
 from tests.core.backward.programs import Program
 from tests.covering import others_long
+from tests.needs import needs
 from tests.support.inside import recorded_collectives
 from tests.support.workers import Workers
 
@@ -48,6 +49,7 @@ PROGRAMS: dict[str, tuple[Any, Any]] = {
 SOME = [name for name in PROGRAMS if not name.startswith("random") or int(name[-1]) < 3]
 
 
+@needs("a record of gloo's collectives")
 @pytest.mark.parametrize("name", others_long(PROGRAMS, *SOME))
 def test_all_ranks_issue_everything_in_one_order(recorders: Workers, name: str, tmp_path: Path) -> None:
     train, program = PROGRAMS[name]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils, _runtime_utils
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
@@ -211,6 +212,12 @@ def meshes(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that `mesh` was taken from, or itself."""
+    own = getattr(mesh, "_get_root_mesh", None)
+    return device_mesh._mesh_resources.get_root_mesh(mesh) if own is None else own()  # older torch
+
+
 # ------------------------------------------------------------ clipping
 
 
@@ -234,7 +241,7 @@ def wrap_clipping(norm: Callable[..., Any], scale: Callable[..., Any]) -> tuple[
 
 def replicated(norm: Any) -> Any:
     """Return a norm that all ranks hold: of shards it is a part, for whose reader all ranks would have to add it up."""
-    if not isinstance(norm, DTensor):
+    if not isinstance(norm, DTensor) or all(placement.is_replicate() for placement in norm.placements):
         return norm
     return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
 

@@ -21,6 +21,7 @@ from torch_join._shadow._sharded.unit import (
     scaled,
     undo_all,
 )
+from torch_join._shadow.lost_hooks import noticed
 
 
 class ParamGroupUnit:
@@ -191,7 +192,8 @@ class ParamGroupUnit:
 
     def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
         """See `Unit`."""
-        group, hooks, known = self._group, [], set()
+        group, known = self._group, set()
+        ends: list[Callable[[], None]] = []
         wait = group.wait_for_unshard
 
         def hook() -> None:
@@ -199,7 +201,8 @@ class ParamGroupUnit:
                 whole = getattr(p, "_unsharded_param", None)  # there after the first gather
                 if whole is not None and whole.requires_grad and id(p) not in known:
                     known.add(id(p))
-                    hooks.append(whole.register_hook(partial(scaled, factor)).remove)
+                    weigh, end = noticed(whole, partial(scaled, factor), lambda: factor() != 1.0)
+                    ends.extend((whole.register_hook(weigh).remove, end))
 
         def waiting() -> None:
             wait()
@@ -207,7 +210,7 @@ class ParamGroupUnit:
 
         def undo() -> None:
             del group.wait_for_unshard
-            undo_all(hooks)()
+            undo_all(ends)()
 
         hook()
         group.wait_for_unshard = waiting

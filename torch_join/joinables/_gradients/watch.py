@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from torch_join._base import compat as _compat
+from torch_join._shadow.lost_hooks import noticed
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._handles: list[RemovableHandle] = []
+        self._ends: list[Callable[[], None]] = []
         self._nodes: list[Any] = []
         self.is_on = False
 
@@ -45,15 +45,16 @@ class Watch:
         for place, parameter in enumerate(self._parameters):
             trained = parameter.requires_grad
             node = get_gradient_edge(parameter.requires_grad_(True)).node
+            hook, end = noticed(parameter, partial(before, place))
             parameter.requires_grad_(trained)
-            self._handles.append(node.register_prehook(partial(before, place)))
+            self._ends += [node.register_prehook(hook).remove, end]
             self._nodes.append(node)
 
     def end(self) -> None:
         """Watch nothing any more."""
         self.is_on = False
-        while self._handles:
-            self._handles.pop().remove()
+        while self._ends:
+            self._ends.pop()()
         self._nodes.clear()
 
     @property
