@@ -1,6 +1,7 @@
-"""What tests need of torch that not every version has: torch itself is asked, never for its version."""
+"""What tests need that not every version of torch or a framework has: it is asked itself, never for its version."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -36,6 +37,12 @@ def _scatter_bits(group: Any) -> Any:
     return group._reduce_scatter_base(torch.ones(1), torch.ones(1), options)
 
 
+def _validates_by_a_clock() -> bool:
+    from lightning.pytorch import Trainer
+
+    return "timedelta" in str(inspect.signature(Trainer.__init__).parameters["val_check_interval"].annotation)
+
+
 # By what is needed, whether it is there.
 _FEATURES: dict[str, Callable[[], bool]] = {
     "gloo's ReduceOp.AVG": _gloo_can(_average),
@@ -44,19 +51,25 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "gloo's reduce_scatter_tensor by another operation than a sum": lambda: not _gloo_can(_scatter_bits)(),
     "operators that tell what they reduce by": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "FSDPModule.set_reduce_scatter_unused_params": lambda: hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    "a val_check_interval in seconds": _validates_by_a_clock,
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
 }
 
 
 @functools.cache
 def has(feature: str) -> bool:
-    """Whether torch has it."""
+    """Whether it is there."""
     return _FEATURES[feature]()
 
 
 def needs(feature: str) -> pytest.MarkDecorator:
-    """Mark what is skipped where torch does not have a feature."""
+    """Mark what is skipped where a feature is not there."""
     return pytest.mark.skipif(not has(feature), reason=f"needs {feature}")
+
+
+def known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Return the arguments that a function has parameters for: older versions of a framework may lack some."""
+    return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
 
 
 def lend_events_to_the_cpu() -> None:
