@@ -1,6 +1,7 @@
 """What tests need that not every version of torch or a framework has: it is asked itself, never for its version."""
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,10 +38,21 @@ def _scatter_bits(group: Any) -> Any:
     return group._reduce_scatter_base(torch.ones(1), torch.ones(1), options)
 
 
+def known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Return the arguments that a function has parameters for: older versions of a framework may lack some."""
+    return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
+
+
 def _validates_by_a_clock() -> bool:
     from lightning.pytorch import Trainer
 
     return "timedelta" in str(inspect.signature(Trainer.__init__).parameters["val_check_interval"].annotation)
+
+
+def _shards_by_parameter() -> bool:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    return bool(known(FullyShardedDataParallelPlugin, fsdp_version=2))
 
 
 # By what is needed, whether it is there.
@@ -52,6 +64,8 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "operators that tell what they reduce by": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "FSDPModule.set_reduce_scatter_unused_params": lambda: hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     "a val_check_interval in seconds": _validates_by_a_clock,
+    "Accelerate's fsdp_version=2": _shards_by_parameter,
+    "Accelerate's ParallelismConfig": lambda: importlib.util.find_spec("accelerate.parallelism_config") is not None,
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
 }
 
@@ -65,11 +79,6 @@ def has(feature: str) -> bool:
 def needs(feature: str) -> pytest.MarkDecorator:
     """Mark what is skipped where a feature is not there."""
     return pytest.mark.skipif(not has(feature), reason=f"needs {feature}")
-
-
-def known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return the arguments that a function has parameters for: older versions of a framework may lack some."""
-    return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
 
 
 def lend_events_to_the_cpu() -> None:
