@@ -1,5 +1,6 @@
 """Callbacks and trainer options on uneven loaders, against Lightning on one process with all ranks' batches."""
 
+import inspect
 import os
 import time
 import weakref
@@ -26,6 +27,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     TQDMProgressBar,
 )
+from lightning.pytorch.callbacks.progress import rich_progress
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -223,6 +225,17 @@ def check(
 # ---------------------------------------------------------------- callbacks
 
 
+def counting() -> list[Any]:
+    """Return a `ThroughputMonitor`; an older one takes all batches for as large as the last."""
+    if "self._samples[stage] +=" not in inspect.getsource(ThroughputMonitor):
+        return []
+    return [ThroughputMonitor(lambda batch: len(batch[0]) if isinstance(batch, list) else 1, window_size=3)]
+
+
+# An older one pops from a stack of rich's that is empty by now.
+Bar = RichProgressBar if "_RichRefreshThread" in vars(rich_progress) else TQDMProgressBar
+
+
 def averaging_weights(name: str, **options: Any) -> list[Any]:
     """Return this callback, which older versions of Lightning do not have."""
     return [getattr(lightning_callbacks, name)(**options)] if hasattr(lightning_callbacks, name) else []
@@ -234,7 +247,7 @@ def watching(folder: str) -> Made:
         *averaging_weights("EMAWeightAveraging", decay=0.7, update_every_n_steps=2),
         LearningRateMonitor("step", log_momentum=True),
         Timer(timedelta(hours=1)),
-        ThroughputMonitor(lambda batch: len(batch[0]) if isinstance(batch, list) else 1, window_size=3),
+        *counting(),
         DeviceStatsMonitor(),
         TQDMProgressBar(),
         EarlyStopping("loss", patience=20),
@@ -261,7 +274,7 @@ def saving(folder: str) -> Made:
         OwnClock(folder, "t-{step}", train_time_interval=timedelta(microseconds=1), save_top_k=-1),
         ModelCheckpoint(folder, "b-{epoch}", monitor="loss", save_top_k=2, save_on_train_epoch_end=False),
         ModelCheckpoint(folder, "s-{epoch}", monitor="loss", mode="max", save_top_k=1, save_on_train_epoch_end=True),
-        RichProgressBar(),
+        Bar(),
         *averaging_weights("WeightAveraging"),
     ], {"reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 2, "inference_mode": False}
 
