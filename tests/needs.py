@@ -1,5 +1,6 @@
 """What tests need that not every version of torch or a framework has: it is asked itself, never for its version."""
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.nn.parallel import DistributedDataParallel
 
 
 def _gloo_can(issue: Callable[[Any], Any]) -> Callable[[], bool]:
@@ -67,6 +69,12 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "Accelerate's fsdp_version=2": _shards_by_parameter,
     "Accelerate's ParallelismConfig": lambda: importlib.util.find_spec("accelerate.parallelism_config") is not None,
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
+    # Else its connections keep the one that they were made with.
+    "gloo's timeout that can be set later": lambda: hasattr(dist.ProcessGroupGloo, "set_timeout"),
+    # Else what DDP sends before the second changes what the first has saved for backward.
+    "DDP's two forwards with BatchNorm before a backward": lambda: (
+        "_unsafe_preserve_version_counter" in DistributedDataParallel._sync_buffers.__code__.co_names
+    ),
 }
 
 
@@ -84,7 +92,8 @@ def needs(feature: str) -> pytest.MarkDecorator:
 def lend_events_to_the_cpu() -> None:
     """Have `fully_shard` run on the CPU where torch has no events there (2.6): so tests need no accelerator.
 
-    Gloo has no mean there either, and FSDP asks for one: what it does for half precision, a sum, is right for all.
+    Gloo has no mean there either, and FSDP asks for one: what it does for half precision, a sum, is right for all. What
+    is gathered anew counts as changed there, as it does on no accelerator.
     """
     if hasattr(torch.cpu.Stream, "record_event"):
         return
@@ -94,3 +103,13 @@ def lend_events_to_the_cpu() -> None:
     collectives: Any = _fsdp_collectives
     divide = collectives._get_gradient_divide_factors
     collectives._get_gradient_divide_factors = lambda *groups: divide(*groups[:2], torch.float16)
+    param_group: Any = _fsdp_param_group
+    copy_out = param_group.foreach_all_gather_copy_out
+
+    def copy_unseen(result: Any, params: list[Any], group: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for tensor in (each for param in params for each in param.all_gather_outputs):
+                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))  # type: ignore[attr-defined]
+            copy_out(result, params, group)
+
+    param_group.foreach_all_gather_copy_out = copy_unseen

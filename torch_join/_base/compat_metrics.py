@@ -4,6 +4,9 @@ torchmetrics itself is never imported: a metric is known by what it has. `tests/
 when one of these names goes.
 """
 
+import copy
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -131,12 +134,45 @@ def forget_value(metric: Any) -> None:
 def unchanged(metric: Any) -> Iterator[None]:
     """Give `metric` back the state that it had."""
     bookkeeping = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
-    state = {**metric._copy_state_dict(), **bookkeeping}
+    state = {**{name: _copied(getattr(metric, name)) for name in reductions(metric)}, **bookkeeping}
     try:
         yield
     finally:
         for name, value in state.items():
             setattr(metric, name, value)
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, list):
+        return [*map(_copied, state)]
+    return state.detach().clone() if isinstance(state, Tensor) else copy.deepcopy(state)
+
+
+@functools.cache
+def link_collections() -> None:
+    """Have each update of a collection share the state that several of its metrics have in common, from now on.
+
+    Older torchmetrics update the first of these metrics, and share that as the collection computes. A rank that has
+    joined is asked for its states without that; and what the others have computed before is kept.
+    """
+    torchmetrics: Any = sys.modules["torchmetrics"]
+    kind, both = torchmetrics.MetricCollection, {name: torchmetrics.SumMetric() for name in "ab"}
+    tried = kind(both)
+    tried.update(1.0)
+    tried.update(1.0)
+    if update_count(both["a"]) == update_count(both["b"]):
+        return
+    own = kind.update
+
+    @functools.wraps(own)
+    def update(collection: Any, *args: Any, **kwargs: Any) -> None:
+        own(collection, *args, **kwargs)
+        if collection._groups_checked:
+            collection._compute_groups_create_state_ref()
+            for metric in collection._modules.values():
+                forget_value(metric)
+
+    kind.update = update
 
 
 def _concatenates(reduction: Callable[..., Any] | None) -> TypeGuard[Callable[..., Any]]:

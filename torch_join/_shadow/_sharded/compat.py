@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils, _runtime_utils
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
@@ -209,6 +210,12 @@ def meshes(model: nn.Module) -> list[Any]:
             for group in param_groups(module):
                 found[id(group.mesh_info.mesh)] = group.mesh_info.mesh
     return list(found.values())
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that `mesh` was taken from, or itself."""
+    own = getattr(mesh, "_get_root_mesh", None)
+    return device_mesh._mesh_resources.get_root_mesh(mesh) if own is None else own()  # older torch
 
 
 # ------------------------------------------------------------ clipping

@@ -59,6 +59,8 @@ class MetricPart(Part):
     def enter(self) -> None:
         if any(isinstance(vars(metric).get("reset"), Hook) for metric in self.metrics):
             raise JoinValueError("A metric was given to Join twice: give it alone or in its collection.")
+        if self.metrics:
+            _compat_metrics.link_collections()
         for position, metric in enumerate(self.metrics):
             self.override(metric, "forward", self.forward)
             self.override(metric, "reset", partial(self.reset, position))

@@ -73,6 +73,7 @@ class ModuleMetrics(Part):
             self._aside = False
 
     def _take_in(self, metric: Any) -> None:
+        _compat_metrics.link_collections()
         position = len(self._served.metrics)
         self._served.metrics.append(metric)
         self._served.override(metric, "update", self._update)

@@ -23,7 +23,7 @@ def teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
             )
     teams: dict[tuple[int, ...], list[int]] = {}
     for mesh in _compat.meshes(model):
-        whole = mesh._get_root_mesh()
+        whole = _compat.root_mesh(mesh)
         if {*whole.mesh.flatten().tolist()} != {*ranks}:
             held = sorted(whole.mesh.flatten().tolist())
             raise UnsupportedError(
