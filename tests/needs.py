@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -65,6 +65,9 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "gloo's reduce_scatter_tensor by another operation than a sum": lambda: not _gloo_can(_scatter_bits)(),
     "operators that tell what they reduce by": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "FSDPModule.set_reduce_scatter_unused_params": lambda: hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    "fully_shard over tensor parallelism in uneven parts": lambda: (
+        "FSDP+TP sharding does not support uneven" not in inspect.getsource(_fsdp_param)
+    ),
     "a val_check_interval in seconds": _validates_by_a_clock,
     "Accelerate's fsdp_version=2": _shards_by_parameter,
     "Accelerate's ParallelismConfig": lambda: importlib.util.find_spec("accelerate.parallelism_config") is not None,
