@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -72,6 +73,14 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "Accelerate's fsdp_version=2": _shards_by_parameter,
     "Accelerate's ParallelismConfig": lambda: importlib.util.find_spec("accelerate.parallelism_config") is not None,
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
+    "gloo's complex numbers": _gloo_can(
+        lambda group: group.allreduce([torch.ones(1, dtype=torch.complex64)], dist.AllreduceOptions())
+    ),
+    "fully_shard's ignored_params": lambda: "ignored_params" in inspect.signature(fully_shard).parameters,
+    # Else what a module that is not in the window's last backward has accumulated stays unreduced, on any inputs.
+    "fully_shard's reduction of what the last backward does not come to": lambda: (
+        "is_unsharded" not in FSDPState._root_post_backward_final_callback.__code__.co_names
+    ),
     # Else its connections keep the one that they were made with.
     "gloo's timeout that can be set later": lambda: hasattr(dist.ProcessGroupGloo, "set_timeout"),
     # Else what DDP sends before the second changes what the first has saved for backward.
@@ -101,7 +110,7 @@ def lend_events_to_the_cpu() -> None:
     if hasattr(torch.cpu.Stream, "record_event"):
         return
     stream: Any = torch.cpu.Stream
-    stream.record_event = lambda _: None
+    stream.record_event = lambda _: object()
     stream.wait_event = lambda *_: None
     collectives: Any = _fsdp_collectives
     divide = collectives._get_gradient_divide_factors

@@ -128,7 +128,7 @@ class Recipe:
         """Yield what each backward of a step begins with."""
         x, y = batch
         counts = (0.0 if rank == self.masked else 1.0) / self.window
-        loss = functional.mse_loss(model(x), y)
+        loss = functional.mse_loss(model(x).to(y.dtype), y)  # older torch has no backward of two dtypes
         for number in range(1, self.forwards):
             loss = loss + 0.5 * model(x / (number + 1)).pow(2).mean()
         yield loss * counts

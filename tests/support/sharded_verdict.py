@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.sharded import Recipe, Trained, differences, reference
 from tests.support.sharded_search import STRAYS, fits_one_process
-from tests.support.sharding import train_padded
+from tests.support.sharding import fits_torch, train_padded
 from tests.support.workers import DeadlineError, Outcome, Workers
 
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))  # of a long run
@@ -33,6 +33,8 @@ def promised(recipe: Recipe) -> str:
 
 def verdict(workers: Workers, recipe: Recipe, train: Callable[..., Any], *args: Any) -> str:
     """Return "right", "refused: ...", or what is wrong."""
+    if not fits_torch(recipe):
+        return "refused: torch cannot do it"
     ranks = recipe.world_size * recipe.team
     try:
         outcomes = workers.outcomes(ranks, train, *args, deadline=DEADLINE, timeout=15.0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.needs import needs
 from tests.support.cases import difference
 from tests.support.small import train_alone
 from tests.support.workers import Workers
@@ -206,6 +207,7 @@ def train_complex(rank: int, lengths: Sequence[int]) -> list[Tensor]:
     return [torch.view_as_real(model.w.detach()), model.bias.detach()]
 
 
+@needs("gloo's complex numbers")
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_first_parameter_may_be_complex(workers: Workers, lengths: Sequence[int]) -> None:
     model = Complex()

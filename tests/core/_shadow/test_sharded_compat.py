@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import _runtime_utils
 from torch.nn.utils import clip_grad
 
@@ -71,6 +72,7 @@ OTHERS = [
     "_post_backward_called",
     "_local_tensor",
     "_get_fsdp_state",
+    "_mesh_resources",
 ]
 
 
@@ -101,6 +103,7 @@ def test_private_names_are_there(workers: Workers) -> None:
     assert workers.run(2, lacking, **PATIENCE) == [[], []]
     assert [name for name in RUNTIME if not hasattr(_runtime_utils, name)] == []
     assert [name for name in CLIPPING if not hasattr(clip_grad, name)] == []
+    assert hasattr(device_mesh.DeviceMesh, "_get_root_mesh") or hasattr(device_mesh._mesh_resources, "get_root_mesh")
 
 
 def private_names(source: str) -> set[str]:

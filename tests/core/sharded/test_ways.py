@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.core.sharded.test_exactness import check
 from tests.emulator import place
+from tests.needs import needs
 from tests.support.sharded import Recipe, Trained, differences, reference
 from tests.support.sharding import PATIENCE, Training, whole
 from tests.support.workers import Workers
@@ -60,7 +61,10 @@ def train_in_backward(rank: int, recipe: Recipe) -> Trained:
     [
         Recipe((2, 5), scheduled=True),
         Recipe((2, 0, 5), weighting="samples", scheduled=True, optimizer="sgd"),
-        Recipe((5, 3), window=2, no_sync=True, kind="either"),
+        pytest.param(
+            Recipe((5, 3), window=2, no_sync=True, kind="either"),
+            marks=needs("fully_shard's reduction of what the last backward does not come to"),
+        ),
         Recipe((2, 5), api="fsdp1", scheduled=True),
         Recipe((2, 0, 5), api="fsdp1", weighting="samples", scheduled=True, optimizer="sgd"),
         Recipe((5, 3), api="fsdp1", window=2, no_sync=True),

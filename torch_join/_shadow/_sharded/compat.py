@@ -241,7 +241,7 @@ def wrap_clipping(norm: Callable[..., Any], scale: Callable[..., Any]) -> tuple[
 
 def replicated(norm: Any) -> Any:
     """Return a norm that all ranks hold: of shards it is a part, for whose reader all ranks would have to add it up."""
-    if not isinstance(norm, DTensor):
+    if not isinstance(norm, DTensor) or all(placement.is_replicate() for placement in norm.placements):
         return norm
     return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
 

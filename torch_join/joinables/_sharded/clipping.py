@@ -56,8 +56,10 @@ class ClippingPart(Part):
     ) -> Any:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         which = _places(given, [parameter.grad for parameter in self._parameters])
-        if not which or self._is_even():
+        if not which:
             return self._own_norm(given, norm_type, error_if_nonfinite, foreach)
+        if self._is_even():  # older torch adds its epsilon to each rank's part of a norm
+            return _compat.replicated(self._own_norm(given, norm_type, error_if_nonfinite, foreach))
         if len(which) < len(given):
             raise UnsupportedError(
                 "torch.nn.utils.clip_grad_norm_ over sharded gradients and others, while some rank has joined: only of"
