@@ -4,8 +4,6 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -54,21 +52,6 @@ def _validates_by_a_clock() -> bool:
     return "timedelta" in str(inspect.signature(Trainer.__init__).parameters["val_check_interval"].annotation)
 
 
-def _adds_epsilon_to_the_whole_norm() -> bool:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _EPSILON], capture_output=True, text=True, check=True)
-    return "Replicate" in done.stdout
-
-
-_EPSILON = """
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-shard = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
-print((torch.linalg.vector_norm(shard) + 1e-6).placements)
-"""
-
-
 def _shards_by_parameter() -> bool:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -86,8 +69,6 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "fully_shard over tensor parallelism in uneven parts": lambda: (
         "FSDP+TP sharding does not support uneven" not in inspect.getsource(_fsdp_param)
     ),
-    # Else `clip_grad_norm_` adds its own to the norm of each rank's shards, also on even inputs.
-    "fully_shard's norm, to which an epsilon is added once": _adds_epsilon_to_the_whole_norm,
     "a val_check_interval in seconds": _validates_by_a_clock,
     "Accelerate's fsdp_version=2": _shards_by_parameter,
     "Accelerate's ParallelismConfig": lambda: importlib.util.find_spec("accelerate.parallelism_config") is not None,

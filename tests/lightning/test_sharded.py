@@ -2,13 +2,11 @@
 
 import pytest
 
-from tests.needs import has
 from tests.support import sharded_fits as sharded
 from tests.support.cases import Case, Result, assert_exact
 from tests.support.sharded_fits import KINDS
 from tests.support.workers import Workers
 
-ONCE = "fully_shard's norm, to which an epsilon is added once"
 # By the number of ranks, so that these start once.
 CASES = {
     2: [
@@ -37,8 +35,7 @@ def fit_all(rank: int, kind: str, cases: list[Case]) -> list[Result]:
 def test_parameters_are_those_of_a_single_process(workers: Workers, kind: str, world_size: int) -> None:
     by_value = Case((2, 5, 0)[:world_size], clip=0.05, clip_by="value")
     by_norm = Case((5, 2, 0)[:world_size], clip=0.3)  # Lightning does not clip by it under FSDPStrategy
-    clipped = [by_value] if kind == "fsdp" else [by_norm] if has(ONCE) else []
-    cases = [*CASES[world_size], *clipped]
+    cases = [*CASES[world_size], *([by_value] if kind == "fsdp" else [by_norm])]
     results = workers.run(world_size, fit_all, kind, cases, deadline=240)
     for case, *per_rank in zip(cases, *results, strict=True):
         assert_exact(case, per_rank)

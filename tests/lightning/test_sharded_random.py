@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.needs import has
 from tests.support.lightning_recipes import train_by_lightning
 from tests.support.sharded import Recipe
 from tests.support.sharded_search import draw_for_lightning
@@ -39,9 +38,6 @@ FOUND = {
 
 
 def check(workers: Workers, recipe: Recipe, folder: Path) -> None:
-    clips = recipe.api == "fsdp2" and recipe.clip and recipe.clip_by == "norm"
-    if clips and not has("fully_shard's norm, to which an epsilon is added once"):
-        recipe = recipe.but(clip=0.0)
     found = verdict(workers, recipe, train_by_lightning, recipe, str(folder))
     assert found.startswith(("right", "refused")), f"{recipe}\n{found}"
 
