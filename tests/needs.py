@@ -58,6 +58,7 @@ def _shards_by_parameter() -> bool:
     return bool(known(FullyShardedDataParallelPlugin, fsdp_version=2))
 
 
+_RUNS_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event")  # before any is lent
 # By what is needed, whether it is there.
 _FEATURES: dict[str, Callable[[], bool]] = {
     "gloo's ReduceOp.AVG": _gloo_can(_average),
@@ -76,6 +77,7 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "gloo's complex numbers": _gloo_can(
         lambda group: group.allreduce([torch.ones(1, dtype=torch.complex64)], dist.AllreduceOptions())
     ),
+    "fully_shard on the CPU": lambda: _RUNS_ON_THE_CPU,
     "fully_shard's ignored_params": lambda: "ignored_params" in inspect.signature(fully_shard).parameters,
     # Else what a module that is not in the window's last backward has accumulated stays unreduced, on any inputs.
     "fully_shard's reduction of what the last backward does not come to": lambda: (
