@@ -57,15 +57,13 @@ def wrappers(accelerator: accelerate.Accelerator) -> list[tuple[Any, list[Distri
     """Return each model that was prepared, and what wraps it.
 
     `accelerator` itself keeps the inner modules only, but for models that were prepared for the second time. A wrapper
-    whose construction has failed has no reducer: it may live on in a traceback, as in a notebook.
+    whose construction has failed has no reducer: it may live on in a traceback, as in a notebook. Older versions wrap a
+    model that was prepared for the second time once more.
     """
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
     ddps = [ddp for ddp in found if "reducer" in vars(ddp)]
     unwrapped = [getattr(model, "_orig_mod", model) for model in models(accelerator)]
-    return [
-        (model, [model] if any(model is ddp for ddp in ddps) else [ddp for ddp in ddps if ddp.module is model])
-        for model in unwrapped
-    ]
+    return [(model, [ddp for ddp in ddps if ddp is model or ddp.module is model]) for model in unwrapped]
 
 
 def overflows(accelerator: accelerate.Accelerator) -> list[bool]:

@@ -46,6 +46,7 @@ from torchmetrics import Metric
 from torch_join.integration import check_names
 
 __all__ = [
+    "AVERAGES_FIRST_OF_STATIC_GRAPH",
     "AutomaticOptimization",
     "BatchNorm",
     "BatchProgress",
@@ -99,6 +100,11 @@ def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
     gradients would be added up in the last one, which the new one does not wait for.
     """
     return {"device_ids": strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs}
+
+
+# Under `static_graph` DDP's first average waits for what a forward returns, which is nothing in manual optimization.
+# From 2.6 on Lightning asks for that average.
+AVERAGES_FIRST_OF_STATIC_GRAPH = "post_backward" in vars(DDPStrategy)
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":

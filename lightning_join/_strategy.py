@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_join import _compat
 from lightning_join._collectives import StepCollectives
 from lightning_join._joining import Joining, start_methods
-from lightning_join._supported import check_strategy
+from lightning_join._supported import check_manual, check_strategy
 from lightning_join._training.manual import ManualPart
 from torch_join.integration import LockstepJoin, ModelShadow
 
@@ -82,6 +82,8 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
                 self._manual.use(shadow)
             return ddp
         assert self.driver is not None
+        assert self.lightning_module is not None
+        check_manual(self.lightning_module, ddp)
         self.join = LockstepJoin(
             self.driver,
             shadow,

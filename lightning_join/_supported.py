@@ -7,8 +7,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from lightning_join import _compat
 from torch_join import JoinTypeError, UnsupportedError
 
 
@@ -49,6 +51,15 @@ def check_module(module: LightningModule) -> None:
                 f"{type(module).__name__}.{hook} takes a `dataloader_iter` and reads its own batches, so nobody"
                 " knows ahead when this rank runs out. Take `batch` instead."
             )
+
+
+def check_manual(module: LightningModule, ddp: DistributedDataParallel) -> None:
+    """Raise if a module that optimizes manually would never get the average of its first gradients."""
+    if ddp.static_graph and not module.automatic_optimization and not _compat.AVERAGES_FIRST_OF_STATIC_GRAPH:
+        raise UnsupportedError(
+            f"{type(module).__name__} optimizes manually, and under static_graph=True this version of Lightning never"
+            " averages the gradients of the first backward. Use Lightning 2.6, or static_graph=False."
+        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

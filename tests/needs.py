@@ -1,7 +1,8 @@
-"""What tests need of torch that not every version has: torch itself is asked, never for its version."""
+"""What tests need that not every version of torch or a framework has: it is asked itself, never for its version."""
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +43,24 @@ def _scatter_bits(group: Any) -> Any:
     return group._reduce_scatter_base(torch.ones(1), torch.ones(1), options)
 
 
+def known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Return the arguments that a function has parameters for: older versions of a framework may lack some."""
+    return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
+
+
+def _validates_by_a_clock() -> bool:
+    from lightning.pytorch import Trainer
+
+    return "timedelta" in str(inspect.signature(Trainer.__init__).parameters["val_check_interval"].annotation)
+
+
+def _shards_by_parameter() -> bool:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    return bool(known(FullyShardedDataParallelPlugin, fsdp_version=2))
+
+
+_RUNS_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event")  # before any is lent
 # By what is needed, whether it is there.
 _FEATURES: dict[str, Callable[[], bool]] = {
     "gloo's ReduceOp.AVG": _gloo_can(_average),
@@ -50,12 +69,19 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "gloo's reduce_scatter_tensor by another operation than a sum": lambda: not _gloo_can(_scatter_bits)(),
     "operators that tell what they reduce by": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "FSDPModule.set_reduce_scatter_unused_params": lambda: hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    "fully_shard over tensor parallelism in uneven parts": lambda: (
+        "FSDP+TP sharding does not support uneven" not in inspect.getsource(_fsdp_param)
+    ),
+    "a val_check_interval in seconds": _validates_by_a_clock,
+    "Accelerate's fsdp_version=2": _shards_by_parameter,
+    "Accelerate's ParallelismConfig": lambda: importlib.util.find_spec("accelerate.parallelism_config") is not None,
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
     "hooks that a checkpoint's second run leaves": lambda: not are_lost(),
     "a record of gloo's collectives": lambda: hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
     "gloo's complex numbers": _gloo_can(
         lambda group: group.allreduce([torch.ones(1, dtype=torch.complex64)], dist.AllreduceOptions())
     ),
+    "fully_shard on the CPU": lambda: _RUNS_ON_THE_CPU,
     "fully_shard's ignored_params": lambda: "ignored_params" in inspect.signature(fully_shard).parameters,
     # Else what a module that is not in the window's last backward has accumulated stays unreduced, on any inputs.
     "fully_shard's reduction of what the last backward does not come to": lambda: (
@@ -72,12 +98,12 @@ _FEATURES: dict[str, Callable[[], bool]] = {
 
 @functools.cache
 def has(feature: str) -> bool:
-    """Whether torch has it."""
+    """Whether it is there."""
     return _FEATURES[feature]()
 
 
 def needs(feature: str) -> pytest.MarkDecorator:
-    """Mark what is skipped where torch does not have a feature."""
+    """Mark what is skipped where a feature is not there."""
     return pytest.mark.skipif(not has(feature), reason=f"needs {feature}")
 
 

@@ -22,6 +22,7 @@ from tests.support.accelerated_sharded import (
     Sharded,
     Trained,
     difference,
+    possible,
     reference,
     sharding_accelerator,
     train,
@@ -128,7 +129,7 @@ def test_as_one_process(workers: Workers, name: str) -> None:
 
 
 def check_one_process(workers: Workers, script: Sharded) -> None:
-    found: list[Trained] = workers.run(script.world_size, train, script)
+    found: list[Trained] = workers.run(script.world_size, train, possible(script))
     check(script, found, TOLERANCE if script.dtype == torch.float64 else 2e-5)
     everything = sorted(n for n in samples_of(script) if n < 9000)
     for epoch in range(script.epochs):
@@ -165,7 +166,7 @@ def enter(rank: int, script: Sharded, kind: str) -> None:
     ],
 )
 def test_what_is_not_supported_says_why(workers: Workers, kind: str, mesh: dict[str, int], text: str) -> None:
-    for outcome in workers.outcomes(2, enter, Sharded(samples=2, mesh=mesh), kind):
+    for outcome in workers.outcomes(2, enter, possible(Sharded(samples=2, mesh=mesh)), kind):
         assert re.search(f"UnsupportedError: join_uneven_inputs: .*{text}", outcome.error), outcome.error
 
 
@@ -191,6 +192,6 @@ def mixed(rank: int, script: Sharded, joins: bool) -> list[Any]:
 @pytest.mark.parametrize("version", [1, 2])
 def test_mixed_precision(workers: Workers, version: int, lengths: tuple[int, ...]) -> None:
     script = Sharded(len(lengths), lengths=lengths, accumulate=2, version=version, dtype=torch.float32)
-    found = workers.run(len(lengths), mixed, script, True)
+    found = workers.run(len(lengths), mixed, possible(script), True)
     assert all(mine == found[0] for mine in found)
     assert found == workers.run(len(lengths), mixed, script, False)

@@ -13,7 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.accelerate.test_sharded import TOLERANCE, check
-from tests.support.accelerated_sharded import Session, Sharded, Trained, difference, reference, sharding_accelerator
+from tests.support.accelerated_sharded import (
+    Session,
+    Sharded,
+    Trained,
+    difference,
+    possible,
+    reference,
+    sharding_accelerator,
+)
 from tests.support.workers import Workers
 
 CRASHES = pytest.mark.skip(reason="torch: a full state dict of FSDP 1, offloaded to a CPU from a CPU, is a segfault")
@@ -69,7 +77,7 @@ def test_a_checkpoint_of_the_tail(
         plugin={"state_dict_type": kind},
     )
     longest = max(lengths)
-    trained: list[Trained] = workers.run(len(lengths), save_each_step, script, str(tmp_path))
+    trained: list[Trained] = workers.run(len(lengths), save_each_step, possible(script), str(tmp_path))
     check(script, trained)
     seen = [mine.seen for mine in trained]
     found: list[list[Trained]] = workers.run(len(lengths), restore, script, str(tmp_path), range(1, longest))
@@ -100,7 +108,7 @@ def test_a_checkpoint_after_a_step_that_was_skipped(workers: Workers, version: i
         version=version,
         plugin={"state_dict_type": kind},
     )
-    check(script, workers.run(2, save_each_step, script, str(tmp_path)))
+    check(script, workers.run(2, save_each_step, possible(script), str(tmp_path)))
 
 
 def load_back(rank: int, script: Sharded, folder: str, at: int) -> Trained:
@@ -127,7 +135,7 @@ def test_going_back_in_the_tail(
     workers: Workers, version: int, kind: str, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
     script = Sharded(2, lengths=lengths, scheduler="step", version=version, plugin={"state_dict_type": kind}, epochs=1)
-    check(script, workers.run(2, load_back, script, str(tmp_path), 3))
+    check(script, workers.run(2, load_back, possible(script), str(tmp_path), 3))
 
 
 def take_weights(rank: int, script: Sharded, name: str, folder: str) -> tuple[dict[str, Tensor], Trained]:
@@ -153,7 +161,7 @@ def take_weights(rank: int, script: Sharded, name: str, folder: str) -> tuple[di
 def test_a_model_is_saved_in_the_tail(workers: Workers, version: int, lengths: tuple[int, ...], tmp_path: Path) -> None:
     """By the main process, which has all weights, whether it has joined or not."""
     script = Sharded(len(lengths), lengths=lengths, version=version, epochs=1)
-    results = workers.run(len(lengths), take_weights, script, "save_model", str(tmp_path))
+    results = workers.run(len(lengths), take_weights, possible(script), "save_model", str(tmp_path))
     check(script, [trained for _, trained in results])
     assert difference(load_file(tmp_path / "model.safetensors"), results[0][1].weights) == 0
 
@@ -161,13 +169,13 @@ def test_a_model_is_saved_in_the_tail(workers: Workers, version: int, lengths: t
 @pytest.mark.parametrize("version", [2, pytest.param(1, marks=CRASHES)])
 def test_a_state_dict_in_the_tail(workers: Workers, version: int) -> None:
     script = Sharded(2, lengths=(5, 2), version=version, epochs=1)
-    results = workers.run(2, take_weights, script, "get_state_dict", "")
+    results = workers.run(2, take_weights, possible(script), "get_state_dict", "")
     check(script, [trained for _, trained in results])
     assert difference(results[0][0], results[0][1].weights) == 0
 
 
 def test_a_state_dict_that_nobody_would_get(workers: Workers) -> None:
-    outcomes = workers.outcomes(2, take_weights, Sharded(2, lengths=(2, 5), epochs=1), "get_state_dict", "")
+    outcomes = workers.outcomes(2, take_weights, possible(Sharded(2, lengths=(2, 5), epochs=1)), "get_state_dict", "")
     assert all("rank 0) has run out of batches. Call save_model or save_state" in o.error for o in outcomes), outcomes
 
 
@@ -181,5 +189,5 @@ def take_another(rank: int, script: Sharded) -> None:
 
 
 def test_a_model_that_was_not_prepared(workers: Workers) -> None:
-    outcomes = workers.outcomes(2, take_another, Sharded(2, lengths=(5, 2), epochs=1))
+    outcomes = workers.outcomes(2, take_another, possible(Sharded(2, lengths=(5, 2), epochs=1)))
     assert all("ModuleList that is none of the prepared models" in o.error for o in outcomes), outcomes

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accelerate_join import join_uneven_inputs
 from tests.emulator import place
-from tests.support.accelerated_sharded import Sharded, sharding_accelerator
+from tests.support.accelerated_sharded import Sharded, possible, sharding_accelerator
 from tests.support.batches import Batches, Places, Stream
 from tests.support.sharded import EPOCHS, Batch, Recipe, Trained
 from tests.support.sharded_search import draw_for_accelerate
@@ -186,6 +186,7 @@ def check(workers: Workers, seed: int, folder: Path) -> None:
     if recipe.framework["loop"] == "join_batches" and promised(recipe) != NOTHING:
         # There an error outside of the loop, of a process that goes on, looks like a `break` to the others.
         recipe = recipe.but(framework={**recipe.framework, "loop": "each epoch"})
+    possible(_script(recipe))
     found = verdict(workers, recipe, train_by_accelerate, recipe, str(folder))
     assert found.startswith(("right", "refused")), f"seed {seed}: {recipe}\n{found}"
 

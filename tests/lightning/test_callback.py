@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy, JoinCallback
+from tests.needs import known
 from tests.support.cases import (
     Batch,
     Case,
@@ -29,6 +30,8 @@ from tests.support.cases import (
 )
 from tests.support.workers import Workers
 
+ON_EXCEPTION = known(ModelCheckpoint, save_on_exception=True)
+
 
 def loops(trainer: Any) -> list[Any]:
     loop = trainer.fit_loop.epoch_loop
@@ -40,7 +43,8 @@ def loops(trainer: Any) -> list[Any]:
 
 def classes(trainer: pl.Trainer) -> list[Any]:
     """What joining changes in a trainer."""
-    flags = [each.save_on_exception for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
+    checkpoints = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
+    flags = [getattr(each, "save_on_exception", None) for each in checkpoints]
     names = [(type(part), sorted(vars(part))) for part in loops(trainer)]
     return [*names, list(trainer.callbacks), flags]  # type: ignore[attr-defined]
 
@@ -67,7 +71,7 @@ class Validated(Module):
 
 
 def fit_with_callback(rank: int, case: Case, strategy: Any, folder: str) -> tuple[Result, Result, float]:
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, **ON_EXCEPTION)
     callbacks = [JoinCallback(weighting=case.weighting), OnExceptionCheckpoint(folder), saving]
     trainer = build_trainer(case, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
     module = Validated(case)
@@ -128,7 +132,7 @@ class Failing(Module):
 
 
 def fit_failing(rank: int, case: Case) -> str:
-    callbacks = [JoinCallback(), ModelCheckpoint(".", save_on_exception=True)]
+    callbacks = [JoinCallback(), ModelCheckpoint(".", **ON_EXCEPTION)]
     trainer = build_trainer(case, strategy="ddp", callbacks=callbacks, enable_checkpointing=True)
     untouched = classes(trainer)
     try:

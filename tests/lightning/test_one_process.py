@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_join import DDPJoinStrategy, JoinCallback
 from tests.lightning._loops.test_resume import Run, fit_whole
 from tests.lightning._training.test_joinables import Logged
-from tests.support.cases import Batch, Case, Module, Result, assert_same_bits, build_trainer, result_of
+from tests.support.cases import ANY_CHECKPOINT, Batch, Case, Module, Result, assert_same_bits, build_trainer, result_of
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
@@ -141,9 +141,9 @@ def resume_alone(rank: int, folder: str) -> list[Any]:
             warnings.simplefilter("always")
             try:
                 if len(found) == 2:
-                    trainer.validate(module, [], ckpt_path=f"{folder}/{name}.ckpt", weights_only=False)
+                    trainer.validate(module, [], ckpt_path=f"{folder}/{name}.ckpt", **ANY_CHECKPOINT)
                 else:
-                    trainer.fit(module, ckpt_path=f"{folder}/{name}.ckpt", weights_only=False)
+                    trainer.fit(module, ckpt_path=f"{folder}/{name}.ckpt", **ANY_CHECKPOINT)
                 found.append((module.trained, "\n".join(str(each.message) for each in caught)))
             except UnsupportedError as error:
                 found.append(str(error))

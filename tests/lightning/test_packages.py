@@ -1,5 +1,6 @@
 """Objects of `pytorch_lightning` meet ours, and the other way round: errors name what to import."""
 
+import inspect
 import re
 import sys
 import types
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors import callback_connector
 from torch.utils.data import DataLoader
 
 import lightning_join
@@ -80,6 +82,8 @@ def texts(rank: int) -> dict[str, str]:
     return said
 
 
+# Older trainers refuse any callback of another package before anybody is asked; so for some this is all there is.
+TRAINERS_REFUSE = "parent=" not in inspect.getsource(callback_connector._validate_callbacks_list)
 REMEDY = "Import the Trainer, LightningModule, callbacks and the rest from `lightning.pytorch`, or all of them from"
 EXPECTED = {
     "their trainer, our strategy": "DDPJoinStrategy, for the Trainer of `from lightning.pytorch import Trainer`",
@@ -95,6 +99,12 @@ EXPECTED = {
     "our trainer, their own module": "You passed a `pytorch_lightning` object (LightningModule) to a"
     " `lightning.pytorch` Trainer.",
 }
+
+
+if TRAINERS_REFUSE:
+    for case in ("their trainer, JoinCallback", "their trainer, JoinMonitor", "our trainer, a user's callback"):
+        EXPECTED[case] = "ValueError: Expected a parent"
+    EXPECTED["our trainer, their callback"] = "You passed a `pytorch_lightning` object (EarlyStopping)"
 
 
 def test_errors_name_what_to_import(workers: Workers) -> None:
@@ -117,7 +127,12 @@ def fit_twin(rank: int, lengths: tuple[int, ...], callback: bool) -> cases.Resul
 
     twin = types.SimpleNamespace(**twin_of(cases))
     case = twin.Case(lengths)
-    with pytest.raises(JoinTypeError, match="`import lightning_join` in place of `import pytorch_lightning_join`"):
+    text = (
+        "Expected a parent"
+        if TRAINERS_REFUSE
+        else "`import lightning_join` in place of `import pytorch_lightning_join`"
+    )
+    with pytest.raises(ValueError if TRAINERS_REFUSE else JoinTypeError, match=text):
         twin.build_trainer(case, callbacks=[JoinCallback()]).fit(twin.Module(case))
     options = {"strategy": "ddp", "callbacks": [twins.JoinCallback(), twins.JoinMonitor()]} if callback else {}
     module, trainer = twin.Module(case), twin.build_trainer(case, **(options or {"strategy": "ddp_join"}))

@@ -9,7 +9,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support import sharded_fits as sharded
-from tests.support.cases import Case, Result, assert_exact, assert_same_bits, difference, longest, reference
+from tests.support.cases import (
+    ANY_CHECKPOINT,
+    Case,
+    Result,
+    assert_exact,
+    assert_same_bits,
+    difference,
+    longest,
+    reference,
+)
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers
 
@@ -33,7 +42,7 @@ def fit_saving(rank: int, kind: str, case: Case, in_shards: bool, folder: str) -
         for step in resumed_at(case):
             module = Stateful(case)
             trainer = build_sharded(kind, case, in_shards)
-            trainer.fit(module, ckpt_path=str(Path(folder) / f"step={step}.ckpt"), weights_only=False)
+            trainer.fit(module, ckpt_path=str(Path(folder) / f"step={step}.ckpt"), **ANY_CHECKPOINT)
             resumed.append(sharded.result_of(trainer, module))
         return result, resumed
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from tests.emulator import place
+from tests.needs import needs
 from tests.support import sharded_fits as sharded
 from tests.support.cases import Case, Net, Result, assert_exact, difference, reference
 from tests.support.sharded_fits import KINDS, ShardedModule, build_strategy
@@ -90,6 +91,7 @@ def fit_two_dimensions(rank: int, case: Case) -> Result:
     return sharded.fit(rank, "model_parallel", case, TwoDimensions, strategy=strategy, devices=4, **reloads)
 
 
+@needs("fully_shard over tensor parallelism in uneven parts")
 def test_two_dimensions(workers: Workers) -> None:
     case = Case((2, 5), scheduler="step")
     results = workers.run(4, fit_two_dimensions, case, deadline=180)

@@ -15,7 +15,20 @@ QUICK = (ROOT / "tests/quick.txt").read_text().splitlines()
 def test_each_entry_names_a_test() -> None:
     named = [entry for entry, _ in entries()]
     files = sorted({entry.partition("::")[0] for entry in (*named, *QUICK)})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-m",
+        "",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     tests = [line for line in done.stdout.splitlines() if "::" in line]

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.covering import others_long
+from tests.needs import has
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 300.0  # seconds; on two cores none takes more than half a minute, and four of these under load
@@ -34,6 +36,8 @@ SOME = [command for command in COMMANDS if re.search("torch_loop|lightning_digit
 
 @pytest.mark.parametrize("command", others_long(COMMANDS, *SOME))
 def test_command_runs(command: str) -> None:
+    if "sharded" in command and not has("fully_shard on the CPU") and not torch.cuda.is_available():
+        pytest.skip("needs fully_shard on the CPU")
     output = run(command)
     found = re.search(COMMANDS[command], " ".join(output.split()))
     assert found, output

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accelerate_join import Accelerator, join_uneven_inputs
 from tests.emulator import place
+from tests.needs import has, known
 from tests.support import accelerated
 from tests.support.accelerated import (
     FEATURES,
@@ -65,6 +66,15 @@ class Sharded(Script):
     mesh: dict[str, int] = field(default_factory=dict)  # sizes of Accelerate's `ParallelismConfig`
     evaluates: bool = False  # in a second loop of the same context
     dtype: torch.dtype = torch.float64
+
+
+def possible(script: Sharded) -> Sharded:
+    """Return it; skip the test where Accelerate has no such sharding."""
+    needed = {"Accelerate's fsdp_version=2": script.version == 2, "Accelerate's ParallelismConfig": bool(script.mesh)}
+    for feature, is_used in needed.items():
+        if is_used and not has(feature):
+            pytest.skip(f"needs {feature}")
+    return script
 
 
 def _barrier(_: Any) -> None:
@@ -112,12 +122,12 @@ def _network(script: Script, _: bool) -> ShardedNet:
 def sharding_accelerator(rank: int, script: Sharded, **kwargs: Any) -> Iterator[Any]:
     """An accelerator with FSDP's plugin."""
     options: dict[str, Any] = {
-        "fsdp_version": script.version,
         "auto_wrap_policy": "transformer_based_wrap",
         "transformer_cls_names_to_wrap": ["First"],
         "state_dict_type": "SHARDED_STATE_DICT",
         "cpu_ram_efficient_loading": False,
     }
+    options |= known(FullyShardedDataParallelPlugin, fsdp_version=script.version)
     options |= {"use_orig_params": True} if script.version == 1 else {}
     accumulation = GradientAccumulationPlugin(
         script.accumulate,
@@ -130,6 +140,8 @@ def sharding_accelerator(rank: int, script: Sharded, **kwargs: Any) -> Iterator[
         plugin = FullyShardedDataParallelPlugin(**{**options, **script.plugin})
         kwargs = {"fsdp_plugin": plugin, "gradient_accumulation_plugin": accumulation, **kwargs}
         if script.mesh:
+            from accelerate.parallelism_config import ParallelismConfig
+
             kwargs["parallelism_config"] = ParallelismConfig(**script.mesh)
         with accelerator_of(rank, step_scheduler_with_optimizer=script.step_scheduler_with_optimizer, **kwargs) as made:
             yield made

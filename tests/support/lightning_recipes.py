@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_join import FSDPJoinStrategy, JoinCallback, ModelParallelJoinStrategy
 from tests.emulator.frameworks import lightning_accelerator
 from tests.support.batches import Batches, Places, Stream
+from tests.support.cases import ANY_CHECKPOINT
 from tests.support.sharded import EPOCHS, Batch, Block, Recipe, Trained
 from tests.support.sharded_fits import Double, on_cpus, plain
 from tests.support.sharding import flat_options, full_moments, full_state, shard_fully
@@ -131,7 +132,7 @@ def _fit(recipe: Recipe, callbacks: list[Any], checkpoint: str | None = None) ->
     )
     if framework.get("callback"):
         plain(strategy)
-    trainer.fit(module, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(module, ckpt_path=checkpoint, **ANY_CHECKPOINT)
     optimizer = trainer.optimizers[0]
     whole: Any = trainer.strategy.model if recipe.api == "fsdp1" else module.net
     state, moments = full_state(whole), full_moments(whole, optimizer)

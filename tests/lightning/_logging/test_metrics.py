@@ -22,8 +22,24 @@ from tests.support.workers import Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets:UserWarning")
 
+
+def keeps_shapes(name: str) -> bool:
+    """Whether a metric's states have the same shapes before its first update and after it.
+
+    Of older versions of torchmetrics some have not, and are not synced where one rank has never updated them.
+    """
+    metric = CASES[name].build()
+
+    def shapes() -> list[Any]:
+        return [getattr(metric, state).shape for state, first in metric._defaults.items() if isinstance(first, Tensor)]
+
+    before = shapes()
+    metric.update(*CASES[name].batch(0, 0))
+    return shapes() == before
+
+
 # Max of negative and min of positive values, cat states, list states, states of several moments.
-LOGGED = ["mean", "max", "min", "accuracy", "mse", "auroc", "retrieval", "pearson"]
+LOGGED = ["mean", "max", "min", "accuracy", "mse", "auroc", "retrieval"] + ["pearson"] * keeps_shapes("pearson")
 BUILDS = {
     **{name: CASES[name].build for name in LOGGED},
     "confusion": lambda **o: MulticlassConfusionMatrix(CLASSES, **o),
@@ -127,6 +143,8 @@ def fit_measured(rank: int, case: Case, validated: tuple[int, ...]) -> Any:
     warned = [
         str(w.message) for w in caught if "before the ``update``" in str(w.message) or "any rank" in str(w.message)
     ]
+    if MinMaxMetric.__base__ is Metric:  # an older one has an update of its own to count
+        warned = [text for text in warned if "MinMaxMetric" not in text]
     logged = {name: value.clone() for name, value in trainer.callback_metrics.items()}
     counts = int(module.train_metrics["mean"]._update_count)
     return module.values, logged, module.steps, module.copies, left, warned, counts

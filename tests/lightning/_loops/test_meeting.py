@@ -15,6 +15,7 @@ import torch
 import torchmetrics
 from torch import Tensor
 
+from tests.needs import needs
 from tests.support.cases import (
     Batch,
     Case,
@@ -131,7 +132,9 @@ class Validating(Module):
 
 
 @pytest.mark.parametrize("iterable", [False, True])
-@pytest.mark.parametrize("interval", [3, {"seconds": 0.15}, 1.0])
+@pytest.mark.parametrize(
+    "interval", [3, pytest.param({"seconds": 0.15}, marks=needs("a val_check_interval in seconds")), 1.0]
+)
 @pytest.mark.parametrize("lengths", [(14, 14, 14), (3, 14)])
 def test_all_validate_at_the_same_steps(workers: Workers, lengths: Any, interval: Any, iterable: bool) -> None:
     case, options = Case(lengths, epochs=2, iterable=iterable), {"val_check_interval": interval}

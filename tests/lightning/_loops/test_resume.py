@@ -17,7 +17,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from tests.covering import others_long
-from tests.support.cases import Case, Module, Result, assert_same_bits, build_trainer, loss_of, result_of
+from tests.support.cases import (
+    ANY_CHECKPOINT,
+    Case,
+    Module,
+    Result,
+    assert_same_bits,
+    build_trainer,
+    loss_of,
+    result_of,
+)
 from tests.support.workers import Workers
 from torch_join import JoinError
 
@@ -155,7 +164,7 @@ def fit_whole(rank: int, run: Run, folder: str) -> tuple[Result, list[tuple[int,
 def fit_from(run: Run, path: str) -> tuple[Result, list[tuple[int, ...]]]:
     module = Reader(run)
     trainer = build(run)
-    trainer.fit(module, ckpt_path=path, weights_only=False)
+    trainer.fit(module, ckpt_path=path, **ANY_CHECKPOINT)
     return result_of(trainer, module), module.seen
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
 from lightning_join._monitor import timeline
 from lightning_join._monitor.epoch_record import EpochRecord, RankRecord
-from tests.support.cases import Batch, Case, Module, build_trainer, fit
+from tests.support.cases import ANY_CHECKPOINT, Batch, Case, Module, build_trainer, fit
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
 
@@ -94,7 +94,7 @@ def fit_resumed(rank: int, case: Case, folder: str) -> list[list[tuple[int, int,
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     build_trainer(case, callbacks=[saving], enable_checkpointing=True, max_steps=4).fit(Module(case))
     monitor = JoinMonitor(reshard_above=1)
-    build_trainer(case, callbacks=[monitor]).fit(Module(case), ckpt_path=f"{folder}/step=4.ckpt", weights_only=False)
+    build_trainer(case, callbacks=[monitor]).fit(Module(case), ckpt_path=f"{folder}/step=4.ckpt", **ANY_CHECKPOINT)
     return [[(rank.batches, rank.shadow_steps, rank.joined_at) for rank in epoch.ranks] for epoch in monitor.epochs]
 
 

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_join._reading.stateful import begin_anew
 from tests.lightning._loops.test_resume import Reader, Run, Sample, Samples, SavesEverywhere, build
-from tests.support.cases import Case
+from tests.support.cases import ANY_CHECKPOINT, Case
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
 
@@ -146,7 +146,7 @@ def whole_and_resumed(rank: int, run: Run, kind: str, folder: str, names: list[s
         module.kind = kind.partition("-")[2]
         trainer = build(run, **options, **({} if name else {"callbacks": [SavesEverywhere(folder)]}))
         try:
-            trainer.fit(module, ckpt_path=f"{folder}/{name}.ckpt" if name else None, weights_only=False)
+            trainer.fit(module, ckpt_path=f"{folder}/{name}.ckpt" if name else None, **ANY_CHECKPOINT)
             found.append(module.seen)
         except RuntimeError as error:
             found.append(f"{type(error).__name__}: {error}")

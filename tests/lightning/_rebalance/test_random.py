@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.cases import (
+    ANY_CHECKPOINT,
     TOLERANCE,
     Batch,
     Case,
@@ -126,7 +127,7 @@ def fit(rank: int, drawn: Drawn, folder: str) -> tuple[Result, tuple[int, int] |
     if saves.place is None:
         return whole, None, None
     module, trainer = Placed(drawn.case), build_trainer(drawn.case)
-    trainer.fit(module, ckpt_path=saves.path, weights_only=False)
+    trainer.fit(module, ckpt_path=saves.path, **ANY_CHECKPOINT)
     return whole, saves.place, result_of(trainer, module)
 
 

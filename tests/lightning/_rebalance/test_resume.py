@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.covering import others_long
 from tests.lightning._loops.test_resume import Reader, Run, Samples, build
-from tests.support.cases import Case, Result, assert_same_bits, difference, flatten, longest, result_of
+from tests.support.cases import ANY_CHECKPOINT, Case, Result, assert_same_bits, difference, flatten, longest, result_of
 from tests.support.inside import gifts_of_one_step, planned_rows, seen_plans
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
@@ -115,7 +115,7 @@ def fit_saving(run: Run, folder: str) -> tuple[Result, Seen, dict[str, tuple[int
 def fit_from(run: Run, path: str) -> tuple[Result, Seen]:
     module = Resuming(run)
     trainer = build(run)
-    trainer.fit(module, ckpt_path=path, weights_only=False)
+    trainer.fit(module, ckpt_path=path, **ANY_CHECKPOINT)
     return result_of(trainer, module), module.seen
 
 
@@ -236,7 +236,7 @@ def plans_of(rank: int, run: Run, folder: str) -> tuple[list[int], dict[str, lis
         module = InOrder(run)
         with seen_plans() as plans:
             callbacks = [] if path else [SavesSteps(folder)]
-            build(run, callbacks=callbacks).fit(module, ckpt_path=path, weights_only=False)
+            build(run, callbacks=callbacks).fit(module, ckpt_path=path, **ANY_CHECKPOINT)
         assert all(number // 100 == rank for *_, number in module.seen)
         return plans
 
@@ -294,7 +294,7 @@ def leave_and_resume(rank: int, run: Run, folder: str) -> list[Seen]:
     seen = []
     for path in (None, *(f"{folder}/{step}.ckpt" for step in range(6))):
         module, saving = Leaving(run), SavesSteps(folder)
-        build(run, callbacks=[saving] if path is None else []).fit(module, ckpt_path=path, weights_only=False)
+        build(run, callbacks=[saving] if path is None else []).fit(module, ckpt_path=path, **ANY_CHECKPOINT)
         seen.append(module.seen)
     return seen
 

@@ -1,5 +1,6 @@
 """Callbacks and trainer options on uneven loaders, against Lightning on one process with all ranks' batches."""
 
+import inspect
 import os
 import time
 import weakref
@@ -16,7 +17,6 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     DeviceStatsMonitor,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     LearningRateMonitor,
@@ -26,8 +26,8 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
-    WeightAveraging,
 )
+from lightning.pytorch.callbacks.progress import rich_progress
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -138,7 +138,7 @@ def result_of(trainer: pl.Trainer, model: Model) -> dict[str, Any]:
     buffers = list(model.buffers())
     for index, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         state = {k: v for k, v in callback.state_dict().items() if k != "time_elapsed"}
-        if isinstance(callback, WeightAveraging):
+        if hasattr(callback, "_average_model") and not isinstance(callback, StochasticWeightAveraging):
             state["average"] = list(callback._average_model.module.parameters())
             buffers += callback._average_model.module.buffers()
         states[f"{index} {type(callback).__name__}"] = state
@@ -225,13 +225,29 @@ def check(
 # ---------------------------------------------------------------- callbacks
 
 
+def counting() -> list[Any]:
+    """Return a `ThroughputMonitor`; an older one takes all batches for as large as the last."""
+    if "self._samples[stage] +=" not in inspect.getsource(ThroughputMonitor):
+        return []
+    return [ThroughputMonitor(lambda batch: len(batch[0]) if isinstance(batch, list) else 1, window_size=3)]
+
+
+# An older one pops from a stack of rich's that is empty by now.
+Bar = RichProgressBar if "_RichRefreshThread" in vars(rich_progress) else TQDMProgressBar
+
+
+def averaging_weights(name: str, **options: Any) -> list[Any]:
+    """Return this callback, which older versions of Lightning do not have."""
+    return [getattr(lightning_callbacks, name)(**options)] if hasattr(lightning_callbacks, name) else []
+
+
 def watching(folder: str) -> Made:
     """All that watches, with a logger and a progress bar."""
     return [
-        EMAWeightAveraging(decay=0.7, update_every_n_steps=2),
+        *averaging_weights("EMAWeightAveraging", decay=0.7, update_every_n_steps=2),
         LearningRateMonitor("step", log_momentum=True),
         Timer(timedelta(hours=1)),
-        ThroughputMonitor(lambda batch: len(batch[0]) if isinstance(batch, list) else 1, window_size=3),
+        *counting(),
         DeviceStatsMonitor(),
         TQDMProgressBar(),
         EarlyStopping("loss", patience=20),
@@ -255,11 +271,11 @@ def saving(folder: str) -> Made:
     return [
         ModelCheckpoint(folder, "n-{step}", every_n_train_steps=2, save_top_k=-1, save_last=True),
         ModelCheckpoint(folder, "e-{epoch}", every_n_epochs=2, save_top_k=-1),
-        OwnClock(folder, "t-{step}", train_time_interval=timedelta(0), save_top_k=-1),
+        OwnClock(folder, "t-{step}", train_time_interval=timedelta(microseconds=1), save_top_k=-1),
         ModelCheckpoint(folder, "b-{epoch}", monitor="loss", save_top_k=2, save_on_train_epoch_end=False),
         ModelCheckpoint(folder, "s-{epoch}", monitor="loss", mode="max", save_top_k=1, save_on_train_epoch_end=True),
-        RichProgressBar(),
-        WeightAveraging(),
+        Bar(),
+        *averaging_weights("WeightAveraging"),
     ], {"reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 2, "inference_mode": False}
 
 
@@ -267,7 +283,7 @@ def scheduling(folder: str) -> Made:
     """The number of accumulated batches changes; values are clipped; the stop is not yet allowed."""
     return [
         GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}),
-        WeightAveraging(),
+        *averaging_weights("WeightAveraging"),
         EarlyStopping("loss", stopping_threshold=1e9),
     ], {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value", "min_epochs": 3, "max_epochs": 5}
 

@@ -239,6 +239,16 @@ def wrap_clipping(norm: Callable[..., Any], scale: Callable[..., Any]) -> tuple[
     return (*own, restore)
 
 
+def clip_by_whole_norms() -> Callable[[], None]:
+    """Have `clip_grad_norm_` add its epsilon to the whole norm, where older torch does to each rank's part of it.
+
+    Returns:
+        What undoes it.
+    """
+    own = clip_grad._get_total_norm
+    return wrap_clipping(lambda *args: replicated(own(*args)), clip_grad._clip_grads_with_norm_)[2]
+
+
 def replicated(norm: Any) -> Any:
     """Return a norm that all ranks hold: of shards it is a part, for whose reader all ranks would have to add it up."""
     if not isinstance(norm, DTensor) or all(placement.is_replicate() for placement in norm.placements):

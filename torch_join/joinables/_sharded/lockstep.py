@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from torch_join._shadow._sharded import compat as _compat
 from torch_join.joinables._sharded.following import Following
 from torch_join.joinables.part import Driver, Part
 
@@ -22,7 +23,7 @@ class LockstepShardedPart(Part):
         self.following = Following(self, model, _nothing)
 
     def enter(self) -> None:
-        self._undo.append(self.following.watch())
+        self._undo += [self.following.watch(), _compat.clip_by_whole_norms()]
 
     def leave_tail(self) -> None:
         self.following.settle()
