@@ -217,13 +217,14 @@ class Joins:
         own_loops.may_end(self, driver)
 
     def _go_through(self, loader: Iterable[Any]) -> Iterator[Any]:
-        own_loops.finish(self, also_held=True)
+        driver = self._driver
+        if driver is not None and driver.reader is not None and driver.reader.pulling:
+            return iter(loader)  # a loop over something that holds it, such as a zip
+        own_loops.finish(self)
         if (driver := self._driver) is None:
             distributed = self.world_size > 1
             loop = own_loops.Loop(self, loader, self._context, self._batches, distributed, "fabric.barrier()")
             return iter(loop)
-        if driver.reader is not None and driver.reader.pulling:  # a loop over something that holds it, such as a zip
-            return iter(loader)
         return self._nested(driver, loader) if driver.in_loop else self._batches(driver, loader)
 
     def _batches(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
@@ -260,7 +261,8 @@ class Joins:
             raise JoinError(
                 f"A loop over a dataloader of Fabric's was begun inside another one in which some ranks {how} of"
                 " batches before others: those cannot follow it, and their part of the data would be missing. Evaluate"
-                f" after the loop, give the inner loop a DataLoader that Fabric has not set up, or go {_BATCHES}."
+                f" after the loop, give the inner loop a DataLoader that Fabric has not set up, or go {_BATCHES}. If an"
+                " iterator over the outer one is held in a variable, and that loop is over, `del` it."
             )
 
     @contextmanager
@@ -285,7 +287,7 @@ class Joins:
                 ddp.broadcast_buffers = True
 
     def _check_outside(self, what: str) -> None:
-        own_loops.finish(self, also_held=True)
+        own_loops.finish(self)
         if self._driver is not None:
             with telling_failures(self._driver.server.channel):
                 raise JoinError(

@@ -41,7 +41,7 @@ def ask_strategies() -> None:
 
 def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
-    def method(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
+    def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
         strategy: object = fabric.strategy
         if isinstance(strategy, Asked):
             strategy.fabric = fabric
@@ -52,7 +52,7 @@ def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
-    def method(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
+    def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
         strategy: object = fabric.strategy
         tail = strategy.tail if isinstance(strategy, Asked) else None
         return own(fabric, *args, **kwargs) if tail is None else instead(tail, own, fabric, *args, **kwargs)
@@ -60,7 +60,7 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
     return method
 
 
-def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, *args: Any, **kwargs: Any) -> None:
+def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
     if tail.stands_in:
         print(*args, **kwargs)
     else:
@@ -75,7 +75,7 @@ def _log_dict(
     own(fabric, metrics, step)
 
 
-def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, *args: Any, **kwargs: Any) -> None:
+def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
     if not tail.stands_in:
         own(fabric, *args, **kwargs)
         return
