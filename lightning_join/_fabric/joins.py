@@ -103,6 +103,10 @@ class Joins:
         if isinstance(self._launcher, _compat.MultiProcessingLauncher):
             self._launcher.__class__ = _Launcher
 
+    def __repr__(self) -> str:
+        # Part of the error with which a Trainer refuses this object.
+        return f"<lightning_join.fabric.{type(self).__name__}, for Fabric>"
+
     # ------------------------------------------------------------ what a script may ask
 
     @property
