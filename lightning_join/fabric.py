@@ -6,9 +6,12 @@ has set up, and serves in its end the ranks that have more batches. Nothing else
 
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
-from lightning_join._collectives import ActiveCollectives
-from lightning_join._fabric.joins import Joins
-from lightning_join._fabric.methods import ask_strategies
+from torch_join.integration import naming_missing as _naming_missing
+
+with _naming_missing("2.6.6", "lightning.fabric"):
+    from lightning_join._collectives import ActiveCollectives
+    from lightning_join._fabric.joins import Joins
+    from lightning_join._fabric.methods import ask_strategies as _ask_strategies
 
 __all__ = ["DDPJoinStrategy", "FSDPJoinStrategy", "ModelParallelJoinStrategy"]
 
@@ -59,4 +62,4 @@ class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy)
     """
 
 
-ask_strategies()
+_ask_strategies()

@@ -284,8 +284,8 @@ if __name__ == "__main__":
 """
 
 
-def run_program(folder: Path, *arguments: str) -> Any:
-    (folder / "program.py").write_text(PROGRAM)
+def run_program(folder: Path, *arguments: str, program: str = PROGRAM) -> Any:
+    (folder / "program.py").write_text(program)
     return subprocess.run(
         [sys.executable, "program.py", *arguments],
         cwd=folder,
@@ -297,7 +297,17 @@ def run_program(folder: Path, *arguments: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("strategy", ["ddp_join", "ddp_join_spawn", "ddp_join_fork"])
+def test_the_other_package(tmp_path: Path) -> None:
+    program = PROGRAM.replace("lightning.fabric", "lightning_fabric").replace(
+        "import lightning_join", "import pytorch_lightning_join"
+    )
+    ran = run_program(tmp_path, "ddp_join_fork", program=program)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp_join", pytest.param("ddp_join_spawn", marks=pytest.mark.long), "ddp_join_fork"]
+)
 def test_processes_that_fabric_starts(strategy: str, tmp_path: Path) -> None:
     ran = run_program(tmp_path, strategy)
     assert ran.returncode == 0, ran.stderr
