@@ -223,7 +223,16 @@ def _end_open_loops(error: BaseException | None) -> BaseException | None:
     Returns:
         What came of it, besides `error`, which is printed.
     """
-    ends: list[Callable[[], object]] = []
+    problems: list[BaseException] = []
+
+    def attempt(do: Callable[[], object]) -> None:
+        try:
+            do()
+        except BaseException as found:
+            if found is not error:
+                traceback.print_exception(found)
+                problems.append(found)
+
     for loop in list(_loops.values()):
         if error is None:
             loop.refuse_to_serve(
@@ -233,16 +242,10 @@ def _end_open_loops(error: BaseException | None) -> BaseException | None:
                     " that processes do together, after the loop."
                 )
             )
-        ends.append(partial(loop.leave, error))
+        attempt(partial(loop.leave, error))
     if error is None:
-        ends += [partial(_begin_unasked, loop.owner) for _, loop in _unbegun]
-        ends += [partial(end, owner) for owner in _ending]
-    problem = None
-    for do in ends:
-        try:
-            do()
-        except BaseException as found:
-            if found is not error:
-                traceback.print_exception(found)
-                problem = problem or found
-    return problem
+        for owner in [loop.owner for _, loop in _unbegun]:
+            attempt(partial(_begin_unasked, owner))
+        for owner in list(_ending):
+            attempt(partial(end, owner))
+    return next(iter(problems), None)

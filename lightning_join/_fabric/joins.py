@@ -105,7 +105,7 @@ class Joins:
 
     def __repr__(self) -> str:
         # Part of the error with which a Trainer refuses this object.
-        return f"<lightning_join.fabric.{type(self).__name__}, for Fabric>"
+        return f"<{type(self).__module__}.{type(self).__name__}, for Fabric>"
 
     # ------------------------------------------------------------ what a script may ask
 
@@ -227,11 +227,11 @@ class Joins:
         own_loops.finish(self)
         if (driver := self._driver) is None:
             distributed = self.world_size > 1
-            loop = own_loops.Loop(self, loader, self._context, self._batches, distributed, "fabric.barrier()")
+            loop = own_loops.Loop(self, loader, self._context, self._read, distributed, "fabric.barrier()")
             return iter(loop)
-        return self._nested(driver, loader) if driver.in_loop else self._batches(driver, loader)
+        return self._nested(driver, loader) if driver.in_loop else self._read(driver, loader)
 
-    def _batches(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
+    def _read(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
         for batch in driver.go_through(loader, AheadReader):
             yield batch
             if self._inner:

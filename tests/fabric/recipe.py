@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import lightning_join  # noqa: F401  registers the strategies
 from lightning_join.fabric import DDPJoinStrategy
-from tests.support import accelerated
+from tests.support import accelerated, inside
 from tests.support.accelerated import Net, Script, Stream, dataset, make_optimizer, make_scheduler, network, plain
 from torch_join.integration import own_loops
 
@@ -22,8 +22,9 @@ TOLERANCE = 1e-10
 def fabric_of(world_size: int, strategy: Any = None, **options: Any) -> Fabric:
     """Return a launched Fabric of the group that this worker is in."""
     strategy = DDPJoinStrategy() if strategy is None else strategy
-    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, **options)
-    fabric._strategy._launcher = None  # the processes are there
+    fabric: Fabric = inside.without_launcher(
+        Fabric(accelerator="cpu", devices=world_size, strategy=strategy, **options)
+    )
     fabric.launch()
     return fabric
 
