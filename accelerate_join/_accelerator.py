@@ -11,11 +11,11 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.state import GradientState
 
 from accelerate_join import _compat
-from accelerate_join._batches import finish
 from accelerate_join._loaders import remainder
 from accelerate_join._operations import Operations
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
+from torch_join.integration import own_loops
 
 _Method = Callable[..., Any]
 
@@ -31,7 +31,7 @@ def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Or it has ended since the method was looked up: `accelerator.save(accelerator.unwrap_model(model))`.
-        if finish(self, at_end=at_end) or not isinstance(self, _InContext):
+        if own_loops.finish(self, at_end=at_end) or not isinstance(self, _InContext):
             return getattr(self, method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 

@@ -10,13 +10,12 @@ import accelerate
 from torch.utils.data import DataLoader
 
 from accelerate_join._accelerator import class_replaced
-from accelerate_join._batches import Loop, begin, end, finish, may_end
 from accelerate_join._loaders import PreparedReader, even_batches_set, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import Progress, check_supported, prepared_by, unwrap
 from accelerate_join._protocol import PreparedLoader
 from torch_join import Join, JoinTypeError, Weighting
-from torch_join.integration import driver_of, listed
+from torch_join.integration import LoopDriver, driver_of, listed, own_loops
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ def join_uneven_inputs(
         JoinError: A prepared model has several wrappers, so that nobody knows which the loop calls.
         JoinTypeError: There is no such argument, and no hook that could take it.
     """
-    finish(accelerator, also_held=True)
+    own_loops.finish(accelerator, also_held=True)
     distributed = check_supported(accelerator)
     given = [] if joinables is None else listed(joinables)
     if weighting == "world" and "divide_by_initial_world_size" in kwargs:
@@ -70,7 +69,7 @@ def join_uneven_inputs(
     with ExitStack() as stack:
         if distributed:
             stack.enter_context(even_batches_set(accelerator, even_batches))
-        with begin(accelerator):
+        with own_loops.begin(accelerator):
             stack.enter_context(context.join)
         if distributed:
             stack.enter_context(loops_replaced(context))
@@ -79,7 +78,7 @@ def join_uneven_inputs(
         yield context.join
     context.warn_of_mixed_epochs()
     if distributed:
-        may_end(accelerator, context.join)
+        own_loops.may_end(accelerator, driver_of(context.join))
 
 
 @overload
@@ -136,7 +135,20 @@ def join_batches(
         An exception that is caught outside of the loop, to go on after it, looks like a `break`: use the `with`, in
         which the others are told. One that ends the process is told.
     """
-    return Loop(accelerator, loader, partial(join_uneven_inputs, accelerator, joinables, even_batches, **kwargs))
+    return own_loops.Loop(
+        accelerator,
+        loader,
+        partial(_driver_within, accelerator, joinables, even_batches, **kwargs),
+        lambda driver, loader: loader if is_prepared(loader) else driver.batches(loader),
+        check_supported(accelerator),  # in a single process nobody waits for this one
+        "accelerator.end_training()",
+    )
+
+
+@contextmanager
+def _driver_within(*args: Any, **kwargs: Any) -> Iterator[LoopDriver]:
+    with join_uneven_inputs(*args, **kwargs) as join:
+        yield driver_of(join)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
@@ -171,8 +183,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         Raises:
             JoinError: A process that had run out of batches was not told of the end, and begins another loop.
         """
-        finish(self, at_end=True)
-        end(self)
+        own_loops.finish(self, at_end=True)
+        own_loops.end(self)
         super().end_training()
 
 
@@ -225,7 +237,7 @@ class AcceleratorContext:
         return self._driver.at_last_step
 
     def iterate(self, loader: PreparedLoader, own_iter: Callable[[PreparedLoader], Iterator[Any]]) -> Iterator[Any]:
-        if finish(self._accelerator):  # this loop is none of the context's
+        if own_loops.finish(self._accelerator):  # this loop is none of the context's
             yield from loader
             return
         reader = self._driver.reader

@@ -19,7 +19,6 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat
-from accelerate_join._batches import finish
 from accelerate_join._prepared import Progress
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
@@ -29,6 +28,8 @@ from torch_join.integration import (
     is_closed,
     is_communication_error,
     is_sharded_model,
+    join_rows,
+    own_loops,
     telling_failures,
 )
 
@@ -100,7 +101,7 @@ class Operations(Part):
         Raises:
             JoinError: The ranks' tensors differ in more than their number of rows.
         """
-        if finish(self._accelerator):
+        if own_loops.finish(self._accelerator):
             return _compat.current_gather(data)
         tensors: list[Tensor] = []
         recursively_apply(tensors.append, data, error_on_other_type=True)
@@ -116,7 +117,7 @@ class Operations(Part):
 
     def gather_object(self, data: Any) -> list[Any]:
         """Return what is in the active ranks' lists, by rank."""
-        if finish(self._accelerator):
+        if own_loops.finish(self._accelerator):
             return _compat.current_gather_object(data)
         self._loop.before_collective("accelerator.gather_object")
         self.announce("gather_object", self._for_metrics)
@@ -126,13 +127,13 @@ class Operations(Part):
 
     def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
         """Send what rank `src` has to all, or what the lowest active rank has if that one has joined."""
-        if finish(self._accelerator):
+        if own_loops.finish(self._accelerator):
             return own(data, src=src)
         return own(data, src=src if src in self._loop.met.active else self.members.leader)
 
     def reduce(self, own: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         """Reduce over the active ranks: others add nothing, and do not count in a mean."""
-        count = self._accelerator.num_processes if finish(self._accelerator) else len(self._loop.met.active)
+        count = self._accelerator.num_processes if own_loops.finish(self._accelerator) else len(self._loop.met.active)
         if reduction != "mean" or count == self._accelerator.num_processes:
             return own(tensor, reduction, scale)
         return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
@@ -274,18 +275,10 @@ class Operations(Part):
                 f" {self.members.rank} has {', '.join(kinds)}. Call pad_across_processes on the other dimensions first."
             )
         rows = [counts for _, counts in everyone]
-        return [self._gather_rows(tensor, [row[index] for row in rows]) for index, tensor in enumerate(tensors)]
-
-    def _gather_rows(self, tensor: Tensor, rows: list[int]) -> Tensor:
-        most = max(rows)
-        if most == 0:
-            return tensor
-        padding = tensor.new_zeros((most - len(tensor), *tensor.shape[1:]))
-        gathered: Tensor = _compat.gather(torch.cat([tensor, padding]) if len(padding) else tensor)
-        if min(rows) == most:
-            return gathered
-        parts = gathered.view(len(rows), most, *tensor.shape[1:])
-        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+        return [
+            join_rows(tensor, each, lambda padded: _compat.gather(padded).unflatten(0, (len(rows), -1)))
+            for tensor, each in zip(tensors, zip(*rows, strict=True), strict=True)
+        ]
 
     def _gather_object(self, data: Any) -> list[Any]:
         everyone: list[Any] = [None] * self._accelerator.num_processes

@@ -1,6 +1,7 @@
-"""`Trainer(strategy="ddp_join")`: Lightning on uneven dataloaders, exactly.
+"""`Trainer(strategy="ddp_join")` and `Fabric(strategy="ddp_join")`: Lightning on uneven dataloaders, exactly.
 
-Importing this package registers the strategies; it has no other effect.
+Importing this package registers the strategies; it has no other effect. Fabric's are in `fabric.py`, which is imported
+where one of them is made.
 
 Begin with `_strategy.py`, which builds what the folders hold, and with `_protocol.py`, which is all that they know of
 it. `_reading` (dataloaders), `_logging` and `_training` do not import each other; `_loops` imports all three, the
@@ -9,6 +10,9 @@ strategy all four. What the strategies have in common is `_joining.py`.
 `integration` are imported.
 """
 
+from typing import Any as _Any
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY as _OF_FABRIC
 from lightning.pytorch.strategies import StrategyRegistry
 
 from torch_join.integration import naming_missing as _naming_missing
@@ -16,6 +20,7 @@ from torch_join.integration import naming_missing as _naming_missing
 with _naming_missing("2.6.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._callback import JoinCallback
     from lightning_join._monitor.monitor import JoinMonitor
+    from lightning_join._names import ddp_names as _ddp_names
     from lightning_join._sharded import FSDPJoinStrategy, ModelParallelJoinStrategy
     from lightning_join._strategy import DDPJoinStrategy
 
@@ -25,3 +30,23 @@ __all__ = ["DDPJoinStrategy", "FSDPJoinStrategy", "JoinCallback", "JoinMonitor",
 
 for _strategy in (DDPJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy):
     _strategy.register_strategies(StrategyRegistry)
+
+
+class _OnFirstUse:
+    """A strategy of Fabric's, for its registry, which takes whatever can be called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, **options: _Any) -> _Any:
+        from lightning_join import fabric
+
+        return getattr(fabric, self._name)(**options)
+
+
+for _name, _options in _ddp_names("ddp_join"):
+    _OF_FABRIC.register(_name, _OnFirstUse("DDPJoinStrategy"), **_options)
+_OF_FABRIC.register("fsdp_join", _OnFirstUse("FSDPJoinStrategy"), "FSDP on uneven dataloaders")
+_OF_FABRIC.register(
+    "model_parallel_join", _OnFirstUse("ModelParallelJoinStrategy"), "fully_shard on uneven dataloaders"
+)

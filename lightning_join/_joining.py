@@ -43,12 +43,6 @@ _OF_A_RUN = (
 )
 
 
-def start_methods(name: str) -> list[tuple[str, str]]:
-    """Return the names under which a strategy is registered, and how each starts its processes."""
-    methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-    return [(name + suffix, method) for suffix, method in methods.items()]
-
-
 class Joining(ParallelStrategy):
     """A strategy that trains exactly on uneven dataloaders.
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_join import _compat
-from lightning_join._collectives import StepCollectives
-from lightning_join._joining import Joining, start_methods
+from lightning_join._collectives import ActiveCollectives, StepCollectives
+from lightning_join._joining import Joining
+from lightning_join._names import start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
@@ -105,7 +106,7 @@ class _WholeResultLauncher(_compat.MultiProcessingLauncher):
         return super()._collect_rank_zero_results(trainer, results)
 
 
-class FSDPJoinStrategy(Sharded, Joining, StepCollectives, FSDPStrategy):
+class FSDPJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollectives, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop, in step with the others: it takes part in each gather of
@@ -146,7 +147,7 @@ class FSDPJoinStrategy(Sharded, Joining, StepCollectives, FSDPStrategy):
             strategy_registry.register(name, cls, description=description, start_method=start_method)
 
 
-class ModelParallelJoinStrategy(Sharded, Joining, StepCollectives, ModelParallelStrategy):
+class ModelParallelJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollectives, ModelParallelStrategy):
     """`fully_shard`, also over tensor parallelism, that trains exactly on uneven dataloaders.
 
     The ranks of one tensor-parallel group must have the same batches.

@@ -12,14 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_join import _compat
-from lightning_join._collectives import StepCollectives
-from lightning_join._joining import Joining, start_methods
+from lightning_join._collectives import ActiveCollectives, StepCollectives
+from lightning_join._joining import Joining
+from lightning_join._names import ddp_names
 from lightning_join._supported import check_manual, check_strategy
 from lightning_join._training.manual import ManualPart
 from torch_join.integration import LockstepJoin, ModelShadow
 
 
-class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
+class DDPJoinStrategy(Joining, StepCollectives, ActiveCollectives, DDPStrategy):
     """DDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop, in step with the others, and takes part in
@@ -137,14 +138,5 @@ class DDPJoinStrategy(Joining, StepCollectives, DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
-        for name, start_method in start_methods(cls.strategy_name):
-            description = f"DDP on uneven dataloaders, with `start_method` '{start_method}'"
-            strategy_registry.register(name, cls, description=description, start_method=start_method)
-            for finds in (False, True):
-                strategy_registry.register(
-                    f"{name}_find_unused_parameters_{str(finds).lower()}",
-                    cls,
-                    description=f"{description} and `find_unused_parameters` as {finds}",
-                    start_method=start_method,
-                    find_unused_parameters=finds,
-                )
+        for name, options in ddp_names(cls.strategy_name):
+            strategy_registry.register(name, cls, **options)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_join import own_loops
 from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
 from torch_join._base.errors import DECIDE, name_ranks
@@ -15,6 +16,7 @@ from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.names import check_names, naming_missing
 from torch_join._base.weighting import resolve_weighting
 from torch_join._collectives.compat import in_backward
+from torch_join._collectives.gather import join_rows
 from torch_join._control.channel import Channel
 from torch_join._control.codec import closed, is_closed
 from torch_join._control.failures import telling_failures
@@ -66,11 +68,13 @@ __all__ = [
     "is_communication_error",
     "is_length_certain",
     "is_sharded_model",
+    "join_rows",
     "leads_to",
     "listed",
     "name_ranks",
     "naming_missing",
     "open_channel",
+    "own_loops",
     "refuse_position",
     "resolve_weighting",
     "say_farewell",

@@ -27,11 +27,15 @@ COMMANDS = {
     "examples/lightning_digits.py": DIFFERENCE,
     "-m torch.distributed.run --standalone --nproc-per-node=3 examples/accelerate_digits.py": DIFFERENCE,
     "examples/accelerate_digits.py --notebook": DIFFERENCE,
+    "examples/fabric_digits.py": DIFFERENCE,
+    "examples/fabric_gpt.py": DIFFERENCE,
 }
 
 
 # One for each kind of loop.
-SOME = [command for command in COMMANDS if re.search("torch_loop|lightning_digits|nproc.*accelerate", command)]
+SOME = [
+    command for command in COMMANDS if re.search("torch_loop|lightning_digits|nproc.*accelerate|fabric_gpt", command)
+]
 
 
 @pytest.mark.parametrize("command", others_long(COMMANDS, *SOME))

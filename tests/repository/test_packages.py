@@ -126,6 +126,7 @@ GONE = {
         ("lightning.pytorch.trainer.call._call_strategy_hook", "lightning.pytorch.trainer.call._call_strategy_hook"),
         ("lightning.fabric.utilities.data._set_sampler_epoch", "cannot import name '_set_sampler_epoch'"),
     ],
+    "lightning_join.fabric": [("lightning.fabric.wrappers._unwrap_objects", "cannot import name '_unwrap_objects'")],
     "pytorch_lightning_join": [
         ("pytorch_lightning.loops.progress._BatchProgress", "cannot import name '_BatchProgress'"),
         ("pytorch_lightning.strategies.DDPStrategy.determine_ddp_device_ids", "DDPStrategy.determine_ddp_device_ids"),

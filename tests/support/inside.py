@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.emulator import place
-from torch_join import integration
+from torch_join import integration, own_loops
 from torch_join._base import compat_groups as _compat_groups
 from torch_join._base import compat_metrics as _compat_metrics
 from torch_join._base.devices import use_device
@@ -446,16 +446,17 @@ def unwritten(join: Any) -> list[Any]:
 
 def accelerate_loops() -> Any:
     """The loops of all Accelerators that have begun and not ended."""
-    from accelerate_join import _batches  # many tests need no Accelerate
-
-    return _batches._loops
+    return own_loops._loops
 
 
 def end_accelerate_loops() -> None:
     """What is done as the process ends."""
-    from accelerate_join import _batches
+    own_loops._at_exit()
 
-    _batches._end_open_loops()
+
+def remove_launcher(fabric: Any) -> None:
+    """Have a Fabric start no processes."""
+    fabric._strategy._launcher = None
 
 
 def installed_tap() -> CollectiveTap | None:

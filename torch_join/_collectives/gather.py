@@ -1,6 +1,6 @@
 """A gather of the active ranks' tensors, through which gradients flow if they are to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,24 @@ def gather_active(tensor: Tensor, active: Sequence[int], group: Any, sync_grads:
     else:
         gathered = _stack_of_all(tensor.detach(), group)
     return gathered if len(active) == len(gathered) else gathered[list(active)]
+
+
+def join_rows(tensor: Tensor, rows: Sequence[int], gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return all ranks' rows, one below the other, by a gather that takes tensors of one shape.
+
+    Args:
+        tensor: This rank's, of shape `(own rows, ...)`; all but the first dimension are alike on all ranks.
+        rows: How many rows each rank has.
+        gather: Returns, of tensors of `max(rows)` rows, one of shape `(len(rows), max(rows), ...)`.
+    """
+    most = max(rows)
+    if most == 0:
+        return tensor
+    padding = tensor.new_zeros((most - len(tensor), *tensor.shape[1:]))
+    gathered = gather(torch.cat([tensor, padding]) if len(padding) else tensor)
+    if min(rows) == most:
+        return gathered.flatten(0, 1)
+    return torch.cat([part[:count] for part, count in zip(gathered, rows, strict=True)])
 
 
 def _stack_of_all(tensor: Tensor, group: Any) -> Tensor:

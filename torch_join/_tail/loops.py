@@ -74,14 +74,24 @@ class LoopDriver(Meetings):
         return part
 
     @property
+    def given(self) -> list[Any]:
+        """Everything that was given to `Join`, in an order that is the same on all ranks."""
+        return self._objects
+
+    @property
     def reader(self) -> Reader[Any] | None:
         """What reads the loader of the current loop, or of the last one; `None` before the first."""
         return None if self._loop is None else self._loop.reader
 
     @property
+    def certain_lengths(self) -> list[int] | None:
+        """All ranks' numbers of batches in the current loop, or the last one, where these can be no others."""
+        return None if self._loop is None else self._loop.certain
+
+    @property
     def was_even(self) -> bool:
         """Whether all ranks knew that they had equally many batches in the current loop, or the last one."""
-        certain = None if self._loop is None else self._loop.certain
+        certain = self.certain_lengths
         return certain is not None and min(certain) == max(certain)
 
     def enter(self, open_channel: Callable[[], Channel]) -> None:

@@ -8,12 +8,13 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_join import _batches, join_uneven_inputs
+from accelerate_join import join_uneven_inputs
 from tests.support.accelerated import accelerator_of
 from tests.support.inside import accelerate_loops
 from tests.support.small import Training, alone, batch, batches_of, loss, network, steps_of
 from tests.support.workers import Workers
 from torch_join import Join
+from torch_join.integration import own_loops
 
 EPOCHS = 2
 
@@ -179,7 +180,7 @@ def accelerated(rank: int, lengths: tuple[int, ...], form: str, how: str) -> tup
                 epochs(lambda: loader)
         else:
             epochs(lambda: accelerator.join_batches(loader))
-        _batches.finish(accelerator)  # as end_training does, which ends the group too
+        own_loops.finish(accelerator)  # as end_training does, which ends the group too
         assert not accelerate_loops()
         assert type(accelerator).__name__ == "Accelerator"
         return net.weight.flatten().tolist(), loader.iteration, counts

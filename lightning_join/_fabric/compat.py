@@ -1,0 +1,40 @@
+"""Every private name of Lightning Fabric that this package touches.
+
+Seen in lightning 2.6.6. `tests/fabric/test_compat.py` notices when one goes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.strategies import Strategy
+from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.fabric.strategies.registry import _StrategyRegistry as StrategyRegistryType
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.wrappers import _unwrap_objects as unwrap_objects
+
+from torch_join.integration import check_names
+
+__all__ = ["MultiProcessingLauncher", "StrategyRegistryType", "acting_for_main", "convert_state", "unwrap_objects"]
+
+
+def convert_state(
+    strategy: Any, state: dict[str, Any], only: Mapping[str, Callable[[str, Any], bool]]
+) -> dict[str, Any]:
+    """Return a checkpoint's contents, with state dicts in place of objects, and what passes a filter."""
+    found: dict[str, Any] = strategy._convert_stateful_objects_in_state(state, filter=only)
+    return found
+
+
+@contextmanager
+def acting_for_main() -> Iterator[None]:
+    """Have this process do what only rank 0 does."""
+    ranks: Any = rank_zero_only
+    before, ranks.rank = ranks.rank, 0
+    try:
+        yield
+    finally:
+        ranks.rank = before
+
+
+check_names("lightning.fabric", "2.6.6", {Strategy: "_convert_stateful_objects_in_state"})

@@ -1,0 +1,395 @@
+"""What the strategies of Fabric have in common: all but how a model is set up."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_join._collectives import active_places, is_mean
+from lightning_join._fabric import compat as _compat
+from lightning_join._fabric.loader import AheadReader, JoinedLoader
+from lightning_join._fabric.operations import Operations
+from lightning_join._reading.samplers import mark_injected, without_padding
+from torch_join import Join, JoinError, UnsupportedError, Weighting
+from torch_join.integration import (
+    Channel,
+    LoopDriver,
+    ModelShadow,
+    check_can_rebalance,
+    driver_of,
+    is_sharded_model,
+    own_loops,
+    resolve_weighting,
+    telling_failures,
+)
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+_BATCHES = "over both at once: `for a, b in fabric.strategy.batches(zip(a, b))`"
+
+
+class Joins:
+    """A strategy of Fabric's whose dataloaders serve; it comes before `ActiveCollectives` and a class of Fabric's own.
+
+    Args:
+        *args: The positional arguments of Fabric's own.
+        weighting: As in `torch_join.Join`.
+        divide_by_initial_world_size: torch's name for the same.
+        joinables: What takes part besides all that is set up: averages, metrics, LR schedulers.
+        throw_on_early_termination: As in `torch_join.Join`; so is the rest.
+        heartbeat: Whether ranks may `break` out of a loop at different steps.
+        audit: In which loops to compare the ranks' states.
+        hand_over_ignored: Whether parameters that DDP ignores are handed over.
+        hand_over_buffers: Whether buffers that nobody broadcasts are.
+        backward_collectives: Whether backwards may have collectives of their own that nothing shows in forward.
+        rebalance: Whether ranks that have run out of batches get some of others'.
+        **kwargs: The keyword arguments of Fabric's own.
+
+    Attributes:
+        joinables: May be set at any time outside of loops.
+        fabric: Whose strategy this is, once something has been set up.
+    """
+
+    precision: Any
+    world_size: int
+    _launcher: Any
+    _timeout: timedelta | None
+    fabric: Fabric | None = None
+    _driver: LoopDriver | None = None  # of the context that is open
+    _operations: Operations | None = None
+    _within: str | None = None  # why nothing that ranks do together can be done in a loop within another
+    _inner = 0  # how many loops within the current one are under way
+
+    def __init__(
+        self,
+        *args: Any,
+        weighting: Weighting | None = None,
+        divide_by_initial_world_size: bool | None = None,
+        joinables: Iterable[Any] = (),
+        throw_on_early_termination: bool = False,
+        heartbeat: bool = False,
+        audit: Any = "tail",
+        hand_over_ignored: bool | None = None,
+        hand_over_buffers: bool | None = None,
+        backward_collectives: bool = False,
+        rebalance: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.joinables: list[Any] = list(joinables)
+        self._set_up: list[Any] = []
+        if rebalance:
+            check_can_rebalance(heartbeat, throw_on_early_termination)
+        self._options = {
+            "weighting": resolve_weighting(weighting, divide_by_initial_world_size),
+            "throw_on_early_termination": throw_on_early_termination,
+            "heartbeat": heartbeat,
+            "audit": audit,
+            "hand_over_ignored": hand_over_ignored,
+            "hand_over_buffers": hand_over_buffers,
+            "backward_collectives": backward_collectives,
+            "rebalance": rebalance,
+        }
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()  # type: ignore[misc]
+        if isinstance(self._launcher, _compat.MultiProcessingLauncher):
+            self._launcher.__class__ = _Launcher
+
+    def __repr__(self) -> str:
+        # Part of the error with which a Trainer refuses this object.
+        return f"<{type(self).__module__}.{type(self).__name__}, for Fabric>"
+
+    # ------------------------------------------------------------ what a script may ask
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """The ranks that have a batch at the current step."""
+        return tuple(range(self.world_size)) if self._driver is None else self._driver.met.active
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of batches, in the current loop."""
+        return self._driver is not None and self._driver.met.joined
+
+    @property
+    def at_last_step(self) -> bool:
+        """Whether no rank has a batch after this step."""
+        return self._driver is not None and self._driver.at_last_step
+
+    def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """Go through anything, such as a `zip` of two loaders, as through a dataloader that was set up."""
+        return JoinedLoader(loader, self._go_through)
+
+    @contextmanager
+    def joining(self, *loaders: Iterable[Any]) -> Iterator[Join]:
+        """Put around loops over loaders that were set up, for what needs to be known at its end.
+
+        That is a `break`, after which all ranks have the same state here, and an exception, of which the others are
+        told here; else both are found with the next thing that ranks do together.
+
+        Args:
+            *loaders: What is looped over inside: loaders that were set up, or `strategy.batches(...)`.
+
+        Yields:
+            The `torch_join.Join` of these loops.
+        """
+        self._check_outside("fabric.strategy.joining was entered")
+        for loader in loaders:
+            if not isinstance(getattr(loader, "_dataloader", loader), JoinedLoader):
+                raise JoinError(
+                    f"fabric.strategy.joining was given a {type(loader).__name__}, which Fabric has not set up: no loop"
+                    " over it serves. Give what fabric.setup_dataloaders or fabric.strategy.batches has returned."
+                )
+        join = self._new_join()
+        with self._context(join):
+            yield join
+
+    # ------------------------------------------------------------ what is set up
+
+    def note_set_up(self, thing: Any) -> None:
+        """Have something take part in all loops to come, as long as anyone has it."""
+        if known := [weakref.ref(one) for one in self._set_up]:
+            # Here, so that all ranks forget the same: what was dropped may be in a cycle.
+            self._set_up.clear()
+            gc.collect()
+            self._set_up += [one for ref in known if (one := ref()) is not None]
+        self._set_up.append(thing)
+
+    def setup_module(self, module: nn.Module) -> Any:
+        self._check_outside("A model was set up")
+        wrapped = super().setup_module(module)  # type: ignore[misc]
+        self.note_set_up(wrapped)
+        return wrapped
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._check_outside("An optimizer was set up")
+        found: Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
+        self.note_set_up(found)
+        return found
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
+        found = super().setup_module_and_optimizers(module, optimizers, *scheduler)  # type: ignore[misc]
+        for one in found[2:]:
+            if one is not None:
+                self.note_set_up(one)
+        return found
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        mark_injected(kwargs, predicting=False)
+        return kwargs
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        found: Any = without_padding(super().process_dataloader(dataloader))  # type: ignore[misc]
+        return JoinedLoader(found, self._go_through)
+
+    def _taking_part(self) -> list[Any]:
+        scaler = getattr(self.precision, "scaler", None)
+        given = [*self._set_up, *self.joinables, *([] if scaler is None else [scaler])]
+        things = {id(thing): thing for thing in map(_compat.unwrap_objects, given)}
+        return [*things.values(), _Nothing()]
+
+    # ------------------------------------------------------------ loops
+
+    def _new_join(self) -> Join:
+        timeout = self._timeout or _DEFAULT_TIMEOUT
+        return Join(self._taking_part(), self.world_size > 1, timeout=timeout, **self._options)
+
+    @contextmanager
+    def _context(self, join: Join | None = None) -> Iterator[LoopDriver]:
+        join = join or self._new_join()
+        driver = driver_of(join)
+        operations = driver.add(partial(Operations, self)) if driver.enabled else None
+        self._driver, self._operations = driver, operations
+        try:
+            with own_loops.begin(self):
+                join.__enter__()
+            with ExitStack() as stack:
+                stack.push(join)
+                yield driver
+        finally:
+            self._driver = self._operations = None
+        own_loops.may_end(self, driver)
+
+    def _go_through(self, loader: Iterable[Any]) -> Iterator[Any]:
+        driver = self._driver
+        if driver is not None and driver.reader is not None and driver.reader.pulling:
+            return iter(loader)  # a loop over something that holds it, such as a zip
+        own_loops.finish(self)
+        if (driver := self._driver) is None:
+            distributed = self.world_size > 1
+            loop = own_loops.Loop(self, loader, self._context, self._read, distributed, "fabric.barrier()")
+            return iter(loop)
+        return self._nested(driver, loader) if driver.in_loop else self._read(driver, loader)
+
+    def _read(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
+        for batch in driver.go_through(loader, AheadReader):
+            yield batch
+            if self._inner:
+                with telling_failures(driver.server.channel):
+                    raise JoinError(
+                        "A loop over a dataloader of Fabric's asked for its next batch while another one, which was"
+                        f" begun inside it, has not ended. If these are two loaders of one loop, go {_BATCHES}. If an"
+                        " iterator is held in a variable (a progress bar), `del` it where its loop is left."
+                    )
+
+    def _nested(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
+        """Go through a loader within a loop of another, as in a validation each few steps: no rank has joined yet."""
+        channel = driver.server.channel
+        with telling_failures(channel):
+            self._check_nested(driver)
+            lengths = channel.gather(AheadReader(loader).certain_length(), of=int | None)
+        self._inner += 1
+        try:
+            if None not in lengths and len({*lengths}) == 1:
+                yield from loader
+            else:
+                with self._apart(driver):
+                    yield from loader
+        finally:
+            self._inner -= 1
+
+    def _check_nested(self, driver: LoopDriver) -> None:
+        certain = driver.certain_lengths
+        if driver.met.uneven or (certain is not None and min(certain) != max(certain)):
+            how = "have run out" if driver.met.uneven else "will run out"
+            raise JoinError(
+                f"A loop over a dataloader of Fabric's was begun inside another one in which some ranks {how} of"
+                " batches before others: those cannot follow it, and their part of the data would be missing. Evaluate"
+                f" after the loop, give the inner loop a DataLoader that Fabric has not set up, or go {_BATCHES}. If an"
+                " iterator over the outer one is held in a variable, and that loop is over, `del` it."
+            )
+
+    @contextmanager
+    def _apart(self, driver: LoopDriver) -> Iterator[None]:
+        """Put around a loop in which ranks may have different numbers of batches, and none serves another."""
+        models: list[Any] = [part.modules[0] for part in driver.server.models()]
+        broadcast = [ddp for ddp in models if getattr(ddp, "broadcast_buffers", False)]
+        for ddp in broadcast:  # once, and not in each forward
+            ModelShadow(ddp, watches=False).sync_buffers(0)
+            ddp.broadcast_buffers = False
+        handles = [model.register_forward_pre_hook(_refuse_training) for model in models]
+        self._within = (
+            "a loop over a dataloader of Fabric's, inside another one, of which ranks may have different numbers"
+        )
+        try:
+            yield
+        finally:
+            self._within = None
+            for handle in handles:
+                handle.remove()
+            for ddp in broadcast:
+                ddp.broadcast_buffers = True
+
+    def _check_outside(self, what: str) -> None:
+        own_loops.finish(self)
+        if self._driver is not None:
+            with telling_failures(self._driver.server.channel):
+                raise JoinError(
+                    f"{what} inside of a loop over a dataloader of Fabric's, which cannot serve it any more. Do this"
+                    " before. A loop whose iterator is held in a variable has not ended: `del` it."
+                )
+
+    # ------------------------------------------------------------ operations
+
+    @property
+    def tail(self) -> Operations | None:
+        """What takes part in a step that some rank does not have, on a rank that has it; otherwise `None`."""
+        own_loops.finish(self)
+        found = self._operations
+        return found if found is not None and found.server.in_tail and not found.is_on_all else None
+
+    @property
+    def step_ranks(self) -> tuple[int, ...] | None:
+        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        if self._within is not None:
+            raise JoinError(f"Ranks did something together in {self._within} of batches. Do this after the inner loop.")
+        return None if self.tail is None else self.active_ranks
+
+    @property
+    def meets_over(self) -> Channel | None:
+        """Where the ranks can meet; `None` outside of a loop."""
+        return None if self._driver is None else self._driver.server.channel
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        ranks = self.step_ranks
+        own = super().all_reduce  # type: ignore[misc]
+        if ranks is None or not is_mean(reduce_op) or not isinstance(tensor, Tensor):
+            return own(tensor, group, reduce_op)
+        total = own(tensor, group, "sum")
+        return total.copy_(total / len(active_places(ranks, group)))  # in place, as Fabric promises
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        _ = self.step_ranks
+        super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    # ------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  Fabric's name
+    ) -> None:
+        tail = self.tail
+        if tail is not None and (tail.main_has_joined or tail.holds_parts(state)):
+            tail.save(path, state, storage_options, filter)
+        else:
+            super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        if (tail := self.tail) is not None:
+            with telling_failures(tail.server.channel):
+                raise UnsupportedError(
+                    "fabric.load in a step that some rank does not have: only some ranks would load. Load before the"
+                    " loop, or after it."
+                )
+        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
+        """See `OwnFabric`."""
+        super().save_checkpoint(path, state, storage_options)  # type: ignore[misc]
+
+    def convert(self, state: dict[str, Any], only: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
+        """See `OwnFabric`."""
+        return _compat.convert_state(self, state, only)
+
+    def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
+        """See `OwnFabric`."""
+        for logger in [] if self.fabric is None else self.fabric.loggers:
+            logger.log_metrics(metrics=metrics, step=step)
+
+
+class _Launcher(_compat.MultiProcessingLauncher):
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Its processes end without `atexit`, and call no `sys.excepthook`.
+        return super().launch(partial(own_loops.to_the_end, function), *args, **kwargs)
+
+
+class _Nothing:
+    """What takes part where nothing else does: an evaluation of a model that was not set up."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _refuse_training(model: nn.Module, _: Any) -> None:
+    if torch.is_grad_enabled() or is_sharded_model(model):
+        raise JoinError(
+            "A model that was set up is called, with gradients or while it is sharded, in a loop over a dataloader of"
+            " Fabric's inside another one, of which ranks may have different numbers of batches: none serves another"
+            f" there. Evaluate under torch.no_grad(), begin one loop after the other, or go {_BATCHES}."
+        )

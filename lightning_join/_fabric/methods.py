@@ -1,0 +1,90 @@
+"""Fabric's own methods that never reach its strategy: where that is one of ours, they ask it first.
+
+They are replaced in Fabric's class, so that it makes no difference which import has come first, and that a script need
+not know of another class. With any other strategy each is what it was.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+
+from lightning_join._fabric import compat as _compat
+from lightning_join._fabric.operations import Operations
+from torch_join import UnsupportedError
+
+
+@runtime_checkable
+class Asked(Protocol):
+    """A strategy of ours.
+
+    Attributes:
+        fabric: Whose it is, once something has been set up.
+    """
+
+    fabric: Fabric | None
+
+    @property
+    def tail(self) -> Operations | None:
+        """What takes part in a step that some rank does not have, on a rank that has it; otherwise `None`."""
+
+
+def ask_strategies() -> None:
+    """Replace them."""
+    for name in ("setup", "setup_module", "setup_dataloaders"):
+        setattr(Fabric, name, _noting(getattr(Fabric, name)))
+    for name, instead in {"print": _print, "log_dict": _log_dict, "call": _call, "rank_zero_first": _refuse}.items():
+        setattr(Fabric, name, _asking(getattr(Fabric, name), instead))
+
+
+def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
+        strategy: object = fabric.strategy
+        if isinstance(strategy, Asked):
+            strategy.fabric = fabric
+        return own(fabric, *args, **kwargs)
+
+    return method
+
+
+def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
+        strategy: object = fabric.strategy
+        tail = strategy.tail if isinstance(strategy, Asked) else None
+        return own(fabric, *args, **kwargs) if tail is None else instead(tail, own, fabric, *args, **kwargs)
+
+    return method
+
+
+def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
+    if tail.stands_in:
+        print(*args, **kwargs)
+    else:
+        own(fabric, *args, **kwargs)
+
+
+def _log_dict(
+    tail: Operations, own: Callable[..., Any], fabric: Fabric, metrics: Mapping[str, Any], step: int | None = None
+) -> None:
+    if tail.main_has_joined:
+        tail.log(dict(convert_tensors_to_scalars(metrics)), step)
+    own(fabric, metrics, step)
+
+
+def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
+    if not tail.stands_in:
+        own(fabric, *args, **kwargs)
+        return
+    with _compat.acting_for_main():
+        own(fabric, *args, **kwargs)
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise UnsupportedError(
+        "fabric.rank_zero_first in a step that some rank does not have: it makes a process group, to which all ranks"
+        " must come. Do this before the loop."
+    )

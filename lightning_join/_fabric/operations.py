@@ -1,0 +1,123 @@
+"""What Fabric does on one rank only, which may have joined."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import nn
+
+from torch_join import UnsupportedError
+from torch_join.integration import LoopDriver, Part, closed, is_closed, is_sharded_model
+
+_MAIN = 0
+_LOG, _SAVE = "log", "save"
+
+
+@closed("fabric part")
+class Taking(NamedTuple):
+    """Stands in a checkpoint for something that takes part, which each rank has: its place among these."""
+
+    place: int
+
+
+class OwnFabric(Protocol):
+    """What Fabric's own strategy does."""
+
+    def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
+        """Save a checkpoint; each rank that Fabric has save calls this."""
+
+    def convert(self, state: dict[str, Any], only: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
+        """Return a checkpoint's contents, with state dicts in place of objects, and what passes a filter."""
+
+    def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
+        """Log values by this rank's loggers."""
+
+
+class Operations(Part):
+    """What rank 0 does for all: saving and logging, on an active rank and on one that has joined.
+
+    Args:
+        strategy: Whose operations these are.
+        driver: Of the loop in which they are.
+        index: Of this part.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {
+        _LOG: tuple[dict[str, Any], int | None],
+        _SAVE: tuple[str, dict[str, Any], Any],
+    }
+
+    def __init__(self, strategy: OwnFabric, driver: LoopDriver, index: int) -> None:
+        super().__init__(driver, index)
+        self._loop, self._strategy = driver, strategy
+        driver.server.hears_asides = True
+
+    @property
+    def main_has_joined(self) -> bool:
+        """Whether this rank is active, and rank 0 is not."""
+        return self.server.in_tail and _MAIN not in self._loop.met.active
+
+    @property
+    def is_on_all(self) -> bool:
+        """Whether ranks that have joined do the same now."""
+        return self._loop.server.on_all > 0
+
+    def holds_parts(self, state: dict[str, Any]) -> bool:
+        """Whether each rank holds a part of what is saved."""
+        return any(
+            is_sharded_model(value) if isinstance(value, nn.Module) else hasattr(value, "consolidate_state_dict")
+            for value in state.values()
+        )
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether this rank does what rank 0 would, which has joined."""
+        return self.main_has_joined and self.members.leads
+
+    def log(self, metrics: dict[str, Any], step: int | None) -> None:
+        """Have rank 0, which has joined, log the lowest active rank's values; other ranks may call this or not."""
+        if is_closed((metrics, step)):
+            self._loop.server.announce_aside(self.index, _LOG, (metrics, step))
+        else:
+            self.announce_open(_LOG, (metrics, step))
+
+    def save(self, path: Any, state: dict[str, Any], storage_options: Any, only: Mapping[str, Any] | None) -> None:
+        """Save a checkpoint; all active ranks call this.
+
+        Ranks that have joined save too where rank 0 has, or where each rank holds a part of a model: their own objects,
+        in the active ranks' state. What is not set up comes from the lowest active rank.
+
+        Raises:
+            UnsupportedError: The state of something sharded is to be filtered.
+        """
+        places = {id(thing): index for index, thing in enumerate(self._loop.given)}
+        if only and self.holds_parts(state):
+            raise UnsupportedError(
+                "fabric.save(filter=...) of what is sharded, while some rank has run out of batches: such a rank has"
+                " part of it, and not the filter. Save without one, or after the loop."
+            )
+        whole = {k: v for k, v in state.items() if id(v) not in places or k in (only or {})}
+        sent = {key: Taking(places[id(value)]) for key, value in state.items() if key not in whole}
+        sent |= self._strategy.convert(whole, only or {})
+        sent = {key: sent[key] for key in state if key in sent}
+        with self._together(partial(self.announce_open, _SAVE, (str(Path(path)), sent, storage_options))):
+            self._save(path, sent, storage_options)
+
+    def answer(self, kind: str, payload: Any) -> None:
+        if kind == _LOG:
+            self._strategy.log_own(*payload)
+            return
+        with self._together():
+            self._save(*payload)
+
+    def _together(self, announce: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+        return self._loop.server.together(announce)
+
+    def _save(self, path: Any, sent: dict[str, Any], storage_options: Any) -> None:
+        self._loop.tails.hand_over_states()
+        state = {
+            key: self._loop.given[value.place] if isinstance(value, Taking) else value for key, value in sent.items()
+        }
+        self._strategy.save_own(path, state, storage_options)

@@ -1,0 +1,65 @@
+"""Lightning Fabric on uneven dataloaders, exactly: `Fabric(strategy="ddp_join")`.
+
+Each loop over a dataloader that `fabric.setup_dataloaders` has returned is a `torch_join.Join` around all that Fabric
+has set up, and serves in its end the ranks that have more batches. Nothing else changes in the script.
+"""
+
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+
+from torch_join.integration import naming_missing as _naming_missing
+
+with _naming_missing("2.6.6", "lightning.fabric"):
+    from lightning_join._collectives import ActiveCollectives
+    from lightning_join._fabric.joins import Joins
+    from lightning_join._fabric.methods import ask_strategies as _ask_strategies
+
+__all__ = ["DDPJoinStrategy", "FSDPJoinStrategy", "ModelParallelJoinStrategy"]
+
+
+class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
+    """DDP for Fabric, on uneven dataloaders.
+
+    ```python
+    fabric = Fabric(strategy="ddp_join", devices=8)  # or strategy=DDPJoinStrategy(weighting="samples")
+    ```
+
+    Args:
+        *args: `DDPStrategy`'s positional arguments.
+        **kwargs: `Join`'s options (`weighting`, `rebalance`, `heartbeat`, ...), `joinables`, and `DDPStrategy`'s own
+            arguments, of which `timeout` is also how long a rank waits for another in a loop.
+
+    Raises:
+        JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
+
+    Limits:
+        `docs/fabric.md` lists what raises.
+    """
+
+
+class FSDPJoinStrategy(Joins, ActiveCollectives, FSDPStrategy):
+    """FSDP for Fabric, on uneven dataloaders.
+
+    Args:
+        *args: `FSDPStrategy`'s positional arguments.
+        **kwargs: `DDPJoinStrategy`'s own, and `FSDPStrategy`'s keyword arguments.
+
+    Raises:
+        JoinValueError: See `DDPJoinStrategy`.
+    """
+
+
+class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy):
+    """`fully_shard` for Fabric, also over tensor parallelism, on uneven dataloaders.
+
+    The ranks of one tensor-parallel group must have the same batches.
+
+    Args:
+        *args: `ModelParallelStrategy`'s positional arguments.
+        **kwargs: `DDPJoinStrategy`'s own, and `ModelParallelStrategy`'s keyword arguments.
+
+    Raises:
+        JoinValueError: See `DDPJoinStrategy`.
+    """
+
+
+_ask_strategies()
