@@ -22,9 +22,8 @@ TOLERANCE = 1e-10
 def fabric_of(world_size: int, strategy: Any = None, **options: Any) -> Fabric:
     """Return a launched Fabric of the group that this worker is in."""
     strategy = DDPJoinStrategy() if strategy is None else strategy
-    fabric: Fabric = inside.without_launcher(
-        Fabric(accelerator="cpu", devices=world_size, strategy=strategy, **options)
-    )
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, **options)
+    inside.remove_launcher(fabric)  # the processes are there
     fabric.launch()
     return fabric
 

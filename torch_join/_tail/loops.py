@@ -138,10 +138,11 @@ class LoopDriver(Meetings):
                 self.members.last_joiner = verdict
             for part in self.server.parts:
                 part.after_all(self.members.last_joiner)
+            # No rank's process ends before all have come here.
             said = self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters)
             compare(said, self.members.global_ranks)
             self._planned.rebalancing.close()
-            self.server.channel.close(meets=True)
+            self.server.channel.close(meets=self._planned.enabled)
 
     def finish_left(self) -> None:
         """Finish a loop that this rank has left by `break`, if there is one."""
