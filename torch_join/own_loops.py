@@ -196,9 +196,10 @@ def to_the_end(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     try:
         result = function(*args, **kwargs)
     except BaseException as error:
-        _end_open_loops(error)
+        for problem in _end_open_loops(error):
+            raise problem from error
         raise
-    if problem := _end_open_loops(None):
+    for problem in _end_open_loops(None):
         raise problem
     return result
 
@@ -210,18 +211,20 @@ def _end_at_exit() -> None:
 
 def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
-    problem = _end_open_loops(error)
-    if problem is not None and error is None:  # the interpreter would end well
+    problems = _end_open_loops(error)
+    for problem in problems:
+        traceback.print_exception(problem)
+    if problems and error is None:  # the interpreter would end well
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _end_open_loops(error: BaseException | None) -> BaseException | None:
+def _end_open_loops(error: BaseException | None) -> list[BaseException]:
     """Finish loops that were left, as the process ends; tell others that may wait for it if it ends by an error.
 
     Returns:
-        What came of it, besides `error`, which is printed.
+        What was raised, but for `error` itself.
     """
     problems: list[BaseException] = []
 
@@ -230,7 +233,6 @@ def _end_open_loops(error: BaseException | None) -> BaseException | None:
             do()
         except BaseException as found:
             if found is not error:
-                traceback.print_exception(found)
                 problems.append(found)
 
     for loop in list(_loops.values()):
@@ -248,4 +250,4 @@ def _end_open_loops(error: BaseException | None) -> BaseException | None:
             attempt(partial(_begin_unasked, owner))
         for owner in list(_ending):
             attempt(partial(end, owner))
-    return next(iter(problems), None)
+    return problems

@@ -25,6 +25,7 @@ from torch_join.integration import (
     ModelShadow,
     check_can_rebalance,
     driver_of,
+    is_length_certain,
     is_sharded_model,
     own_loops,
     resolve_weighting,
@@ -143,7 +144,7 @@ class Joins:
         """
         self._check_outside("fabric.strategy.joining was entered")
         for loader in loaders:
-            if not isinstance(getattr(loader, "_dataloader", loader), JoinedLoader):
+            if not isinstance(_compat.unwrap_objects(loader), JoinedLoader):
                 raise JoinError(
                     f"fabric.strategy.joining was given a {type(loader).__name__}, which Fabric has not set up: no loop"
                     " over it serves. Give what fabric.setup_dataloaders or fabric.strategy.batches has returned."
@@ -202,14 +203,13 @@ class Joins:
 
     def _new_join(self) -> Join:
         timeout = self._timeout or _DEFAULT_TIMEOUT
-        return Join(self._taking_part(), self.world_size > 1, timeout=timeout, **self._options)
+        return Join(self._taking_part(), timeout=timeout, **self._options)
 
     @contextmanager
     def _context(self, join: Join | None = None) -> Iterator[LoopDriver]:
         join = join or self._new_join()
         driver = driver_of(join)
-        operations = driver.add(partial(Operations, self)) if driver.enabled else None
-        self._driver, self._operations = driver, operations
+        self._driver, self._operations = driver, driver.add(partial(Operations, self))
         try:
             with own_loops.begin(self):
                 join.__enter__()
@@ -226,9 +226,7 @@ class Joins:
             return iter(loader)  # a loop over something that holds it, such as a zip
         own_loops.finish(self)
         if (driver := self._driver) is None:
-            distributed = self.world_size > 1
-            loop = own_loops.Loop(self, loader, self._context, self._read, distributed, "fabric.barrier()")
-            return iter(loop)
+            return iter(own_loops.Loop(self, loader, self._context, self._read, True, "fabric.barrier()"))
         return self._nested(driver, loader) if driver.in_loop else self._read(driver, loader)
 
     def _read(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
@@ -247,7 +245,8 @@ class Joins:
         channel = driver.server.channel
         with telling_failures(channel):
             self._check_nested(driver)
-            lengths = channel.gather(AheadReader(loader).certain_length(), of=int | None)
+            length = len(loader) if is_length_certain(loader) else None  # type: ignore[arg-type]
+            lengths = channel.gather(length, of=int | None)
         self._inner += 1
         try:
             if None not in lengths and len({*lengths}) == 1:
@@ -311,8 +310,9 @@ class Joins:
     @property
     def step_ranks(self) -> tuple[int, ...] | None:
         """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
-        if self._within is not None:
-            raise JoinError(f"Ranks did something together in {self._within} of batches. Do this after the inner loop.")
+        if self._within is not None and self._driver is not None:
+            with telling_failures(self._driver.server.channel):
+                raise JoinError(f"Ranks did something together in {self._within} of batches. Do this after that loop.")
         return None if self.tail is None else self.active_ranks
 
     @property
