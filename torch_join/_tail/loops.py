@@ -276,7 +276,7 @@ class LoopDriver(Meetings):
     @property
     def _is_read_elsewhere(self) -> bool:
         """Whether the last loop was even, and another thread went through it: its steps may come after its end."""
-        if (loop := self._loop) is None or self.place is not Place.ENDED or self.members.may_break:
+        if (loop := self._loop) is None or self.place is not Place.ENDED:
             return False
         return not loop.uneven and loop.thread != threading.get_ident()
 
