@@ -19,6 +19,7 @@ from tests.emulator import place
 from tests.needs import has
 from tests.support.cases import Batch, flatten, weights
 from tests.support.cases import Case as DataCase
+from tests.support.collectives import averages
 from tests.support.inside import planned_rows
 from torch_join import Join, JoinableModel, JoinableOptimizer, JoinableState
 
@@ -31,6 +32,8 @@ REDUCTIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+# What a random program's step may do with others.
+COLLECTIVES = (None, *(kind for kind in REDUCTIONS if kind != "avg" or averages()), "all_gather", "objects", "barrier")
 
 
 @dataclass(frozen=True)

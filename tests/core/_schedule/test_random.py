@@ -21,7 +21,7 @@ from tests.core.loops.test_join_properties import BATCH, Found
 from tests.support import loops
 from tests.support.cases import Batch
 from tests.support.inside import gives_at_most, planned_rows
-from tests.support.loops import Claims, Program, Stream
+from tests.support.loops import COLLECTIVES, Claims, Program, Stream
 from tests.support.workers import WorkerError, Workers
 
 # torch says so where a GradScaler has skipped the first step.
@@ -194,7 +194,7 @@ def draw(seed: int, world_size: int) -> Case:
         norm=accumulate == 1 and one.choice((False, True)),  # under no_sync DDP leaves the ranks' buffers alone
         epochs=epochs,
         ragged=one.choice((False, True)),
-        collective=one.choice((None, "sum", "avg", "product", "max", "min", "all_gather", "objects", "barrier")),
+        collective=one.choice(COLLECTIVES),
         asynchronous=one.choice((False, True)),
         grouped=one.choice((False, False, True)),
         one_context=one.choice((False, True)),

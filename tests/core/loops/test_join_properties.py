@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support import loops
 from tests.support.cases import difference
-from tests.support.loops import Program, reference, tensors_of
+from tests.support.loops import COLLECTIVES, Program, reference, tensors_of
 from tests.support.workers import WorkerError, Workers
 
 # torch says so where a GradScaler has skipped the first step.
@@ -156,9 +156,7 @@ def programs(draw: st.DrawFn, world_size: int) -> Program:
         norm=accumulate == 1 and draw(st.booleans()),
         epochs=epochs,
         ragged=draw(st.booleans()),
-        collective=draw(
-            st.sampled_from((None, "sum", "avg", "product", "max", "min", "all_gather", "objects", "barrier"))
-        ),
+        collective=draw(st.sampled_from(COLLECTIVES)),
         asynchronous=draw(st.booleans()),
         grouped=draw(st.sampled_from((False, False, True))),
         evaluation=None if loop == "plain" else draw(st.sampled_from((None, None, "no_grad", "inference"))),
