@@ -172,7 +172,7 @@ def _refuse_backwards(owner: Hashable, models: list[nn.Module], rank: int) -> No
 
     def after_forward(_: nn.Module, __: Any, output: Any) -> None:
         for tensor in differentiable(output) if torch.is_grad_enabled() else []:
-            tensor.register_hook(refuse)
+            tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
     _refusals[owner] = hooks = ExitStack()
     for model in models:
