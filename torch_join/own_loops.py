@@ -5,18 +5,22 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from torch_join._base.compat import differentiable
 from torch_join._base.errors import DECIDE, JoinError, PeerFailedError
 from torch_join._control.farewell import say_farewell
 from torch_join._tail.loops import LoopDriver
+from torch_join._tail.nesting import read_ahead
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -97,10 +101,13 @@ class Loop(Generic[T]):
         assert self.driver is not None
         driver, self.driver = self.driver, None
         driver.end_with_loop = None
+        ahead = driver.trained_ahead
         try:
             context.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
         finally:
             driver.tails.refusal = None
+        if ahead:
+            _refuse_backwards(self.owner, ahead, driver.members.name)
 
     def refuse_to_serve(self, why: BaseException) -> None:
         """From here on, raise `why` on all ranks where others go on, whose steps this rank would have to follow."""
@@ -153,6 +160,25 @@ def finish(owner: Hashable, also_held: bool = False, at_end: bool = False) -> bo
     return found
 
 
+# By owner, what refuses backwards of steps whose loop has ended before them, until the next one begins.
+_refusals: WeakKeyDictionary[Any, ExitStack] = WeakKeyDictionary()
+
+
+def _refuse_backwards(owner: Hashable, models: list[nn.Module], rank: int) -> None:
+    """Have a backward of these models raise: the context, which would have noticed it, has ended with the loop."""
+
+    def refuse(_: Tensor) -> NoReturn:
+        raise read_ahead(rank)
+
+    def after_forward(_: nn.Module, __: Any, output: Any) -> None:
+        for tensor in differentiable(output) if torch.is_grad_enabled() else []:
+            tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+    _refusals[owner] = hooks = ExitStack()
+    for model in models:
+        hooks.callback(model.register_forward_hook(after_forward).remove)
+
+
 _PATIENCE = timedelta(seconds=10)  # at the end of training, where others may have long work of their own left
 # Those whose last loop may have been uneven, so that a rank may not know that there is no other; of which world.
 _ending: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
@@ -162,6 +188,7 @@ _ending: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 def begin(owner: Hashable) -> Iterator[None]:
     """Put around the begin of a context: training goes on."""
     may_have_ended = _ending.pop(owner, None) is not None
+    _refusals.pop(owner, ExitStack()).close()
     try:
         yield
     except PeerFailedError as error:

@@ -6,29 +6,15 @@ not know of another class. With any other strategy each is what it was.
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 
 from lightning_join._fabric import compat as _compat
+from lightning_join._fabric.joins import Joins
 from lightning_join._fabric.operations import Operations
 from torch_join import UnsupportedError
-
-
-@runtime_checkable
-class Asked(Protocol):
-    """A strategy of ours.
-
-    Attributes:
-        fabric: Whose it is, once something has been set up.
-    """
-
-    fabric: Fabric | None
-
-    @property
-    def tail(self) -> Operations | None:
-        """What takes part in a step that some rank does not have, on a rank that has it; otherwise `None`."""
 
 
 def ask_strategies() -> None:
@@ -43,7 +29,7 @@ def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
     def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
         strategy: object = fabric.strategy
-        if isinstance(strategy, Asked):
+        if isinstance(strategy, Joins):
             strategy.fabric = fabric
         return own(fabric, *args, **kwargs)
 
@@ -54,7 +40,7 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
     @wraps(own)
     def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
         strategy: object = fabric.strategy
-        tail = strategy.tail if isinstance(strategy, Asked) else None
+        tail = strategy.tail if isinstance(strategy, Joins) else None
         return own(fabric, *args, **kwargs) if tail is None else instead(tail, own, fabric, *args, **kwargs)
 
     return method

@@ -128,6 +128,35 @@ def test_loaders_are_zipped_by_batches(workers: Workers, stream: bool) -> None:
     refused(workers.outcomes(2, to_the_end, pair, "zip", stream), "fabric.strategy.batches(zip(a, b))")
 
 
+def reading_ahead(loader: Any) -> Iterator[Any]:
+    iterator = iter(loader)
+    following = next(iterator, None)
+    while following is not None:
+        batch, following = following, next(iterator, None)
+        yield batch
+
+
+def prefetch(rank: int, lengths: tuple[int, ...], how: str) -> Any:
+    job = Job(rank, 3)
+    loader = job.loader(lengths)
+    for _ in range(2):
+        if how == "inside":
+            batches = job.fabric.strategy.batches(reading_ahead(loader))
+        else:
+            batches = loader if how == "not" else reading_ahead(loader)
+        for batch in batches:
+            job.step(batch)
+    return job.state()
+
+
+def test_what_reads_ahead_goes_inside(workers: Workers) -> None:
+    """Around an uneven loop its last batches would be trained in no step of the others."""
+    for how, lengths in [("inside", (2, 5, 3)), ("around", (3, 3, 3))]:
+        assert workers.run(3, prefetch, lengths, how) == workers.run(3, prefetch, lengths, "not")
+    refused(workers.outcomes(3, prefetch, (2, 5, 3), "around"), "fabric.strategy.batches(prefetcher(loader))")
+    refused(workers.outcomes(3, prefetch, (1, 2, 2), "around"), "fabric.strategy.batches(prefetcher(loader))")
+
+
 def leave(rank: int, how: str, stream: bool) -> Any:
     job = Job(rank, 3, heartbeat=how == "at its own step")
     loader = job.loader((2, 6, 3), stream)

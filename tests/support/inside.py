@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grad
 
 from tests.emulator import place
 from torch_join import integration, own_loops
@@ -452,6 +453,16 @@ def accelerate_loops() -> Any:
 def end_accelerate_loops() -> None:
     """What is done as the process ends."""
     own_loops._at_exit()
+
+
+def total_norm() -> Callable[..., Any]:
+    """torch's own norm of all gradients."""
+    return clip_grad._get_total_norm  # type: ignore[attr-defined, no-any-return]
+
+
+def with_total_norm(norm: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Within, torch clips by another norm of all gradients."""
+    return mock.patch.object(clip_grad, "_get_total_norm", norm)
 
 
 def remove_launcher(fabric: Any) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,10 +27,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
-from torch.nn.utils import clip_grad
 
 from tests.emulator import place
 from tests.needs import has
+from tests.support import inside
 from tests.support.sharded import EPOCHS, Batch, Block, Net, Recipe, Step, Trained, weights
 from tests.support.sharded_search import STRAYS
 from torch_join import Join
@@ -312,14 +311,14 @@ class Padded(Training):
         return self.trained()
 
     def update(self, epoch: int, step: int) -> None:
-        own = clip_grad._get_total_norm  # type: ignore[attr-defined]
+        own = inside.total_norm()
 
         def whole_norm(*args: Any) -> Any:
             norm = own(*args)  # to each rank's part of which older torch adds its epsilon
             return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
 
         second = self.recipe.api == "fsdp2"
-        with mock.patch.object(clip_grad, "_get_total_norm", whole_norm) if second else nullcontext():
+        with inside.with_total_norm(whole_norm) if second else nullcontext():
             super().update(epoch, step)
 
     def losses_of(self, batch: Batch) -> Iterable[Tensor]:

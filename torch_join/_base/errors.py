@@ -70,8 +70,9 @@ def name_ranks(ranks: Iterable[int]) -> str:
 # At the end of training, where others may say what they were given to a next `with`.
 ENDS = ["(the end of training)"]
 DECIDE = (
-    "Decide on it after the loop, to which all ranks come: set_trigger in its body, `if accelerator.check_trigger():"
-    " break` behind it, and no `break` out of all epochs by what a rank that has run out of batches does not see."
+    "Decide on it after the loop, to which all ranks come, and do not `break` out of all epochs by what a rank that has"
+    " run out of batches does not see. In Accelerate: set_trigger in the body, `if accelerator.check_trigger(): break`"
+    " behind it; in Fabric `if fabric.strategy.reduce_boolean_decision(stop, all=False): break` behind it."
 )
 
 

@@ -89,6 +89,14 @@ class LoopDriver(Meetings):
         return None if self._loop is None else self._loop.certain
 
     @property
+    def trained_ahead(self) -> list[Any]:
+        """The models that the last loop has trained, if it asked for batches ahead of its steps and was uneven."""
+        loop = self._loop
+        if loop is None or not (loop.reads_ahead and loop.uneven):
+            return []
+        return [model.modules[0] for model in self.server.models() if model.index in loop.trains]
+
+    @property
     def was_even(self) -> bool:
         """Whether all ranks knew that they had equally many batches in the current loop, or the last one."""
         certain = self.certain_lengths

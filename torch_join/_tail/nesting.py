@@ -118,6 +118,6 @@ def read_ahead(rank: int) -> JoinError:
         " has seen the one before it (a prefetcher, a look at whether this is the last batch, windows of several"
         " batches): its last batches would be trained after all ranks have ended that loop, and no longer with the"
         " others' batches of the same step. Put what reads ahead inside: join.batches(prefetcher(loader)), in"
-        " Accelerate join_batches(prefetcher(loader)). A backward that is none of that loop's belongs into a loop of"
-        " its own over join.batches."
+        " Accelerate join_batches(prefetcher(loader)), in Fabric fabric.strategy.batches(prefetcher(loader)). A"
+        " backward that is none of that loop's belongs into a loop of its own over join.batches."
     )

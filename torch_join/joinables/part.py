@@ -130,11 +130,13 @@ class LoopModel(Protocol):
     """What a loop of the user's knows of the part of a model.
 
     Attributes:
+        index: Of this part.
         forwards: The forwards of this rank's own, since the last tail.
         synced: How many of these a backward that averages gradients follows.
         deferred: The forwards that joined ranks hear of, if there are any, when their backward begins.
     """
 
+    index: int
     forwards: int
     synced: int
     deferred: int
