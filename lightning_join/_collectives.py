@@ -32,9 +32,8 @@ class ActiveCollectives:
     world_size: int
     root_device: Any
 
-    @property
-    def step_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+    def find_step_ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
         raise NotImplementedError
 
     @property
@@ -50,12 +49,12 @@ class ActiveCollectives:
         """
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        ranks = self.step_ranks
+        ranks = self.find_step_ranks()
         source = src if ranks is None or src in ranks else ranks[0]
         return super().broadcast(obj, source)  # type: ignore[misc]
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        ranks = self.step_ranks
+        ranks = self.find_step_ranks()
         everyone = group is None or group == dist.group.WORLD
         # What checkpointing computes again in backward has been looked at in forward.
         if everyone and tensor.dim() > 0 and not self.gathers_alike and not in_backward():
@@ -91,7 +90,7 @@ class ActiveCollectives:
 
     def _shapes_of_all(self, tensor: Tensor) -> dict[int, list[int]]:
         """Exchange the shape of what is about to be gathered: gloo ends the process where one does not fit."""
-        mine, ranks = [*tensor.shape], self.step_ranks
+        mine, ranks = [*tensor.shape], self.find_step_ranks()
         if not self.enable_join or self.world_size == 1 or not dist.is_initialized():
             return {0: mine}
         if (channel := self.meets_over) is not None:
@@ -115,7 +114,9 @@ class ActiveCollectives:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         own = super().reduce_boolean_decision  # type: ignore[misc]
-        found: bool = own(decision, all) if self.step_ranks is None or not all else not own(not decision, all=False)
+        found: bool = (
+            own(decision, all) if self.find_step_ranks() is None or not all else not own(not decision, all=False)
+        )
         return found
 
 
@@ -139,6 +140,10 @@ class StepCollectives(ParallelStrategy):
     def step_ranks(self) -> tuple[int, ...] | None:
         """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
         return self.driver.ranks if self.driver is not None else None
+
+    def find_step_ranks(self) -> tuple[int, ...] | None:
+        """See `ActiveCollectives`."""
+        return self.step_ranks
 
     @property
     def meets_over(self) -> Channel | None:

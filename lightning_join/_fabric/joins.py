@@ -300,20 +300,21 @@ class Joins:
 
     # ------------------------------------------------------------ operations
 
-    @property
-    def tail(self) -> Operations | None:
-        """What takes part in a step that some rank does not have, on a rank that has it; otherwise `None`."""
+    def find_tail(self) -> Operations | None:
+        """Return what takes part in a step that some rank does not have, on a rank that has it; otherwise `None`.
+
+        This may wait for the others: it finishes a loop that was left, and finds out who is in the step.
+        """
         own_loops.finish(self)
         found = self._operations
         return found if found is not None and found.server.in_tail and not found.is_on_all else None
 
-    @property
-    def step_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+    def find_step_ranks(self) -> tuple[int, ...] | None:
+        """See `ActiveCollectives`, and `find_tail`."""
         if self._within is not None and self._driver is not None:
             with telling_failures(self._driver.server.channel):
                 raise JoinError(f"Ranks did something together in {self._within} of batches. Do this after that loop.")
-        return None if self.tail is None else self.active_ranks
+        return None if self.find_tail() is None else self.active_ranks
 
     @property
     def meets_over(self) -> Channel | None:
@@ -321,7 +322,7 @@ class Joins:
         return None if self._driver is None else self._driver.server.channel
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        ranks = self.step_ranks
+        ranks = self.find_step_ranks()
         own = super().all_reduce  # type: ignore[misc]
         if ranks is None or not is_mean(reduce_op) or not isinstance(tensor, Tensor):
             return own(tensor, group, reduce_op)
@@ -329,7 +330,7 @@ class Joins:
         return total.copy_(total / len(active_places(ranks, group)))  # in place, as Fabric promises
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        _ = self.step_ranks
+        self.find_step_ranks()
         super().barrier(*args, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------ checkpoints
@@ -341,14 +342,14 @@ class Joins:
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  Fabric's name
     ) -> None:
-        tail = self.tail
+        tail = self.find_tail()
         if tail is not None and (tail.main_has_joined or tail.holds_parts(state)):
             tail.save(path, state, storage_options, filter)
         else:
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        if (tail := self.tail) is not None:
+        if (tail := self.find_tail()) is not None:
             with telling_failures(tail.server.channel):
                 raise UnsupportedError(
                     "fabric.load in a step that some rank does not have: only some ranks would load. Load before the"

@@ -40,7 +40,7 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
     @wraps(own)
     def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
         strategy: object = fabric.strategy
-        tail = strategy.tail if isinstance(strategy, Joins) else None
+        tail = strategy.find_tail() if isinstance(strategy, Joins) else None
         return own(fabric, *args, **kwargs) if tail is None else instead(tail, own, fabric, *args, **kwargs)
 
     return method
