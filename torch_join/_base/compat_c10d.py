@@ -18,9 +18,9 @@ def overload(name: str) -> Any:
     return getattr(torch.ops.c10d, name).default
 
 
-def below(keyset: Any) -> Any:
-    """Return what is left of a call's keyset after the key at which the tap listens."""
-    return keyset & torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+# What is left of a call's keyset, by `&`, after the key at which the tap listens. (A function that computed it would be
+# traced where torch 2.11 compiles what issues a collective, and there is no such argument of a graph.)
+BELOW: Any = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def has_kernel(name: str) -> bool:
@@ -49,7 +49,7 @@ def changing_all_reduces(change: Callable[[Sequence[Tensor]], None]) -> Iterator
 
     def kernel(keyset: Any, tensors: list[Tensor], *args: Any) -> Any:
         change(tensors)
-        return op.redispatch(below(keyset), tensors, *args)
+        return op.redispatch(keyset & BELOW, tensors, *args)
 
     library.impl("allreduce_", kernel, "BackendSelect", with_keyset=True)
     try:

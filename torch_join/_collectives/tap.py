@@ -146,11 +146,11 @@ class CollectiveTap:
                 if not ddps:
                     named = tap._see(operator, named, caller)
                     if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
-                        return issue_weighted(partial(op.redispatch, _dispatch.below(keyset)), named, factor)
+                        return issue_weighted(partial(op.redispatch, keyset & _dispatch.BELOW), named, factor)
                     args = tuple(named.values())
             elif tap is not None and not tap._is_ours():
                 tap._check_other_thread(dict(zip(names, args, strict=False)), sys._getframe().f_back)
-            return op.redispatch(_dispatch.below(keyset), *args)
+            return op.redispatch(keyset & _dispatch.BELOW, *args)
 
         return kernel
 
