@@ -306,7 +306,8 @@ def test_the_other_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp_join", pytest.param("ddp_join_spawn", marks=pytest.mark.long), "ddp_join_fork"]
+    "strategy",
+    ["ddp_join", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp_join_spawn", "ddp_join_fork"))],
 )
 def test_processes_that_fabric_starts(strategy: str, tmp_path: Path) -> None:
     ran = run_program(tmp_path, strategy)

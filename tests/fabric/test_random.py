@@ -18,7 +18,7 @@ from tests.fabric.recipe import TOLERANCE, Trained, check, to_the_end, train
 from tests.support.accelerated import Script
 from tests.support.workers import Workers
 
-FEW = range(4)
+FEW = range(2)
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 500))
 
