@@ -4,8 +4,14 @@ Each loop over a dataloader that `fabric.setup_dataloaders` has returned is a `t
 has set up, and serves in its end the ranks that have more batches. Nothing else changes in the script.
 """
 
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from collections.abc import Callable
+from typing import Any
 
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+
+from torch_join import UnsupportedError
+from torch_join.integration import is_sharded_model
 from torch_join.integration import naming_missing as _naming_missing
 
 with _naming_missing("2.6.6", "lightning.fabric"):
@@ -48,18 +54,41 @@ class FSDPJoinStrategy(Joins, ActiveCollectives, FSDPStrategy):
     """
 
 
+def _as_it_is(model: nn.Module, _: Any) -> nn.Module:
+    return model
+
+
 class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy):
     """`fully_shard` for Fabric, also over tensor parallelism, on uneven dataloaders.
 
     The ranks of one tensor-parallel group must have the same batches.
 
     Args:
-        *args: `ModelParallelStrategy`'s positional arguments.
+        parallelize_fn: As for `ModelParallelStrategy`; without it, models are sharded before they are set up.
+        *args: `ModelParallelStrategy`'s other positional arguments.
         **kwargs: `DDPJoinStrategy`'s own, and `ModelParallelStrategy`'s keyword arguments.
 
     Raises:
         JoinValueError: See `DDPJoinStrategy`.
     """
+
+    def __init__(self, parallelize_fn: Callable[..., Any] = _as_it_is, *args: Any, **kwargs: Any) -> None:
+        super().__init__(parallelize_fn, *args, **kwargs)
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Set up a model.
+
+        Raises:
+            UnsupportedError: Nothing in it is sharded.
+        """
+        found = super().setup_module(module)
+        if not is_sharded_model(found):
+            raise UnsupportedError(
+                f"{type(self).__name__} finds nothing in {type(module).__name__} that is sharded: nobody averages its"
+                " gradients. Call `fully_shard` in parallelize_fn, or before the set-up (over the data-parallel"
+                " dimension of fabric.strategy.device_mesh), or use strategy='ddp_join'."
+            )
+        return found
 
 
 _ask_strategies()

@@ -237,6 +237,15 @@ def test_sharded_models(workers: Workers, api: str, lengths: tuple[int, ...], cl
         torch.testing.assert_close(saved["model"][name], value, rtol=0, atol=1e-10)
 
 
+def set_up_unsharded(rank: int) -> None:
+    fabric_of(2, "model_parallel_join").setup_module(nn.Linear(2, 1))
+
+
+def test_a_model_that_nothing_shards_raises(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, to_the_end, set_up_unsharded):
+        assert "finds nothing in Linear that is sharded" in outcome.error
+
+
 def test_every_name_that_ddp_has() -> None:
     names = {"ddp_join", "ddp_join_spawn", "ddp_join_fork", "ddp_join_notebook", "fsdp_join", "model_parallel_join"}
     names |= {f"{name}_find_unused_parameters_{to}" for name in names if "ddp" in name for to in ("true", "false")}
