@@ -1,24 +1,16 @@
-"""Accelerate's operations inside the context: with batches of different sizes, and over the active ranks.
-
-Accelerate gathers tensors of one shape from all processes. Here each rank may have as many rows as it likes;
-ranks that have joined take part with none, so that what comes back holds the active ranks' rows.
-"""
+"""Accelerate's operations inside the context: what is gathered, logged and saved, and by whom."""
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
-from zlib import crc32
 
 import accelerate
-import torch
-import torch.distributed as dist
-from accelerate.utils.operations import recursively_apply
-from torch import Tensor
 
 from accelerate_join import _compat
+from accelerate_join._active import ActiveOperations
 from accelerate_join._prepared import Progress
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
@@ -28,7 +20,6 @@ from torch_join.integration import (
     is_closed,
     is_communication_error,
     is_sharded_model,
-    join_rows,
     own_loops,
     telling_failures,
 )
@@ -38,7 +29,7 @@ _CALL, _SAVE, _OF_MODEL = "call", "save_state", "of a model"
 _CALLED = ("log", "load_state", "save_state", "save_model", "get_state_dict")
 
 
-class Operations(Part):
+class Operations(ActiveOperations, Part):
     """What processes do together through Accelerate, on an active rank and on one that has joined.
 
     Args:
@@ -50,8 +41,7 @@ class Operations(Part):
     """
 
     kinds: ClassVar[dict[str, Any]] = {
-        "gather": tuple[list[tuple[torch.Size, torch.dtype, str]], bool],
-        "gather_object": bool,
+        **ActiveOperations.kinds,
         _CALL: tuple[str, tuple[Any, ...], dict[str, Any]],
         _SAVE: tuple[tuple[Any, ...], dict[str, Any], bool, Any, Any],
         _OF_MODEL: tuple[str, int, tuple[Any, ...], dict[str, Any]],
@@ -69,13 +59,14 @@ class Operations(Part):
         self._loop = driver
         self._accelerator, self._context, self._progress = accelerator, context, progress
         self._type = type(accelerator)
-        self._for_metrics = self._has_warned = False
+        self._device = accelerator.device
+        self._has_warned = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within, Accelerate's functions do what these methods do."""
         self._loop.server.hears_asides = True
-        with _compat.operations_replaced(self.gather, self.gather_object, self.broadcast, self.reduce):
+        with self.replacing():
             yield
 
     @contextmanager
@@ -91,52 +82,19 @@ class Operations(Part):
 
     # ------------------------------------------------------------ operations
 
+    @property
+    def active(self) -> Sequence[int]:
+        return self._loop.met.active
+
+    def are_over(self) -> bool:
+        return own_loops.finish(self._accelerator)
+
+    def before_gather(self, name: str) -> None:
+        self._loop.before_collective(name)
+
     def finish_loop(self) -> None:
         """Finish a loop in the `with` that this rank has left by `break`."""
         self._loop.finish_left()
-
-    def gather(self, data: Any) -> Any:
-        """Return the active ranks' rows of each tensor in `data`, by rank.
-
-        Raises:
-            JoinError: The ranks' tensors differ in more than their number of rows.
-        """
-        if own_loops.finish(self._accelerator):
-            return _compat.current_gather(data)
-        tensors: list[Tensor] = []
-        recursively_apply(tensors.append, data, error_on_other_type=True)
-        if not tensors:
-            return data
-        tensors = [tensor.detach()[None] if tensor.ndim == 0 else tensor.detach() for tensor in tensors]
-        self._loop.before_collective("accelerator.gather")
-        # A rank that has joined takes part with no rows of these.
-        self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
-        with self.server.own_collectives():
-            gathered = iter(self._gather(tensors))
-        return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
-
-    def gather_object(self, data: Any) -> list[Any]:
-        """Return what is in the active ranks' lists, by rank."""
-        if own_loops.finish(self._accelerator):
-            return _compat.current_gather_object(data)
-        self._loop.before_collective("accelerator.gather_object")
-        self.announce("gather_object", self._for_metrics)
-        with self.server.own_collectives():
-            everyone = self._gather_object(data)
-        return [item for rank in self._loop.met.active for item in everyone[rank]]
-
-    def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
-        """Send what rank `src` has to all, or what the lowest active rank has if that one has joined."""
-        if own_loops.finish(self._accelerator):
-            return own(data, src=src)
-        return own(data, src=src if src in self._loop.met.active else self.members.leader)
-
-    def reduce(self, own: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        """Reduce over the active ranks: others add nothing, and do not count in a mean."""
-        count = self._accelerator.num_processes if own_loops.finish(self._accelerator) else len(self._loop.met.active)
-        if reduction != "mean" or count == self._accelerator.num_processes:
-            return own(tensor, reduction, scale)
-        return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
 
     @contextmanager
     def gathering_for_metrics(self) -> Iterator[None]:
@@ -240,14 +198,8 @@ class Operations(Part):
     # ------------------------------------------------------------ on a joined rank
 
     def answer(self, kind: str, payload: Any) -> None:
-        if kind == "gather":
-            specs, for_metrics = payload
-            self._warn_of_missed_data(for_metrics)
-            own = self._accelerator.device
-            self._gather([torch.empty((0, *s), dtype=d, device=own if own.type == t else t) for s, d, t in specs])
-        elif kind == "gather_object":
-            self._warn_of_missed_data(payload)
-            self._gather_object(None)
+        if kind in ActiveOperations.kinds:
+            super().answer(kind, payload)
         elif kind == _SAVE:
             with self._together():
                 self._save(*payload)
@@ -262,28 +214,6 @@ class Operations(Part):
                 self._call(*payload)
 
     # ------------------------------------------------------------ on both
-
-    def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
-        mine = crc32(" ".join(kinds).encode()), [len(tensor) for tensor in tensors]
-        # Over the channel, so that no rank waits for its device.
-        plain = self.driver.in_plain_loop and not self.members.serves
-        everyone = self.server.channel.gather(mine, plain, tuple[int, list[int]])
-        if any(kinds_there != mine[0] for kinds_there, _ in everyone):
-            raise JoinError(
-                f"The tensors to gather differ between the ranks in more than their number of rows: rank"
-                f" {self.members.rank} has {', '.join(kinds)}. Call pad_across_processes on the other dimensions first."
-            )
-        rows = [counts for _, counts in everyone]
-        return [
-            join_rows(tensor, each, lambda padded: _compat.gather(padded).unflatten(0, (len(rows), -1)))
-            for tensor, each in zip(tensors, zip(*rows, strict=True), strict=True)
-        ]
-
-    def _gather_object(self, data: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._accelerator.num_processes
-        dist.all_gather_object(everyone, data)
-        return everyone
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in _CALLED:
@@ -305,7 +235,7 @@ class Operations(Part):
         with _compat.unsaved(loader) if ended and loader is not None else nullcontext():
             return self._call("save_state", args, kwargs)
 
-    def _warn_of_missed_data(self, for_metrics: bool) -> None:
+    def note_missed(self, for_metrics: bool) -> None:
         """Warn once, on a rank that has joined, that its metrics would lack what it does not see."""
         if for_metrics and not self._has_warned:
             self._has_warned = True

@@ -31,8 +31,12 @@ _REASONS = {
 _LOADER_ATTRIBUTES = ("iteration", "dl_state_dict")
 
 
-def check_supported(accelerator: accelerate.Accelerator) -> bool:
+def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneven_inputs") -> bool:
     """Return whether there are several processes.
+
+    Args:
+        accelerator: What prepares the models.
+        name: Of what is to train, for errors.
 
     Raises:
         UnsupportedError: Joined ranks cannot take part in how they train.
@@ -44,18 +48,18 @@ def check_supported(accelerator: accelerate.Accelerator) -> bool:
     if config is not None and accelerator.torch_device_mesh is not None:
         if config.non_data_parallel_size > 1:
             raise UnsupportedError(
-                "join_uneven_inputs: with this parallelism_config"
+                f"{name}: with this parallelism_config"
                 f" ({', '.join(f'{name}_size > 1' for name in config.non_dp_dim_names)}) several ranks compute each"
                 f" batch together, in collectives of their own. {_INSTEAD}."
             )
         if kind != DistributedType.FSDP:
             raise UnsupportedError(
-                "join_uneven_inputs: with a parallelism_config and without FSDP the ranks hold replicas on a mesh,"
+                f"{name}: with a parallelism_config and without FSDP the ranks hold replicas on a mesh,"
                 f" which Accelerate does not average over all of them. {_INSTEAD}."
             )
     if not (kind.value.startswith("MULTI_") or kind == DistributedType.FSDP):  # by DDP, on whatever device
         reason = _REASONS.get(kind, "it trains neither by DistributedDataParallel nor by FSDP")
-        raise UnsupportedError(f"join_uneven_inputs does not support {kind.value}: {reason}. {_INSTEAD}.")
+        raise UnsupportedError(f"{name} does not support {kind.value}: {reason}. {_INSTEAD}.")
     return True
 
 

@@ -54,8 +54,10 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "_protocol": (),
         "_prepared": ("_compat", "_protocol"),
         "_loaders": ("_compat", "_protocol"),
-        "_operations": ("_compat", "_prepared", "_protocol"),
+        "_active": ("_compat",),
+        "_operations": ("_active", "_compat", "_prepared", "_protocol"),
         "_accelerator": ("_compat", "_loaders", "_operations", "_protocol"),
+        "transformers": ("_active", "_compat", "_loaders", "_prepared"),
     },
 }
 # The files beside these folders, which may import all of them.
@@ -68,6 +70,7 @@ FACE = {
 FLOORS, FILES, TEST_FILES, LINES, CLASSES = 14, 14, 20, 500, 2
 GETATTR: dict[str, str] = {  # "file: class", and why it needs a `__getattr__`
     "lightning_join/_fabric/loader.py: JoinedLoader": "it stands for whatever loader was set up",
+    "accelerate_join/transformers/_loader.py: EvenedLoader": "it stands for this rank's own loader",
 }
 # Private names of Lightning and torchmetrics that integrations use, and that torch_join has too.
 THEIRS = {"_computed", "_iterator", "_timeout", "_update_count"}

@@ -23,6 +23,7 @@ from torch_join._control.failures import telling_failures
 from torch_join._control.farewell import say_farewell
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
+from torch_join._schedule.attendance import ReadStep, early_termination
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._shadow.model import ModelShadow
@@ -51,6 +52,7 @@ __all__ = [
     "ModelShadow",
     "ModuleMetrics",
     "Part",
+    "ReadStep",
     "Reader",
     "Rebalancing",
     "RefillGuard",
@@ -61,6 +63,7 @@ __all__ = [
     "closed",
     "draws_exactly",
     "driver_of",
+    "early_termination",
     "follow_sharded_model",
     "group_options",
     "in_backward",

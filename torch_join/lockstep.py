@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
@@ -59,6 +60,7 @@ class LockstepJoin(Lockstep):
         self._in_pieces = False  # the backward of this step, which this rank follows
         self._no_loss = NoLossCount(self.channel)
         self._has_gathered = False  # in this step, with gradients
+        self._enter_model: Callable[[], None] = lambda: None  # ends what the wrapper does before the model
 
     @property
     def _forwards_alone(self) -> bool:
@@ -103,6 +105,7 @@ class LockstepJoin(Lockstep):
         with ExitStack() as plumbing, self.driver.step(self.active_ranks):
             # Until the inner module runs, the collectives are DDP's own, which a shadow forward has too.
             plumbing.enter_context(self.driver.server.own_collectives())
+            self._enter_model = plumbing.close
             inside = self._shadow.inner.register_forward_pre_hook(lambda *_: plumbing.close())
             try:
                 with self._model.telling_buffers():
@@ -122,12 +125,35 @@ class LockstepJoin(Lockstep):
         with self._model.following_backward(output) if self._syncs else nullcontext():
             self.driver.follow(self.active_ranks)
 
+    def run_inside(self, run: Callable[[], Any]) -> Any:
+        """Run what computes an active rank's loss in the model's place in its wrapper's forward.
+
+        So whatever it does with others comes after what the wrapper does, as it does on joined ranks.
+
+        Args:
+            run: Returns the loss. It may call the inner module as often as it likes.
+
+        Returns:
+            What `run` returns.
+        """
+
+        def forward(_: Tensor) -> Any:
+            self._enter_model()
+            return run()
+
+        self._enter_model = lambda: None
+        with self.active_step(), self.loss_step(forward):
+            return self._shadow.ddp(torch.empty(0, device=self._shadow.parameters[0].device))
+
     @contextmanager
-    def loss_step(self) -> Iterator[None]:
+    def loss_step(self, run: Callable[..., Any] | None = None) -> Iterator[None]:
         """Put around an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
 
         In place of `None` comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in
         backward. Then `no_loss` is true. A loss that does not lead to the model gets such a zero added to it.
+
+        Args:
+            run: See `ModelShadow.completing`.
         """
         self.no_loss = self.no_output = self._has_gathered = False
         self.driver.has_loss = True
@@ -136,7 +162,7 @@ class LockstepJoin(Lockstep):
             return
         self.follows_backward = True
         try:
-            with self._shadow.completing(self._complete):
+            with self._shadow.completing(self._complete, run):
                 yield
         finally:
             self.follows_backward = False

@@ -8,6 +8,7 @@ epoch is known when it begins.
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch_join._base.errors import EarlyTerminationError
@@ -141,6 +142,26 @@ class ToldAttendance(Attendance):
         self.announce({rank: notice["end"] for rank, notice in beat.notices.items() if "end" in notice})
         self.total_samples, self._notices = beat.total, beat.notices
         self.check_termination(self._channel.rank, self._throws)
+
+
+@dataclass(frozen=True)
+class ReadStep:
+    """Which ranks have a batch at a step, in a loop that reads several steps ahead: as its reader has found.
+
+    Attributes:
+        active_ranks: These ranks.
+        is_last_step: Whether it is the last in which any rank has a batch.
+        samples, total_samples: The numbers of samples in this rank's batch, and in all of the step.
+    """
+
+    active_ranks: tuple[int, ...]
+    is_last_step: bool
+    samples: float = 0
+    total_samples: float = 0
+
+    def ended_last(self, rank: int) -> bool:
+        """Whether no other rank has more batches than `rank`, if this is the last step."""
+        return rank in self.active_ranks
 
 
 def early_termination(rank: int, joined: bool) -> EarlyTerminationError:

@@ -156,13 +156,20 @@ class ModelShadow:
         """Whether a backward of `loss` may come to a parameter that DDP averages, so that it takes part in that."""
         return leads_to(loss, lambda variable: id(variable) in self._ids)
 
-    def completing(self, complete: Callable[[Any], Any]) -> AbstractContextManager[None]:
-        """Put around a forward of the wrapper, whose inner module's output `complete` gets and may replace."""
+    def completing(
+        self, complete: Callable[[Any], Any], run: Callable[..., Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """Put around a forward of the wrapper, whose inner module's output `complete` gets and may replace.
+
+        Args:
+            complete: Gets the output, and returns that of the wrapper.
+            run: What to run in place of the inner module, and may call it itself.
+        """
         module = self.ddp.module
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             _compat.wrap(self.ddp, module)  # the user's code must find it there
-            return complete(module(*args, **kwargs))
+            return complete((run or module)(*args, **kwargs))
 
         return self._standing_in(forward)
 

@@ -13,7 +13,7 @@ from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
 from torch_join._control.said import Beat
 from torch_join._handover.buffers import StepBuffers
-from torch_join._schedule.attendance import ToldAttendance
+from torch_join._schedule.attendance import ReadStep, ToldAttendance
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer, Source
 from torch_join._schedule.rebalancing import Rebalancing
@@ -78,7 +78,7 @@ class Lockstep:
         self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
         self._attendance = ToldAttendance(self.channel, throw_on_early_termination)
         self._plan: Rebalancer | None = None
-        self._present: ToldAttendance | Rebalancer = self._attendance  # the plan, if there is one
+        self._present: ToldAttendance | Rebalancer | ReadStep = self._attendance  # the plan, if there is one
         self._notices: dict[int, dict[str, Any]] = {}  # of the meeting before a step that is planned
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
 
@@ -205,6 +205,10 @@ class Lockstep:
 
         plan.advance(meet)
         return beats[0].notices
+
+    def go_to(self, step: ReadStep) -> None:
+        """Go on to a step that was read ahead; all ranks call this, in place of `say`."""
+        self._present = step
 
     def skip(self, skips: bool) -> list[int]:
         """Leave the epoch at the current step, if `skips`, although there is a batch; all ranks meet.

@@ -1,0 +1,135 @@
+"""Accelerate's gathers and reductions over the ranks that have a batch, each with as many rows as it likes.
+
+Accelerate gathers tensors of one shape from all processes. Here ranks that have joined take part with no rows, so that
+what comes back holds the active ranks' rows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor
+
+from accelerate_join import _compat
+from torch_join import JoinError
+from torch_join.integration import join_rows
+
+_MAIN = 0
+
+
+class ActiveOperations:
+    """What a `Part` does for these operations, on an active rank and on one that has joined."""
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "gather": tuple[list[tuple[torch.Size, torch.dtype, str]], bool],
+        "gather_object": bool,
+    }
+    _for_metrics = False
+    _device: torch.device
+    # Of a `Part`.
+    driver: Any
+    members: Any
+    server: Any
+    announce: Callable[..., None]
+
+    @property
+    def active(self) -> Sequence[int]:
+        """The ranks that take part with what they have."""
+        raise NotImplementedError
+
+    def are_over(self) -> bool:
+        """Whether what is called now is outside of what this part is of; Accelerate's own functions are back then."""
+        return False
+
+    def before_gather(self, name: str) -> None:
+        """An active rank is about to gather."""
+
+    def note_missed(self, for_metrics: bool) -> None:
+        """This rank has joined, and does not see what the others gather."""
+
+    def replacing(self) -> AbstractContextManager[None]:
+        """Within, Accelerate's functions do what these methods do."""
+        return _compat.operations_replaced(self.gather, self.gather_object, self.broadcast, self.reduce)
+
+    def gather(self, data: Any) -> Any:
+        """Return the active ranks' rows of each tensor in `data`, by rank.
+
+        Raises:
+            JoinError: The ranks' tensors differ in more than their number of rows.
+        """
+        if self.are_over():
+            return _compat.current_gather(data)
+        tensors: list[Tensor] = []
+        recursively_apply(tensors.append, data, error_on_other_type=True)
+        if not tensors:
+            return data
+        tensors = [tensor.detach()[None] if tensor.ndim == 0 else tensor.detach() for tensor in tensors]
+        self.before_gather("accelerator.gather")
+        # A rank that has joined takes part with no rows of these.
+        self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
+        with self.server.own_collectives():
+            gathered = iter(self._gather(tensors))
+        return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
+
+    def gather_object(self, data: Any) -> list[Any]:
+        """Return what is in the active ranks' lists, by rank."""
+        if self.are_over():
+            return _compat.current_gather_object(data)
+        self.before_gather("accelerator.gather_object")
+        self.announce("gather_object", self._for_metrics)
+        with self.server.own_collectives():
+            everyone = self._gather_object(data)
+        return [item for rank in self.active for item in everyone[rank]]
+
+    def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
+        """Send what rank `src` has to all, or what the lowest active rank has if that one has joined."""
+        if self.are_over():
+            return own(data, src=src)
+        return own(data, src=src if src in self.active else self.members.leader)
+
+    def reduce(self, own: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        """Reduce over the active ranks: others add nothing, and do not count in a mean."""
+        world_size = self.members.world_size
+        count = world_size if self.are_over() else len(self.active)
+        if reduction != "mean" or count == world_size:
+            return own(tensor, reduction, scale)
+        return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
+
+    def answer(self, kind: str, payload: Any) -> None:
+        """See `Part.answer`."""
+        if kind == "gather":
+            specs, for_metrics = payload
+            self.note_missed(for_metrics)
+            own = self._device
+            self._gather([torch.empty((0, *s), dtype=d, device=own if own.type == t else t) for s, d, t in specs])
+        else:
+            self.note_missed(payload)
+            self._gather_object([])
+
+    def _gather(self, tensors: list[Tensor]) -> Iterator[Tensor]:
+        kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
+        mine = crc32(" ".join(kinds).encode()), [len(tensor) for tensor in tensors]
+        # Over the channel, so that no rank waits for its device.
+        plain = self.driver.in_plain_loop and not self.members.serves
+        everyone = self.server.channel.gather(mine, plain, tuple[int, list[int]])
+        if any(kinds_there != mine[0] for kinds_there, _ in everyone):
+            raise JoinError(
+                f"The tensors to gather differ between the ranks in more than their number of rows: rank"
+                f" {self.members.rank} has {', '.join(kinds)}. Call pad_across_processes on the other dimensions first."
+            )
+        rows = [counts for _, counts in everyone]
+        return iter(
+            [
+                join_rows(tensor, each, lambda padded: _compat.gather(padded).unflatten(0, (len(rows), -1)))
+                for tensor, each in zip(tensors, zip(*rows, strict=True), strict=True)
+            ]
+        )
+
+    def _gather_object(self, data: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.members.world_size
+        dist.all_gather_object(everyone, data)
+        return everyone

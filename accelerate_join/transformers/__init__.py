@@ -1,0 +1,15 @@
+"""`transformers.Trainer` on uneven dataloaders.
+
+May import: `_active`, `_compat`, `_loaders`, `_prepared`.
+Begin with: `_mixin.py`; what ranks do together is in `_run.py`.
+"""
+
+from transformers import Trainer
+
+from accelerate_join.transformers._mixin import JoinTrainerMixin
+
+__all__ = ["JoinTrainer", "JoinTrainerMixin"]
+
+
+class JoinTrainer(JoinTrainerMixin, Trainer):
+    """`transformers.Trainer`, exact where ranks have different numbers of batches: see `JoinTrainerMixin`."""

@@ -1,0 +1,65 @@
+"""Every private name of transformers and TRL that this package touches (seen in transformers 5.24.0, TRL 1.16).
+
+`tests/transformers/test_compat.py` notices when one of them goes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers.trainer as hf
+from accelerate.state import GradientState
+from transformers.trainer_pt_utils import find_batch_size
+
+from accelerate_join._compat import replaced
+from torch_join.integration import check_names
+
+SEEN = "4.57 and 5.24"
+
+# What trainers keep of the steps that they have made, and their `log` reports: of TRL, of sentence-transformers.
+KEPT = ("_metrics", "_total_train_tokens", "accum_loss_components")
+# Trainers that generate, score and gather in `_prepare_inputs`: what a rank without a batch has no part in.
+GENERATING = ("GRPOTrainer", "RLOOTrainer")
+
+
+def rows_of(batch: Any) -> int | None:
+    """Return the number of rows of a batch, as Trainer finds it."""
+    found: int | None = find_batch_size(batch)  # type: ignore[no-untyped-call]
+    return found
+
+
+def skip_first_batches(loader: Any, number: int) -> Any:
+    """Return `loader` without its first batches, as Accelerate does."""
+    return _skip_first_batches(loader, number)
+
+
+_skip_first_batches = hf.skip_first_batches  # type: ignore[attr-defined]
+
+
+@contextmanager
+def skipping(skip: Callable[[Any, int], Any]) -> Iterator[None]:
+    """Within, Trainer leaves out the batches that were trained on before a checkpoint by this function."""
+    with replaced(hf, skip_first_batches=skip):
+        yield
+
+
+@contextmanager
+def active_loader(loader: Any) -> Iterator[None]:
+    """Within, Accelerate asks `loader` whether it has come to its end."""
+    state = GradientState()
+    state._add_dataloader(loader)
+    try:
+        yield
+    finally:
+        state._remove_dataloader(loader)
+
+
+check_names(
+    "transformers",
+    SEEN,
+    {
+        hf: "skip_first_batches",
+        hf.Trainer: "_inner_training_loop _get_num_items_in_batch set_initial_training_values",
+        GradientState: "_add_dataloader _remove_dataloader",
+    },
+)

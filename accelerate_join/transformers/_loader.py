@@ -1,0 +1,134 @@
+"""A loader that has as many steps on each rank as the longest one has batches."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from accelerate.data_loader import DataLoaderShard
+from torch import Tensor
+
+from accelerate_join._loaders import certain_length
+from accelerate_join.transformers import _compat
+
+
+class Said(NamedTuple):
+    """What a rank says of a loader of its own, before anybody asks for a length.
+
+    Attributes:
+        length: Of its loader; `None` without one.
+        examples: In its dataset; `None` if that has no length.
+    """
+
+    length: int | None
+    examples: int | None
+
+
+class Reader(Protocol):
+    """What goes through the loader on all ranks together."""
+
+    def go_through(self, loader: "EvenedLoader") -> Iterator[Any]:
+        """Yield this rank's batches, and for as long as other ranks have some a batch without rows."""
+
+
+class EvenedLoader:
+    """A loader of Accelerate's, and those of the other ranks.
+
+    Its length, and what it knows of samples, is this rank's own until the ranks have told each other, which a run of
+    `train` or `evaluate` begins with: asking for it is never something that ranks do together.
+
+    Args:
+        loader: This rank's own.
+        find_reader: Returns what goes through it with the other ranks; `None` outside of a run.
+        trains: Whether what it yields is trained on.
+        owns: Whether the dataset is this rank's own.
+
+    Attributes:
+        loader, trains, owns: The same.
+        everyone: What each rank has said; empty until then.
+        template: A batch without rows; `None` before this rank has one.
+        end_of_dataloader: Whether no rank has another batch; Accelerate looks at it.
+        remainder: That no sample is there twice; Accelerate looks at it.
+    """
+
+    remainder = 0
+
+    def __init__(
+        self, loader: DataLoaderShard, find_reader: Callable[[], Reader | None], trains: bool, owns: bool
+    ) -> None:
+        self.loader, self.trains, self.owns = loader, trains, owns
+        self.everyone: Sequence[Said] = ()
+        self.template: Any = None
+        self.end_of_dataloader = False
+        self._find_reader = find_reader
+
+    @property
+    def said(self) -> Said:
+        """What this rank has to say."""
+        return Said(length_of(self.loader), length_of(self.loader.dataset))
+
+    @property
+    def certain_length(self) -> int | None:
+        """How many batches this rank has, if it can only be as many."""
+        return certain_length(self.loader)
+
+    @property
+    def examples(self) -> int | None:
+        """How many samples all ranks' datasets have; `None` if nobody knows."""
+        numbers = [said.examples for said in self.everyone or [self.said]]
+        if not self.owns:
+            return numbers[0]
+        return None if None in numbers else sum(number or 0 for number in numbers)
+
+    def without_first(self, number: int) -> "EvenedLoader":
+        """Return the same without its first batches, of which a rank may have fewer."""
+        rest = EvenedLoader(_compat.skip_first_batches(self.loader, number), self._find_reader, self.trains, self.owns)
+        rest.template = self.template
+        return rest
+
+    def __len__(self) -> int:
+        lengths = [said.length for said in self.everyone or [self.said]]
+        if None in lengths:
+            raise TypeError("The dataloader of some rank has no length.")
+        return max(length or 0 for length in lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        reader = self._find_reader()
+        return iter(self.loader) if reader is None else reader.go_through(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of one that is being made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def length_of(sized: Any) -> int | None:
+    """Return the length of what may have none."""
+    try:
+        return len(sized)
+    except TypeError:
+        return None
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return a batch with `function` of each tensor in place of it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return type(value)({key: map_tensors(each, function) for key, each in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(each, function) for each in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(each, function) for each in value)
+    return value
+
+
+def without_rows(batch: Any) -> Any:
+    """Return a batch of the same kind with no rows, so that all that is counted in it is 0."""
+    if isinstance(batch, Mapping):
+        return type(batch)({key: without_rows(each) for key, each in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, Tensor):
+        return batch[:0].clone() if batch.ndim else batch
+    if isinstance(batch, list) and not any(isinstance(each, (Tensor, Mapping)) for each in batch):
+        return []  # one thing for each sample
+    if isinstance(batch, (list, tuple)):
+        return map_tensors(batch, without_rows)
+    return batch

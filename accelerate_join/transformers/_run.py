@@ -1,0 +1,463 @@
+"""One run of `train`, `evaluate` or `predict`: who has a batch in each step, and what ranks do in it together."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate_join import _prepared
+from accelerate_join._active import ActiveOperations
+from accelerate_join._compat import gather, without_none
+from accelerate_join.transformers import _compat
+from accelerate_join.transformers._loader import EvenedLoader, Said, map_tensors, without_rows
+from torch_join import JoinError, UnsupportedError
+from torch_join.integration import (
+    Lockstep,
+    LockstepJoin,
+    ModelShadow,
+    Part,
+    ReadStep,
+    StepDriver,
+    early_termination,
+    follow_sharded_model,
+    is_sharded_model,
+    open_channel,
+    sharded_lockstep_join,
+    telling_failures,
+    use_device,
+)
+
+_END = object()
+
+
+def check_supported(trainer: Any) -> None:
+    """Raise if ranks without a batch cannot take part in how a trainer trains; all ranks find the same.
+
+    Raises:
+        UnsupportedError: So it is.
+    """
+    name = type(trainer).__name__
+    _prepared.check_supported(trainer.accelerator, name)
+    if any(base.__name__ in _compat.GENERATING for base in type(trainer).__mro__):
+        raise UnsupportedError(
+            f"{name} generates and scores with all ranks before each step, in groups that a rank without a batch leaves"
+            " incomplete. Give all ranks equally many prompts, and use it without JoinTrainerMixin."
+        )
+    if getattr(trainer, "get_tp_size", lambda: 1)() > 1:
+        raise UnsupportedError(f"{name}: several ranks compute each batch of a tensor-parallel model together.")
+    if trainer.args.auto_find_batch_size:
+        raise UnsupportedError(
+            f"{name}: auto_find_batch_size=True begins again with smaller batches on the rank that has run out of"
+            " memory, and the others do not. Find per_device_train_batch_size in one process, and set it."
+        )
+
+
+class StepOperations(ActiveOperations, Part):
+    """Accelerate's operations in a trainer: of the ranks that have a batch in a step, and of all between steps."""
+
+    driver: StepDriver
+
+    def __init__(self, device: torch.device, driver: StepDriver, index: int) -> None:
+        super().__init__(driver, index)
+        self._device = device
+
+    @property
+    def active(self) -> Sequence[int]:
+        return self.driver.ranks or range(self.members.world_size)
+
+    def gather(self, data: Any) -> Any:
+        if isinstance(data, Tensor) and data.ndim == 0 and self.driver.ranks is None:
+            return gather(data)  # each rank has one
+        return super().gather(data)
+
+
+class Evaluation:
+    """One evaluation loop.
+
+    Attributes:
+        samples: How many there were on all ranks, once it has ended.
+        rows: Of this rank, so far.
+        loss_rows: Of the step whose loss is about to be gathered; `None` otherwise.
+        kinds: What `prediction_step` returns, without rows; `None` before some rank had no batch.
+    """
+
+    samples = rows = 0
+    loss_rows: int | None = None
+    kinds: tuple[Any, Any, Any] | None = None
+
+
+class Run:
+    """What ranks do together from the begin of a loop of Trainer's to its end.
+
+    Each step has a place where all ranks know who has a batch: the loader tells it as it reads, several steps ahead.
+    There a rank with a batch runs Trainer's own step, whose loss is computed inside of the wrapper's forward; the
+    others follow what it does with others, before, in and after it.
+
+    Args:
+        trainer: Whose loop it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._evaluation: Evaluation | None = None
+        self._join: Lockstep | None = None
+        self._wrapper: Any = None
+        self._model: Any = None  # what `compute_loss` gets
+        self._follows_evaluation = False
+        # What was read, and who has a batch in the step, by whether it is trained on.
+        self._ahead: dict[bool, deque[tuple[Any, ReadStep]]] = {True: deque(), False: deque()}
+        self._computed = self._backwards = 0  # in the step that is trained on
+        self._factor: float | None = None  # of the loss, inside of such a step
+        self._around_step = ExitStack()
+        self._source: int | None = None  # the rank that knows of all steps since the last hand-over
+
+    def __enter__(self) -> "Run":
+        trainer = self._trainer
+        use_device(trainer.args.device, None)  # before the channel, which may have to go by it
+        self.channel = open_channel(timeout=timedelta(seconds=trainer.args.ddp_timeout))
+        self.driver = StepDriver(self.channel)
+        self._operations = self.driver.add(partial(StepOperations, trainer.args.device))
+        self._stack = stack = ExitStack()
+        stack.callback(self.channel.close)
+        stack.callback(self.driver.close)
+        stack.enter_context(self._operations.replacing())
+        stack.enter_context(_compat.skipping(_skip))
+        for owner, name, ours in (
+            (trainer, "training_step", self._training_step),
+            (trainer, "prediction_step", self._prediction_step),
+            (trainer, "compute_loss", self._compute_loss),
+            (trainer.accelerator, "backward", self._backward),
+        ):
+            before = vars(owner).get(name)
+            setattr(owner, name, partial(ours, getattr(owner, name)))
+            stack.callback(_set_back, owner, name, before)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Put around the loop: failures reach the other ranks, and all ranks leave at the same time."""
+        with telling_failures(self.channel):
+            yield
+            self.channel.close(meets=True)
+
+    def tell_lengths(self, loader: EvenedLoader) -> None:
+        """Find the lengths of all ranks' loaders; all ranks meet."""
+        everyone = self.channel.gather(tuple(loader.said), of=tuple[int | None, int | None])
+        loader.everyone = [Said(*said) for said in everyone]
+
+    # ------------------------------------------------------------ reading
+
+    def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
+        """Yield this rank's batches, and for as long as other ranks have some a batch without rows."""
+        trains, trainer = loader.trains, self._trainer
+        if trains and not self._has_wrapped():
+            yield from loader.loader  # Trainer counts tokens before it begins
+            return
+        ahead = self._ahead[trains]
+        ahead.clear()
+        iterator = without_none(type(loader.loader).__iter__)(loader.loader)
+        batch = next(iterator, _END)
+        counts = trains and trainer.weighting == "samples"
+        mine = batch is not _END, loader.certain_length, loader.template is None and batch is _END
+        everyone = self._begin(trains, mine)
+        active = tuple(rank for rank, (has, *_) in enumerate(everyone) if has)
+        self._share_template(loader, batch, active, [rank for rank, (*_, lacks) in enumerate(everyone) if lacks])
+        lengths = [length for _, length, _ in everyone]
+        loader.end_of_dataloader, step, last = False, 0, active
+        with _compat.active_loader(loader):
+            while active:
+                self._check_termination(active)
+                has_next = batch is not _END and not loader.loader.end_of_dataloader
+                samples = total = 0.0
+                if counts or None in lengths:
+                    rows = _compat.rows_of(batch) or 0 if counts and batch is not _END else 0
+                    said = self.channel.gather((has_next, float(rows)), of=tuple[bool, float])
+                    going_on = tuple(rank for rank, (has, _) in enumerate(said) if has)
+                    samples, total = float(rows), sum(number for _, number in said)
+                else:
+                    going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
+                    if has_next != (self.channel.rank in going_on):
+                        raise JoinError(
+                            f"The dataloader of rank {self.channel.rank} has said that it has"
+                            f" {lengths[self.channel.rank]} batches, and has {'more' if has_next else 'fewer'}."
+                        )
+                loader.end_of_dataloader = not going_on
+                given = loader.template if batch is _END else batch
+                ahead.append((given, ReadStep(active, not going_on, samples, total)))
+                yield given
+                last, active, step = active, going_on, step + 1
+                if batch is not _END:
+                    following = next(iterator, _END)
+                    if following is _END:
+                        loader.template = without_rows(batch)
+                    batch = following
+        if trains and self._join is not None:
+            self._join.finish()
+        if last:
+            self.hand_over_kept()
+
+    def _begin(self, trains: bool, mine: tuple[bool, int | None, bool]) -> list[tuple[bool, int | None, bool]]:
+        """Begin to go through a loader; all ranks meet."""
+        kind = tuple[bool, int | None, bool]
+        if not trains:
+            return self.channel.gather(mine, of=kind)
+        return self._find_join().begin(0, None if mine[0] else 0, 0, mine)
+
+    def _share_template(self, loader: EvenedLoader, batch: Any, active: Sequence[int], lacking: Sequence[int]) -> None:
+        """Give ranks that have never had a batch one without rows; all ranks meet."""
+        if not (lacking and active):
+            return
+        mine = send_to_device(without_rows(batch), "cpu") if self.channel.rank == active[0] else None
+        shared = self._broadcast(mine, active[0])
+        if self.channel.rank in lacking:
+            loader.template = send_to_device(shared, self._trainer.args.device)
+
+    def _broadcast(self, value: Any, source: int) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, source, device=self._trainer.args.device)
+        return values[0]
+
+    def _check_termination(self, active: Sequence[int]) -> None:
+        if self._trainer.throw_on_early_termination and len(active) < self.channel.world_size:
+            raise early_termination(self.channel.rank, self.channel.rank not in active)
+
+    def _take(self, trains: bool, inputs: Any) -> ReadStep | None:
+        """Return who has a batch in the step of these inputs; `None` if nobody has evened them.
+
+        Raises:
+            JoinError: They are of no loader that all ranks go through.
+        """
+        ahead = self._ahead[trains]
+        while ahead:
+            given, step = ahead.popleft()
+            if given is inputs:
+                return step
+        loader = self._trainer.callback_handler.train_dataloader if trains else None
+        if isinstance(loader, EvenedLoader) or self._evaluation is not None:
+            raise JoinError(
+                f"{type(self._trainer).__name__} got a batch in {'training_step' if trains else 'prediction_step'} that"
+                " is none of those its dataloader has yielded, in their order, so that nobody knows which ranks have"
+                " one. Change batches in the collator or in `_prepare_inputs`, and not in `get_batch_samples`."
+            )
+        return None
+
+    # ------------------------------------------------------------ training
+
+    def _has_wrapped(self) -> bool:
+        model = self._trainer.model_wrapped
+        return isinstance(_unwrapped(model), DistributedDataParallel) or is_sharded_model(model)
+
+    def _find_join(self) -> Lockstep:
+        """Return what trains the wrapped model, which is made where it is wrapped (anew)."""
+        trainer = self._trainer
+        wrapper = trainer.model_wrapped
+        if self._join is not None and wrapper is self._wrapper:
+            return self._join
+        self._wrapper = wrapper
+        if is_sharded_model(wrapper):
+            self._model = None
+            self._join = sharded_lockstep_join(self.driver, wrapper)
+            self._follows_evaluation = True
+            return self._join
+        ddp = _unwrapped(wrapper)
+        self._model = ddp.module
+        if wrapper is not ddp:  # compiled, and so is what runs inside
+            plugin = trainer.accelerator.state.dynamo_plugin
+            self._model = torch.compile(ddp.module, **plugin.to_kwargs())
+        self._join = LockstepJoin(self.driver, ModelShadow(ddp))
+        return self._join
+
+    def _training_step(
+        self, own: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Tensor:
+        step = self._take(True, inputs)
+        if step is None:
+            return own(model, inputs, num_items_in_batch, **kwargs)
+        join = self._join
+        assert join is not None
+        join.go_to(step)
+        factor, shown = self._factors(step, num_items_in_batch)
+        with join.around_step():
+            if join.joined:
+                return self._follow_step(join, model)
+            self._computed = self._backwards = 0
+            self._factor = factor
+            try:
+                with ExitStack() as self._around_step:
+                    self._serve(join)
+                    loss = own(model, inputs, num_items_in_batch, **kwargs)
+            finally:
+                self._factor = None
+        if (self._computed, self._backwards) != (1, 1):
+            raise UnsupportedError(
+                f"{type(self._trainer).__name__}.training_step called compute_loss {self._computed} times and"
+                f" accelerator.backward {self._backwards} times; a rank without a batch takes part in one of each."
+            )
+        return loss if shown == 1.0 else loss * shown
+
+    def _serve(self, join: Lockstep) -> None:
+        """Have joined ranks take part in what this one does with others, until `_around_step` is closed."""
+        if join.in_tail:
+            self._source = join.active_ranks[0]
+            self._around_step.enter_context(self.driver.step(join.active_ranks))
+
+    def _follow_step(self, join: Lockstep, model: nn.Module) -> Tensor:
+        """Do on a joined rank what the others do in their step; its loss is 0."""
+        trainer = self._trainer
+        self._source = join.active_ranks[0]
+        model.train()
+        if callable(train := getattr(trainer.optimizer, "train", None)):
+            train()
+        self.driver.follow(join.active_ranks)
+        zero = join.shadow_forward()
+        join.backward(partial(trainer.accelerator.backward, zero))
+        self.driver.follow(join.active_ranks)
+        return torch.zeros((), device=trainer.args.device)
+
+    def _compute_loss(self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._factor is None:
+            return own(model, inputs, *args, **kwargs)
+        self._computed += 1
+        if self._computed > 1:
+            raise UnsupportedError(
+                f"{type(self._trainer).__name__}.training_step calls compute_loss twice; a rank without a batch takes"
+                " part in one call. Compute the sum of the losses in one."
+            )
+        self._around_step.close()
+        join = self._join
+        if isinstance(join, LockstepJoin):
+            return join.run_inside(partial(own, self._model, inputs, *args, **kwargs))
+        assert join is not None
+        with join.active_step():
+            return own(model, inputs, *args, **kwargs)
+
+    def _backward(self, own: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        join, factor = self._join, self._factor
+        if factor is None or join is None:
+            own(loss, *args, **kwargs)
+            return
+        self._backwards += 1
+
+        def backward() -> None:
+            with join.in_engine():
+                own(loss if factor == 1.0 else loss * factor, *args, **kwargs)
+
+        join.backward(backward)
+        self._serve(join)
+
+    def _factors(self, step: ReadStep, num_items: Any) -> tuple[float, float]:
+        """Return what to multiply a rank's loss with: before backward, and where the mean of all ranks is shown."""
+        weighting, world_size, active = self._trainer.weighting, self.channel.world_size, len(step.active_ranks)
+        if num_items is not None:
+            if weighting != "world":
+                raise UnsupportedError(
+                    f"weighting={weighting!r}: {type(self._trainer).__name__} divides the loss by the number of items"
+                    " in all ranks' batches (num_items_in_batch) already. Use weighting='world'."
+                )
+            if self._trainer.args.average_tokens_across_devices:
+                return 1.0, 1.0
+        if weighting == "samples":
+            factor = world_size * step.samples / step.total_samples if step.total_samples else 1.0
+            return factor, factor
+        shown = world_size / active
+        return (shown if weighting == "active" else 1.0), shown
+
+    def hand_over_kept(self) -> None:
+        """Give ranks that had no batch in some step what the others have kept of it; all ranks meet."""
+        source, self._source = self._source, None
+        trainer = self._trainer
+        names = [name for name in trainer.kept if hasattr(trainer, name)]
+        if source is None or not names:
+            return
+        mine = {name: getattr(trainer, name) for name in names} if self.channel.rank == source else None
+        for name, value in self._broadcast(mine, source).items():
+            if self.channel.rank != source:
+                setattr(trainer, name, value)
+
+    # ------------------------------------------------------------ evaluation
+
+    @contextmanager
+    def evaluation(self, loader: EvenedLoader) -> Iterator[Evaluation]:
+        """Put around an evaluation loop; all ranks meet."""
+        trainer = self._trainer
+        self.tell_lengths(loader)
+        self.hand_over_kept()
+        if isinstance(self._join, LockstepJoin):
+            self._join.sync_buffers()  # each rank has its own since the last training step
+        before, self._evaluation = self._evaluation, Evaluation()
+        own = trainer.gather_function
+        trainer.gather_function = partial(self._gather_rows, own)
+        try:
+            yield self._evaluation
+            self._evaluation.samples = sum(self.channel.gather(self._evaluation.rows, of=int))
+        finally:
+            self._evaluation = before
+
+    def _gather_rows(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gather, and of a loss, which Trainer repeats as often as a full batch has rows, as often as this one has."""
+        evaluation = self._evaluation
+        if evaluation is not None and evaluation.loss_rows is not None:
+            rows, evaluation.loss_rows = evaluation.loss_rows, None
+            data = data[:1].repeat(rows)
+        return own(data, *args, **kwargs)
+
+    def _prediction_step(
+        self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        step, evaluation = self._take(False, inputs), self._evaluation
+        if step is None or evaluation is None:
+            return own(model, inputs, *args, **kwargs)  # type: ignore[no-any-return]
+        if not self._follows_evaluation and is_sharded_model(model):
+            follow_sharded_model(self.driver, model)
+            self._follows_evaluation = True
+        active, joined = step.active_ranks, self.channel.rank not in step.active_ranks
+        rows = 0 if joined else _compat.rows_of(inputs) or 1
+        evaluation.rows += rows
+        outputs: Any = None
+        if joined:
+            self.driver.follow(active)
+        else:
+            with self.driver.step(active):
+                outputs = own(model, inputs, *args, **kwargs)
+        if len(active) < self.channel.world_size:
+            self._source = active[0]
+            if evaluation.kinds is None:
+                mine = map_tensors(outputs, _without_rows) if self.channel.rank == active[0] else None
+                evaluation.kinds = self._broadcast(mine, active[0])
+            if joined:
+                device = self._trainer.args.device
+                outputs = map_tensors(evaluation.kinds, lambda tensor: tensor.to(device))
+        loss, logits, labels = outputs
+        evaluation.loss_rows = None if loss is None else rows
+        return loss, logits, labels
+
+
+def _without_rows(tensor: Tensor) -> Tensor:
+    return (tensor[:0] if tensor.ndim else tensor).detach().cpu().clone()
+
+
+def _skip(loader: Any, number: int) -> Any:
+    skips = loader.without_first if isinstance(loader, EvenedLoader) else partial(_compat.skip_first_batches, loader)
+    return skips(number)
+
+
+def _unwrapped(model: Any) -> Any:
+    return getattr(model, "_orig_mod", model)  # `torch.compile`'s
+
+
+def _set_back(owner: Any, name: str, before: Any) -> None:
+    if before is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)

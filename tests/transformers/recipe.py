@@ -1,0 +1,221 @@
+"""One fit with a `JoinTrainer`, and the same by a plain `Trainer` in one process on the unions of the batches."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from accelerate_join.transformers import JoinTrainer
+from tests.support.accelerated import accelerator_of
+
+TOKENS, KINDS = 4, 5
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fit.
+
+    Attributes:
+        lengths: By rank, its number of batches in a dataset of its own; empty where Trainer shards one.
+        samples: In that one.
+        counts: Whether the model divides by the number of items in all ranks' batches.
+        arguments: What else `TrainingArguments` takes.
+    """
+
+    lengths: tuple[int, ...] = ()
+    samples: int = 0
+    world_size: int = 2
+    batch_size: int = 2
+    epochs: int = 2
+    accumulate: int = 1
+    weighting: Any = "world"
+    counts: bool = True
+    stream: bool = False
+    batch_norm: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class Net(nn.Module):
+    """Predicts some tokens from a vector."""
+
+    def __init__(self, counts: bool, batch_norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.accepts_loss_kwargs = counts
+        self.norm = nn.BatchNorm1d(3) if batch_norm else nn.Identity()
+        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, TOKENS * KINDS))
+        self.double()
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None, weight: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        logits = self.layers(self.norm(x)).unflatten(1, (TOKENS, KINDS))
+        if labels is None:
+            return {"logits": logits}
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        if num_items_in_batch is not None:
+            loss = losses.sum() / num_items_in_batch
+        else:
+            rows = losses.view_as(labels).sum(1) / (labels != -100).sum(1)
+            loss = rows.mean() if weight is None else (rows * weight).sum()
+        return {"loss": loss, "logits": logits}
+
+
+def sample(number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + number)
+    labels = torch.randint(KINDS, (TOKENS,), generator=generator)
+    labels[1 + number % TOKENS :] = -100
+    return {"x": torch.randn(3, generator=generator, dtype=torch.float64), "labels": labels}
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, first: int, number: int) -> None:
+        self.numbers = range(first, first + number)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return sample(self.numbers[index])
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: Samples) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in range(len(self.data)))
+
+
+def data_of(fit: Fit, rank: int) -> Any:
+    """Return this rank's own, whose last batch is not full, or that of all."""
+    if not fit.lengths:
+        return Samples(0, fit.samples)
+    data = Samples(1000 * rank, max(0, fit.batch_size * fit.lengths[rank] - rank % 2))
+    return Stream(data) if fit.stream else data
+
+
+class EpochCounter(TrainerCallback):
+    def __init__(self, seen: list[list[Any]]) -> None:
+        self.seen = seen
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self.seen.append([])
+
+
+class Recording(JoinTrainer):
+    """Keeps what it has trained on, by epoch."""
+
+    seen: list[list[dict[str, Tensor]]]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.model.training:
+            self.seen[-1].append({name: inputs[name].clone() for name in ("x", "labels")})
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@dataclass
+class Trained:
+    """What a rank has in the end."""
+
+    parameters: list[Tensor]
+    seen: list[list[dict[str, Tensor]]]
+    logs: list[dict[str, Any]]
+    steps: int
+    metrics: Any = None
+
+
+def arguments_of(fit: Fit, folder: str, **more: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": fit.batch_size,
+        "per_device_eval_batch_size": fit.batch_size,
+        "num_train_epochs": fit.epochs,
+        "gradient_accumulation_steps": fit.accumulate,
+        "learning_rate": 0.05,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "use_cpu": True,
+    }
+    return TrainingArguments(output_dir=folder, **{**options, **fit.arguments, **more})
+
+
+def outcome(trainer: Any, seen: Any = ()) -> Trained:
+    parameters = [p.detach().clone() for p in trainer.model.parameters()]
+    return Trained(parameters, list(seen), trainer.state.log_history, trainer.state.global_step)
+
+
+def train(rank: int, fit: Fit, kind: type[Recording] = Recording, **options: Any) -> Trained:
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+        seen: list[list[Any]] = []
+        kind.seen = seen
+        trainer = kind(
+            model=Net(fit.counts, fit.batch_norm),
+            args=arguments_of(fit, folder),
+            train_dataset=data_of(fit, rank),
+            callbacks=[EpochCounter(seen)],
+            weighting=fit.weighting,
+            own_shards=bool(fit.lengths),
+            **options,
+        )
+        trainer.train()
+        return outcome(trainer, seen)
+
+
+class Unions:
+    """A loader of given batches, in one epoch after the other."""
+
+    def __init__(self, epochs: list[list[Any]], has_length: bool) -> None:
+        self.epochs, self.has_length, self.begun = epochs, has_length, 0
+
+    def __len__(self) -> int:
+        if not self.has_length:
+            raise TypeError
+        return len(self.epochs[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        return iter(self.epochs[self.begun - 1])
+
+
+def unions(fit: Fit, found: list[Trained]) -> list[list[dict[str, Tensor]]]:
+    """Return, by epoch and step, what all ranks have trained on, with the weights that the fit gives to rows."""
+    epochs = []
+    for each in zip(*(trained.seen for trained in found), strict=True):
+        epochs.append([])
+        for step in range(max(map(len, each))):
+            parts = [batches[step] for batches in each if step < len(batches)]
+            rows = [len(part["x"]) for part in parts]
+            share = {
+                "world": lambda _, n=rows: len(found),
+                "active": lambda _, n=rows: len(n),
+                "samples": lambda own, n=rows: sum(n) / own,
+            }[fit.weighting]
+            batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            if not fit.counts:
+                weights = [torch.full((own,), 1 / (own * share(own)), dtype=torch.float64) for own in rows]
+                batch["weight"] = torch.cat(weights)
+            epochs[-1].append(batch)
+    return epochs
+
+
+def reference(fit: Fit, found: list[Trained], **more: Any) -> Trained:
+    """Train in one process on the unions of what the ranks have trained on."""
+    epochs = unions(fit, found)
+
+    class Reference(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return Unions(epochs, not fit.stream)
+
+    with accelerator_of(0), tempfile.TemporaryDirectory() as folder:
+        trainer = Reference(model=Net(fit.counts, fit.batch_norm), args=arguments_of(fit, folder, **more))
+        trainer.train()
+        return outcome(trainer)
