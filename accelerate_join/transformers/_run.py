@@ -1,7 +1,7 @@
 """One run of `train`, `evaluate` or `predict`: who has a batch in each step, and what ranks do in it together."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -87,11 +87,13 @@ class Evaluation:
         rows: Of this rank, so far.
         loss_rows: Of the step whose loss is about to be gathered; `None` otherwise.
         kinds: What `prediction_step` returns, without rows; `None` before some rank had no batch.
+        divides: Whether a loss is divided by the number of items in all ranks' batches.
     """
 
     samples = rows = 0
     loss_rows: int | None = None
     kinds: tuple[Any, Any, Any] | None = None
+    divides = False
 
 
 class Run:
@@ -114,6 +116,7 @@ class Run:
         self._follows_evaluation = False
         # What was read, and who has a batch in the step, by whether it is trained on.
         self._ahead: dict[bool, deque[tuple[Any, ReadStep]]] = {True: deque(), False: deque()}
+        self._reading: dict[bool, Generator[Any, None, None]] = {}  # the same
         self._computed = self._backwards = 0  # in the step that is trained on
         self._factor: float | None = None  # of the loss, inside of such a step
         self._around_step = ExitStack()
@@ -142,6 +145,8 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._leave(True)
+        self._leave(False)
         self._stack.close()
 
     @contextmanager
@@ -159,7 +164,17 @@ class Run:
     # ------------------------------------------------------------ reading
 
     def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
-        """Yield this rank's batches, and for as long as other ranks have some a batch without rows."""
+        """Return this rank's batches, and for as long as other ranks have some a batch without rows."""
+        self._leave(loader.trains)
+        self._reading[loader.trains] = reading = self._go_through(loader)
+        return reading
+
+    def _leave(self, trains: bool) -> None:
+        """Leave a loop that Trainer has left before its end."""
+        if (reading := self._reading.pop(trains, None)) is not None:
+            reading.close()
+
+    def _go_through(self, loader: EvenedLoader) -> Generator[Any, None, None]:
         trains, trainer = loader.trains, self._trainer
         if trains and not self._has_wrapped():
             yield from loader.loader  # Trainer counts tokens before it begins
@@ -327,6 +342,8 @@ class Run:
 
     def _compute_loss(self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._factor is None:
+            if (evaluation := self._evaluation) is not None and kwargs.get("num_items_in_batch") is not None:
+                evaluation.divides = self._trainer.args.average_tokens_across_devices
             return own(model, inputs, *args, **kwargs)
         self._computed += 1
         if self._computed > 1:
@@ -405,12 +422,19 @@ class Run:
             self._evaluation = before
 
     def _gather_rows(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gather, and of a loss, which Trainer repeats as often as a full batch has rows, as often as this one has."""
+        """Gather, and of a loss, which Trainer repeats as often as a full batch has rows, as often as this one has.
+
+        Where it is divided by the items of all ranks, and multiplied with their number, the sum of the ranks' shares
+        is the loss of all their rows.
+        """
         evaluation = self._evaluation
-        if evaluation is not None and evaluation.loss_rows is not None:
-            rows, evaluation.loss_rows = evaluation.loss_rows, None
-            data = data[:1].repeat(rows)
-        return own(data, *args, **kwargs)
+        if evaluation is None or evaluation.loss_rows is None:
+            return own(data, *args, **kwargs)
+        rows, evaluation.loss_rows = evaluation.loss_rows, None
+        if not evaluation.divides:
+            return own(data[:1].repeat(rows), *args, **kwargs)
+        gathered = own((data[:1] / (self.channel.world_size * max(1, rows))).repeat(rows), *args, **kwargs)
+        return gathered * len(gathered)
 
     def _prediction_step(
         self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
@@ -433,8 +457,8 @@ class Run:
         if len(active) < self.channel.world_size:
             self._source = active[0]
             if evaluation.kinds is None:
-                mine = map_tensors(outputs, _without_rows) if self.channel.rank == active[0] else None
-                evaluation.kinds = self._broadcast(mine, active[0])
+                mine = map_tensors(outputs, _without_rows), evaluation.divides
+                evaluation.kinds, evaluation.divides = self._broadcast(mine, active[0])
             if joined:
                 device = self._trainer.args.device
                 outputs = map_tensors(evaluation.kinds, lambda tensor: tensor.to(device))

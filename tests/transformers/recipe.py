@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_join.transformers import JoinTrainer
 from tests.support.accelerated import accelerator_of
@@ -48,6 +48,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.accepts_loss_kwargs = counts
+        self.config = PretrainedConfig()
         self.norm = nn.BatchNorm1d(3) if batch_norm else nn.Identity()
         self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, TOKENS * KINDS))
         self.double()

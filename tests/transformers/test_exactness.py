@@ -1,24 +1,77 @@
-"""`JoinTrainer`: the parameters are those that a plain `Trainer` in one process computes on the unions."""
+"""`JoinTrainer`: the parameters are those that a plain `Trainer` in one process computes on the unions.
+
+`-m long` runs 300 random fits, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on.
+"""
+
+import os
+from random import Random
 
 import pytest
 import torch
 
+from tests.covering import others_long
 from tests.support.workers import Workers
 from tests.transformers.recipe import TOLERANCE, Fit, Trained, reference, train
 
+CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
+FIRST = int(os.environ.get("TORCH_JOIN_SEED", 200))
+
 FITS = {
-    "rank 0 first": Fit((2, 5)),
-    "rank 0 has none": Fit((0, 4), accumulate=2),
+    "rank 0 first": Fit((2, 5), arguments={"lr_scheduler_type": "cosine", "warmup_steps": 2}),
+    "rank 0 has none": Fit((0, 4), accumulate=2, arguments={"label_smoothing_factor": 0.1}),
     "3 ranks": Fit((3, 0, 5), world_size=3, accumulate=3),
     "means": Fit((2, 5), counts=False, accumulate=2),
-    "active": Fit((5, 2), counts=False, weighting="active"),
+    "active": Fit((5, 2), counts=False, weighting="active", arguments={"max_grad_norm": 0.0}),
     "samples": Fit((2, 5), counts=False, weighting="samples", accumulate=3),
     "sharded by Trainer": Fit(samples=7, batch_size=2),
     "sharded by Trainer, 3 ranks": Fit(samples=20, world_size=3, accumulate=2, counts=False, weighting="samples"),
     "streams": Fit((2, 5), stream=True, accumulate=3, arguments={"max_steps": 7}),
     "streams, rank 0 has none": Fit((0, 5), stream=True, counts=False, arguments={"max_steps": 7}),
     "one batch": Fit((0, 1), epochs=3),
+    "even": Fit((3, 3), accumulate=2),
 }
+
+
+def draw(seed: int) -> Fit:
+    """Return any combination of what a fit may have."""
+    random = Random(seed)
+    world_size = random.choice([2, 3])
+    own = random.random() < 0.7
+    counts = random.random() < 0.5
+    stream = own and random.random() < 0.3
+    arguments = {
+        "optim": random.choice(["adamw_torch", "sgd"]),
+        "max_grad_norm": random.choice([0.0, 0.05, 1.0]),
+        "lr_scheduler_type": random.choice(["linear", "cosine", "constant_with_warmup"]),
+        "label_smoothing_factor": random.choice([0.0, 0.0, 0.1]) if counts else 0.0,
+        "logging_steps": random.choice([1, 3]),
+        "weight_decay": random.choice([0.0, 0.1]),
+    }
+    if stream or random.random() < 0.2:
+        arguments["max_steps"] = random.randrange(1, 9)
+    return Fit(
+        lengths=tuple([random.randrange(8) for _ in range(world_size - 1)] + [random.randrange(1, 8)]) if own else (),
+        samples=0 if own else random.randrange(1, 30),
+        world_size=world_size,
+        batch_size=random.choice([1, 2, 3]),
+        epochs=random.choice([1, 2, 3]),
+        accumulate=random.choice([1, 2, 3]),
+        weighting="world" if counts else random.choice(["world", "active", "samples"]),
+        counts=counts,
+        stream=stream,
+        arguments=arguments,
+    )
+
+
+@pytest.mark.parametrize("seed", others_long(range(12), *range(4)))
+def test_any_fit_is_as_one_process(workers: Workers, seed: int) -> None:
+    test_as_one_process(workers, draw(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
+def test_many_fits_are_as_one_process(workers: Workers, seed: int) -> None:
+    test_as_one_process(workers, draw(seed))
 
 
 @pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
@@ -31,3 +84,6 @@ def test_as_one_process(workers: Workers, fit: Fit) -> None:
     assert expected.steps == found[0].steps
     for mine, theirs in zip(found[0].parameters, expected.parameters, strict=True):
         assert (mine - theirs).abs().max() < TOLERANCE
+    losses = [[log["loss"] for log in each.logs if "loss" in log] for each in (found[0], expected)]
+    if fit.weighting != "world" or fit.counts:  # else the mean of the ranks that had a batch is shown
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)  # in float32
