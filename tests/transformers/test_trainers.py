@@ -6,15 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer import losses, models
-from tokenizers import Tokenizer, models as token_models, pre_tokenizers
+from sentence_transformers.base.modules import InputModule
+from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as token_models
 from transformers import (
+    DataCollatorForSeq2Seq,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -24,7 +32,9 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 from accelerate_join.transformers import JoinTrainerMixin
 from tests.support.accelerated import accelerator_of
 from tests.support.workers import Workers
+from tests.transformers.recipe import Unions
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL, which calls what is deprecated
 WORDS = ["<pad>", "<eos>", "<unk>", "a", "b", "c", "d", "e", "f", "g"]
 
 
@@ -40,10 +50,232 @@ def gpt(kind: Any = GPT2LMHeadModel, **options: Any) -> Any:
     torch.manual_seed(2)
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 32, "vocab_size": len(WORDS)}
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return kind(GPT2Config(**sizes, **drops, pad_token_id=0, eos_token_id=1, bos_token_id=1, **options))
+    return kind(GPT2Config(**sizes, **drops, pad_token_id=0, eos_token_id=1, bos_token_id=1, **options)).double()
 
 
 def text(number: int) -> str:
     generator = torch.Generator().manual_seed(number)
     length = int(torch.randint(3, 9, (), generator=generator))
     return " ".join(WORDS[3 + int(torch.randint(7, (), generator=generator))] for _ in range(length))
+
+
+class Recorded(TrainerCallback):
+    """Keeps the batches that a trainer has trained on, by epoch and step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.seen: list[list[Any]] = []
+        own = trainer.compute_loss
+
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if trainer.model.training:
+                self.seen[-1].append({n: v.clone() if torch.is_tensor(v) else v for n, v in inputs.items()})
+            return own(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = compute_loss
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self.seen.append([])
+
+
+def options_of(folder: str, kind: Any = TrainingArguments, **options: Any) -> Any:
+    common: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 0.1,
+        "optim": "sgd",  # Adam makes much of gradients that are 0 but for rounding
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    return kind(output_dir=folder, **{**common, **options})
+
+
+def sft(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
+    args = options_of(folder, SFTConfig, max_length=16, activation_checkpointing=False, **options)
+    data = Dataset.from_dict({"text": [text(n) for n in rows]})
+    return base(gpt(), args, train_dataset=data, processing_class=tokenizer())
+
+
+def dpo(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
+    args = options_of(folder, DPOConfig, max_length=16, activation_checkpointing=False, **options)
+    columns = {name: [text(n + plus) for n in rows] for name, plus in (("prompt", 0), ("chosen", 50), ("rejected", 99))}
+    return base(
+        gpt(), ref_model=gpt(), args=args, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer()
+    )
+
+
+def reward(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
+    args = options_of(folder, RewardConfig, max_length=16, activation_checkpointing=False, **options)
+    columns = {name: [text(n + plus) for n in rows] for name, plus in (("chosen", 50), ("rejected", 99))}
+    model = gpt(GPT2ForSequenceClassification, num_labels=1)
+    return base(model, args=args, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer())
+
+
+def plain(base: Any, folder: str, rows: list[int], model: Any = None, **options: Any) -> Any:
+    words = tokenizer()
+    texts = [words(text(n), padding="max_length", max_length=10, truncation=True) for n in rows]
+    data = [{**t, "labels": [-100 if token == 0 else token for token in t["input_ids"]]} for t in texts]
+    return base(gpt() if model is None else model, options_of(folder, **options), train_dataset=data)
+
+
+def lora(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
+    model = get_peft_model(gpt(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0))
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if "lora" in name:
+                generator = torch.Generator().manual_seed(number)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return plain(base, folder, rows, model.double(), **options)
+
+
+class Words(InputModule):
+    """A sentence's embedding is the mean of its words'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(len(WORDS), 8)
+
+    def tokenize(self, texts: list[str], **_: Any) -> dict[str, torch.Tensor]:
+        found = tokenizer()(texts, padding="max_length", max_length=10, truncation=True, return_tensors="pt")
+        return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
+
+    preprocess = tokenize
+
+    def forward(self, features: dict[str, torch.Tensor], **_: Any) -> dict[str, torch.Tensor]:
+        mask = features["attention_mask"][..., None].double()
+        total = (self.words(features["input_ids"]) * mask).sum(1)
+        return {**features, "sentence_embedding": total / mask.sum(1)}
+
+    def save(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def sentences(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
+    """Train embeddings of sentences."""
+    torch.manual_seed(2)
+    model = SentenceTransformer(modules=[Words()], device="cpu").double()
+    columns = {"a": [text(n) for n in rows], "b": [text(n + 50) for n in rows], "label": [n % 3 / 2 for n in rows]}
+    data = Dataset.from_dict(columns)
+    args = options_of(folder, SentenceTransformerTrainingArguments, **options)
+    return base(model, args, train_dataset=data, loss=CosineSimilarityLoss(model))
+
+
+def translating(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
+    torch.manual_seed(2)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": len(WORDS)}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)).double()
+    words = tokenizer()
+    data = [{"input_ids": words(text(n))["input_ids"], "labels": words(text(n + 50))["input_ids"]} for n in rows]
+    args = options_of(folder, Seq2SeqTrainingArguments, **options)
+    return base(model, args, train_dataset=data, data_collator=DataCollatorForSeq2Seq(words))
+
+
+KINDS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "SFT": (sft, SFTTrainer),
+    "DPO": (dpo, DPOTrainer),
+    "reward": (reward, RewardTrainer),
+    "plain": (plain, Trainer),
+    "LoRA": (lora, Trainer),
+    "sentences": (sentences, SentenceTransformerTrainer),
+    "translating": (translating, Seq2SeqTrainer),
+}
+MEANS = ("DPO", "reward", "sentences")  # whose losses are a mean over each rank's rows
+
+
+def train(rank: int, name: str, lengths: tuple[int, ...], options: dict[str, Any]) -> Any:
+    make, kind = KINDS[name]
+
+    class Joined(JoinTrainerMixin, kind):  # type: ignore[misc,valid-type]
+        own_shards = True
+        weighting = "samples" if name in MEANS else "world"
+
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+        trainer = make(Joined, folder, [1000 * rank + n for n in range(lengths[rank])], **options)
+        recorded = Recorded(trainer)
+        trainer.add_callback(recorded)
+        trainer.train()
+        return recorded.seen, [p.detach().clone() for p in trainer.model.parameters()], trainer.state.log_history
+
+
+def together(batches: list[dict[str, Any]], halves: bool) -> dict[str, Any]:
+    """Return the union of batches; where one has two halves, the union has two as well."""
+    found: dict[str, Any] = {}
+    for name, value in batches[0].items():
+        if not torch.is_tensor(value):
+            found[name] = value
+            continue
+        width = max(batch[name].shape[1] for batch in batches) if value.ndim > 1 else 0
+        fill = -100 if name == "labels" else 0
+        wide = [
+            torch.nn.functional.pad(b[name], (0, width - b[name].shape[1]), value=fill) if value.ndim > 1 else b[name]
+            for b in batches
+        ]
+        parts = [half for place in range(2) for each in wide for half in [each.chunk(2)[place]]] if halves else wide
+        found[name] = torch.cat(parts)
+    return found
+
+
+def reference(name: str, found: list[Any], options: dict[str, Any]) -> Any:
+    make, kind = KINDS[name]
+    epochs = []
+    for each in zip(*(seen for seen, *_ in found), strict=True):
+        steps = range(max(map(len, each)))
+        epochs.append([together([b[s] for b in each if s < len(b)], name in ("DPO", "reward")) for s in steps])
+
+    class Reference(kind):  # type: ignore[misc,valid-type]
+        def get_train_dataloader(self) -> Any:
+            return Unions(epochs, True)
+
+    with accelerator_of(0), tempfile.TemporaryDirectory() as folder:
+        trainer = make(Reference, folder, [1, 2], **options)
+        trainer.train()
+        return [p.detach() for p in trainer.model.parameters()], trainer.state.log_history
+
+
+def check(workers: Workers, name: str, lengths: tuple[int, ...], options: dict[str, Any], tolerance: float) -> None:
+    found = workers.run(len(lengths), train, name, lengths, options)
+    for each in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0][1], each[1], strict=True))
+    parameters, logs = reference(name, found, options)
+    assert max((mine - theirs).abs().max() for mine, theirs in zip(found[0][1], parameters, strict=True)) < tolerance
+    for mine, theirs in zip(found[0][2], logs, strict=True):
+        for value in ("loss", "grad_norm", "num_tokens", "entropy", "mean_token_accuracy"):
+            if value in theirs:
+                assert mine[value] == pytest.approx(theirs[value], rel=max(1e-5, tolerance))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("lengths", [(3, 7), (5, 1)])
+def test_other_trainers_are_as_one_process(workers: Workers, name: str, lengths: tuple[int, ...]) -> None:
+    check(workers, name, lengths, {"gradient_accumulation_steps": 2} if lengths[0] < 5 else {}, 1e-7)  # as in float32
+
+
+def checkpointing(**options: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": options}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "checkpointed": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+    "checkpointed, reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "bf16": {"bf16": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "by length": {"train_sampling_strategy": "group_by_length"},
+    "unused parameters": {"ddp_find_unused_parameters": True},
+    "static": {"ddp_static_graph": True},
+    "counts tokens": {"include_num_input_tokens_seen": "non_padding"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_may_be_done_to_a_model(workers: Workers, name: str) -> None:
+    # Of a static graph DDP wants to see a backward that syncs first.
+    options = {**VARIANTS[name], "gradient_accumulation_steps": 1 if name == "static" else 2}
+    check(workers, "plain", (0, 2, 7) if name == "bf16" else (2, 7), options, 1e-2 if name == "bf16" else 1e-7)
