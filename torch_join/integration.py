@@ -25,6 +25,7 @@ from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._schedule.attendance import ReadStep, early_termination
 from torch_join._schedule.plan import steps_of
+from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.reach import leads_to
@@ -54,6 +55,7 @@ __all__ = [
     "Part",
     "ReadStep",
     "Reader",
+    "Rebalancer",
     "Rebalancing",
     "RefillGuard",
     "StepDriver",

@@ -1,6 +1,7 @@
 """A loader that has as many steps on each rank as the longest one has batches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple, Protocol
 
 from accelerate.data_loader import DataLoaderShard
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from accelerate_join._loaders import certain_length
 from accelerate_join.transformers import _compat
+from torch_join.integration import steps_of
 
 
 class Said(NamedTuple):
@@ -40,9 +42,10 @@ class EvenedLoader:
         find_reader: Returns what goes through it with the other ranks; `None` outside of a run.
         trains: Whether what it yields is trained on.
         owns: Whether the dataset is this rank's own.
+        rebalances: Whether ranks give batches to each other.
 
     Attributes:
-        loader, trains, owns: The same.
+        loader, trains, owns, rebalances: The same.
         everyone: What each rank has said; empty until then.
         template: A batch without rows; `None` before this rank has one.
         end_of_dataloader: Whether no rank has another batch; Accelerate looks at it.
@@ -52,9 +55,14 @@ class EvenedLoader:
     remainder = 0
 
     def __init__(
-        self, loader: DataLoaderShard, find_reader: Callable[[], Reader | None], trains: bool, owns: bool
+        self,
+        loader: DataLoaderShard,
+        find_reader: Callable[[], Reader | None],
+        trains: bool,
+        owns: bool,
+        rebalances: bool = False,
     ) -> None:
-        self.loader, self.trains, self.owns = loader, trains, owns
+        self.loader, self.trains, self.owns, self.rebalances = loader, trains, owns, rebalances
         self.everyone: Sequence[Said] = ()
         self.template: Any = None
         self.end_of_dataloader = False
@@ -80,15 +88,17 @@ class EvenedLoader:
 
     def without_first(self, number: int) -> "EvenedLoader":
         """Return the same without its first batches, of which a rank may have fewer."""
-        rest = EvenedLoader(_compat.skip_first_batches(self.loader, number), self._find_reader, self.trains, self.owns)
-        rest.template = self.template
+        rest = copy(self)
+        rest.loader = _compat.skip_first_batches(self.loader, number)
+        rest.everyone = ()
         return rest
 
     def __len__(self) -> int:
         lengths = [said.length for said in self.everyone or [self.said]]
         if None in lengths:
             raise TypeError("The dataloader of some rank has no length.")
-        return max(length or 0 for length in lengths)
+        known = [length or 0 for length in lengths]
+        return steps_of(known) if self.rebalances else max(known)
 
     def __iter__(self) -> Iterator[Any]:
         reader = self._find_reader()

@@ -12,7 +12,7 @@ from accelerate_join.transformers import _compat
 from accelerate_join.transformers._loader import EvenedLoader, length_of
 from accelerate_join.transformers._run import Run, check_supported
 from torch_join import UnsupportedError, Weighting
-from torch_join.integration import resolve_weighting
+from torch_join.integration import check_can_rebalance, resolve_weighting
 
 
 class JoinTrainerMixin:
@@ -32,6 +32,8 @@ class JoinTrainerMixin:
             (the default), `"active"` or `"samples"`, see `torch_join.Join`. Where Trainer divides by the number of
             items in all batches (`num_items_in_batch`) the result is exact by itself, and this must be `"world"`.
         own_shards: Whether each rank's datasets are its own, so that nobody shards them again.
+        rebalance: Whether ranks that have run out of batches get some of others', so that an epoch has as many steps as
+            batches divided by ranks.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out of batches.
         kept: Names of attributes of the trainer that its steps add to, and a rank without batches is to take over.
 
@@ -41,6 +43,7 @@ class JoinTrainerMixin:
 
     weighting: Weighting = "world"
     own_shards: bool = False
+    rebalance: bool = False
     throw_on_early_termination: bool = False
     kept: ClassVar[tuple[str, ...]] = _compat.KEPT
     _join_run: Run | None = None
@@ -53,18 +56,22 @@ class JoinTrainerMixin:
         *args: Any,
         weighting: Weighting | None = None,
         own_shards: bool | None = None,
+        rebalance: bool | None = None,
         throw_on_early_termination: bool | None = None,
         **kwargs: Any,
     ) -> None:
         given = {
             "weighting": weighting,
             "own_shards": own_shards,
+            "rebalance": rebalance,
             "throw_on_early_termination": throw_on_early_termination,
         }
         for name, value in given.items():
             if value is not None:
                 setattr(self, name, value)
         self.weighting = resolve_weighting(self.weighting)
+        if self.rebalance:
+            check_can_rebalance(heartbeat=False, throw_on_early_termination=self.throw_on_early_termination)
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------ loaders
@@ -102,7 +109,7 @@ class JoinTrainerMixin:
             _warn_of_filled(type(self).__name__)
         if not isinstance(loader, DataLoaderShard):
             return loader
-        return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards)
+        return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards, trains and self.rebalance)
 
     def _prepare_own(self, loader: Any) -> Any:
         """Do what `Accelerator.prepare` does with a loader, as if there were no other rank."""
@@ -162,9 +169,9 @@ class JoinTrainerMixin:
         with self._joining():
             if self._join_run is None or not isinstance(dataloader, EvenedLoader):
                 return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
-            with self._join_run.evaluation(dataloader) as evaluation:
+            with self._join_run.evaluation(dataloader) as samples:
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
-            return EvalLoopOutput(output.predictions, output.label_ids, output.metrics, evaluation.samples)
+            return EvalLoopOutput(output.predictions, output.label_ids, output.metrics, sum(samples))
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         if self._join_run is not None:

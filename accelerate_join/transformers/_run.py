@@ -1,23 +1,22 @@
 """One run of `train`, `evaluate` or `predict`: who has a batch in each step, and what ranks do in it together."""
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import _prepared
 from accelerate_join._active import ActiveOperations
-from accelerate_join._compat import gather, without_none
+from accelerate_join._compat import gather
 from accelerate_join.transformers import _compat
-from accelerate_join.transformers._loader import EvenedLoader, Said, map_tensors, without_rows
+from accelerate_join.transformers._evaluation import Evaluation
+from accelerate_join.transformers._loader import EvenedLoader, Said
+from accelerate_join.transformers._reading import Reading, broadcast
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import (
     Lockstep,
@@ -25,8 +24,8 @@ from torch_join.integration import (
     ModelShadow,
     Part,
     ReadStep,
+    Rebalancing,
     StepDriver,
-    early_termination,
     follow_sharded_model,
     is_sharded_model,
     open_channel,
@@ -34,8 +33,6 @@ from torch_join.integration import (
     telling_failures,
     use_device,
 )
-
-_END = object()
 
 
 def check_supported(trainer: Any) -> None:
@@ -79,23 +76,6 @@ class StepOperations(ActiveOperations, Part):
         return super().gather(data)
 
 
-class Evaluation:
-    """One evaluation loop.
-
-    Attributes:
-        samples: How many there were on all ranks, once it has ended.
-        rows: Of this rank, so far.
-        loss_rows: Of the step whose loss is about to be gathered; `None` otherwise.
-        kinds: What `prediction_step` returns, without rows; `None` before some rank had no batch.
-        divides: Whether a loss is divided by the number of items in all ranks' batches.
-    """
-
-    samples = rows = 0
-    loss_rows: int | None = None
-    kinds: tuple[Any, Any, Any] | None = None
-    divides = False
-
-
 class Run:
     """What ranks do together from the begin of a loop of Trainer's to its end.
 
@@ -114,9 +94,7 @@ class Run:
         self._wrapper: Any = None
         self._model: Any = None  # what `compute_loss` gets
         self._follows_evaluation = False
-        # What was read, and who has a batch in the step, by whether it is trained on.
-        self._ahead: dict[bool, deque[tuple[Any, ReadStep]]] = {True: deque(), False: deque()}
-        self._reading: dict[bool, Generator[Any, None, None]] = {}  # the same
+        self._reading: dict[bool, Reading] = {}  # by whether what is read is trained on
         self._computed = self._backwards = 0  # in the step that is trained on
         self._factor: float | None = None  # of the loss, inside of such a step
         self._around_step = ExitStack()
@@ -129,6 +107,12 @@ class Run:
         self.driver = StepDriver(self.channel)
         self._operations = self.driver.add(partial(StepOperations, trainer.args.device))
         self._stack = stack = ExitStack()
+        self._rebalancing = Rebalancing(self.driver.members, trainer.rebalance)
+        where = self.channel, trainer.args.device
+        counts = _rows_of if trainer.weighting == "samples" else None
+        options: Any = counts, self._rebalancing, trainer.throw_on_early_termination
+        self._reading[True] = Reading(*where, self._begin_training, self._finish_training, *options)
+        self._reading[False] = Reading(*where, self._begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
         stack.callback(self.driver.close)
         stack.enter_context(self._operations.replacing())
@@ -144,9 +128,9 @@ class Run:
             stack.callback(_set_back, owner, name, before)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._leave(True)
-        self._leave(False)
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._rebalancing.abandon()
         self._stack.close()
 
     @contextmanager
@@ -154,6 +138,9 @@ class Run:
         """Put around the loop: failures reach the other ranks, and all ranks leave at the same time."""
         with telling_failures(self.channel):
             yield
+            for reading in self._reading.values():
+                reading.leave()
+            self._rebalancing.close()
             self.channel.close(meets=True)
 
     def tell_lengths(self, loader: EvenedLoader) -> None:
@@ -165,87 +152,20 @@ class Run:
 
     def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
         """Return this rank's batches, and for as long as other ranks have some a batch without rows."""
-        self._leave(loader.trains)
-        self._reading[loader.trains] = reading = self._go_through(loader)
-        return reading
+        if loader.trains and not self._has_wrapped():
+            return iter(loader.loader)  # Trainer counts tokens before it begins
+        return self._reading[loader.trains].go_through(loader)
 
-    def _leave(self, trains: bool) -> None:
-        """Leave a loop that Trainer has left before its end."""
-        if (reading := self._reading.pop(trains, None)) is not None:
-            reading.close()
-
-    def _go_through(self, loader: EvenedLoader) -> Generator[Any, None, None]:
-        trains, trainer = loader.trains, self._trainer
-        if trains and not self._has_wrapped():
-            yield from loader.loader  # Trainer counts tokens before it begins
-            return
-        ahead = self._ahead[trains]
-        ahead.clear()
-        iterator = without_none(type(loader.loader).__iter__)(loader.loader)
-        batch = next(iterator, _END)
-        counts = trains and trainer.weighting == "samples"
-        mine = batch is not _END, loader.certain_length, loader.template is None and batch is _END
-        everyone = self._begin(trains, mine)
-        active = tuple(rank for rank, (has, *_) in enumerate(everyone) if has)
-        self._share_template(loader, batch, active, [rank for rank, (*_, lacks) in enumerate(everyone) if lacks])
-        lengths = [length for _, length, _ in everyone]
-        loader.end_of_dataloader, step, last = False, 0, active
-        with _compat.active_loader(loader):
-            while active:
-                self._check_termination(active)
-                has_next = batch is not _END and not loader.loader.end_of_dataloader
-                samples = total = 0.0
-                if counts or None in lengths:
-                    rows = _compat.rows_of(batch) or 0 if counts and batch is not _END else 0
-                    said = self.channel.gather((has_next, float(rows)), of=tuple[bool, float])
-                    going_on = tuple(rank for rank, (has, _) in enumerate(said) if has)
-                    samples, total = float(rows), sum(number for _, number in said)
-                else:
-                    going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
-                    if has_next != (self.channel.rank in going_on):
-                        raise JoinError(
-                            f"The dataloader of rank {self.channel.rank} has said that it has"
-                            f" {lengths[self.channel.rank]} batches, and has {'more' if has_next else 'fewer'}."
-                        )
-                loader.end_of_dataloader = not going_on
-                given = loader.template if batch is _END else batch
-                ahead.append((given, ReadStep(active, not going_on, samples, total)))
-                yield given
-                last, active, step = active, going_on, step + 1
-                if batch is not _END:
-                    following = next(iterator, _END)
-                    if following is _END:
-                        loader.template = without_rows(batch)
-                    batch = following
-        if trains and self._join is not None:
-            self._join.finish()
-        if last:
-            self.hand_over_kept()
-
-    def _begin(self, trains: bool, mine: tuple[bool, int | None, bool]) -> list[tuple[bool, int | None, bool]]:
-        """Begin to go through a loader; all ranks meet."""
-        kind = tuple[bool, int | None, bool]
-        if not trains:
-            return self.channel.gather(mine, of=kind)
+    def _begin_training(self, mine: Any) -> Any:
         return self._find_join().begin(0, None if mine[0] else 0, 0, mine)
 
-    def _share_template(self, loader: EvenedLoader, batch: Any, active: Sequence[int], lacking: Sequence[int]) -> None:
-        """Give ranks that have never had a batch one without rows; all ranks meet."""
-        if not (lacking and active):
-            return
-        mine = send_to_device(without_rows(batch), "cpu") if self.channel.rank == active[0] else None
-        shared = self._broadcast(mine, active[0])
-        if self.channel.rank in lacking:
-            loader.template = send_to_device(shared, self._trainer.args.device)
+    def _finish_training(self) -> None:
+        if self._join is not None:
+            self._join.finish()
+        self.hand_over_kept()
 
-    def _broadcast(self, value: Any, source: int) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values, source, device=self._trainer.args.device)
-        return values[0]
-
-    def _check_termination(self, active: Sequence[int]) -> None:
-        if self._trainer.throw_on_early_termination and len(active) < self.channel.world_size:
-            raise early_termination(self.channel.rank, self.channel.rank not in active)
+    def _begin_evaluation(self, mine: Any) -> Any:
+        return self.channel.gather(mine, of=tuple[bool, int | None, bool])
 
     def _take(self, trains: bool, inputs: Any) -> ReadStep | None:
         """Return who has a batch in the step of these inputs; `None` if nobody has evened them.
@@ -253,19 +173,15 @@ class Run:
         Raises:
             JoinError: They are of no loader that all ranks go through.
         """
-        ahead = self._ahead[trains]
-        while ahead:
-            given, step = ahead.popleft()
-            if given is inputs:
-                return step
-        loader = self._trainer.callback_handler.train_dataloader if trains else None
-        if isinstance(loader, EvenedLoader) or self._evaluation is not None:
+        step = self._reading[trains].take(inputs)
+        loader = self._trainer.callback_handler.train_dataloader
+        if step is None and (isinstance(loader, EvenedLoader) if trains else self._evaluation is not None):
             raise JoinError(
                 f"{type(self._trainer).__name__} got a batch in {'training_step' if trains else 'prediction_step'} that"
                 " is none of those its dataloader has yielded, in their order, so that nobody knows which ranks have"
                 " one. Change batches in the collator or in `_prepare_inputs`, and not in `get_batch_samples`."
             )
-        return None
+        return step
 
     # ------------------------------------------------------------ training
 
@@ -342,8 +258,8 @@ class Run:
 
     def _compute_loss(self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._factor is None:
-            if (evaluation := self._evaluation) is not None and kwargs.get("num_items_in_batch") is not None:
-                evaluation.divides = self._trainer.args.average_tokens_across_devices
+            if self._evaluation is not None:
+                self._evaluation.note_division(kwargs.get("num_items_in_batch"))
             return own(model, inputs, *args, **kwargs)
         self._computed += 1
         if self._computed > 1:
@@ -398,77 +314,45 @@ class Run:
         if source is None or not names:
             return
         mine = {name: getattr(trainer, name) for name in names} if self.channel.rank == source else None
-        for name, value in self._broadcast(mine, source).items():
+        for name, value in broadcast(mine, source, trainer.args.device).items():
             if self.channel.rank != source:
                 setattr(trainer, name, value)
 
     # ------------------------------------------------------------ evaluation
 
     @contextmanager
-    def evaluation(self, loader: EvenedLoader) -> Iterator[Evaluation]:
-        """Put around an evaluation loop; all ranks meet."""
-        trainer = self._trainer
+    def evaluation(self, loader: EvenedLoader) -> Iterator[list[int]]:
+        """Put around an evaluation loop; all ranks meet. By its end the list holds each rank's number of samples."""
+        trainer, samples = self._trainer, list[int]()
         self.tell_lengths(loader)
         self.hand_over_kept()
         if isinstance(self._join, LockstepJoin):
             self._join.sync_buffers()  # each rank has its own since the last training step
-        before, self._evaluation = self._evaluation, Evaluation()
-        own = trainer.gather_function
-        trainer.gather_function = partial(self._gather_rows, own)
+        averages = trainer.args.average_tokens_across_devices
+        before, self._evaluation = self._evaluation, Evaluation(self.driver, trainer.args.device, averages)
+        trainer.gather_function = partial(self._evaluation.gather, trainer.gather_function)
         try:
-            yield self._evaluation
-            self._evaluation.samples = sum(self.channel.gather(self._evaluation.rows, of=int))
+            yield samples
+            samples += self.channel.gather(self._evaluation.rows, of=int)
         finally:
             self._evaluation = before
-
-    def _gather_rows(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gather, and of a loss, which Trainer repeats as often as a full batch has rows, as often as this one has.
-
-        Where it is divided by the items of all ranks, and multiplied with their number, the sum of the ranks' shares
-        is the loss of all their rows.
-        """
-        evaluation = self._evaluation
-        if evaluation is None or evaluation.loss_rows is None:
-            return own(data, *args, **kwargs)
-        rows, evaluation.loss_rows = evaluation.loss_rows, None
-        if not evaluation.divides:
-            return own(data[:1].repeat(rows), *args, **kwargs)
-        gathered = own((data[:1] / (self.channel.world_size * max(1, rows))).repeat(rows), *args, **kwargs)
-        return gathered * len(gathered)
 
     def _prediction_step(
         self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
-        step, evaluation = self._take(False, inputs), self._evaluation
-        if step is None or evaluation is None:
+        step = self._take(False, inputs)
+        if step is None or self._evaluation is None:
             return own(model, inputs, *args, **kwargs)  # type: ignore[no-any-return]
         if not self._follows_evaluation and is_sharded_model(model):
             follow_sharded_model(self.driver, model)
             self._follows_evaluation = True
-        active, joined = step.active_ranks, self.channel.rank not in step.active_ranks
-        rows = 0 if joined else _compat.rows_of(inputs) or 1
-        evaluation.rows += rows
-        outputs: Any = None
-        if joined:
-            self.driver.follow(active)
-        else:
-            with self.driver.step(active):
-                outputs = own(model, inputs, *args, **kwargs)
-        if len(active) < self.channel.world_size:
-            self._source = active[0]
-            if evaluation.kinds is None:
-                mine = map_tensors(outputs, _without_rows), evaluation.divides
-                evaluation.kinds, evaluation.divides = self._broadcast(mine, active[0])
-            if joined:
-                device = self._trainer.args.device
-                outputs = map_tensors(evaluation.kinds, lambda tensor: tensor.to(device))
-        loss, logits, labels = outputs
-        evaluation.loss_rows = None if loss is None else rows
-        return loss, logits, labels
+        if len(step.active_ranks) < self.channel.world_size:
+            self._source = step.active_ranks[0]
+        return self._evaluation.step(step, own, model, inputs, *args, **kwargs)
 
 
-def _without_rows(tensor: Tensor) -> Tensor:
-    return (tensor[:0] if tensor.ndim else tensor).detach().cpu().clone()
+def _rows_of(batch: Any) -> int:
+    return _compat.rows_of(batch) or 0
 
 
 def _skip(loader: Any, number: int) -> Any:

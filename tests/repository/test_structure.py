@@ -47,6 +47,7 @@ PUBLIC = {
         "Part",
         "ReadStep",
         "Reader",
+        "Rebalancer",
         "Rebalancing",
         "RefillGuard",
         "StepDriver",

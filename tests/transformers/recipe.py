@@ -38,6 +38,7 @@ class Fit:
     counts: bool = True
     stream: bool = False
     batch_norm: bool = False
+    rebalance: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -165,6 +166,7 @@ def train(rank: int, fit: Fit, kind: type[Recording] = Recording, **options: Any
             callbacks=[EpochCounter(seen)],
             weighting=fit.weighting,
             own_shards=bool(fit.lengths),
+            rebalance=fit.rebalance,
             **options,
         )
         trainer.train()

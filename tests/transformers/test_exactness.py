@@ -27,6 +27,11 @@ FITS = {
     "sharded by Trainer, 3 ranks": Fit(samples=20, world_size=3, accumulate=2, counts=False, weighting="samples"),
     "streams": Fit((2, 5), stream=True, accumulate=3, arguments={"max_steps": 7}),
     "streams, rank 0 has none": Fit((0, 5), stream=True, counts=False, arguments={"max_steps": 7}),
+    "rebalanced": Fit((1, 7), accumulate=2, rebalance=True),
+    "rebalanced streams": Fit(
+        (0, 4, 1), 0, 3, stream=True, rebalance=True, counts=False, weighting="samples", arguments={"max_steps": 5}
+    ),
+    "rebalanced by Trainer": Fit(samples=9, rebalance=True),
     "one batch": Fit((0, 1), epochs=3),
     "even": Fit((3, 3), accumulate=2),
 }
@@ -59,6 +64,7 @@ def draw(seed: int) -> Fit:
         weighting="world" if counts else random.choice(["world", "active", "samples"]),
         counts=counts,
         stream=stream,
+        rebalance=random.random() < 0.3,
         arguments=arguments,
     )
 

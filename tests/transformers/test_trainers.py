@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from sentence_transformers.base.modules import InputModule
 from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as token_models
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers import (
     DataCollatorForSeq2Seq,
     GPT2Config,
@@ -31,6 +34,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 from accelerate_join.transformers import JoinTrainerMixin
 from tests.support.accelerated import accelerator_of
+from tests.support.accelerated_sharded import fsdp_on_cpu
 from tests.support.workers import Workers
 from tests.transformers.recipe import Unions
 
@@ -186,6 +190,18 @@ KINDS: dict[str, tuple[Callable[..., Any], Any]] = {
 MEANS = ("DPO", "reward", "sentences")  # whose losses are a mean over each rank's rows
 
 
+def whole(model: Any) -> list[torch.Tensor]:
+    """Return the parameters, put together where they are sharded."""
+    gathers = FullyShardedDataParallel.summon_full_params(model, writeback=False) if is_fsdp1(model) else nullcontext()
+    with gathers:
+        found = [parameter.detach() for parameter in model.parameters()]
+        return [(p.full_tensor() if isinstance(p, DTensor) else p).clone() for p in found]
+
+
+def is_fsdp1(model: Any) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
 def train(rank: int, name: str, lengths: tuple[int, ...], options: dict[str, Any]) -> Any:
     make, kind = KINDS[name]
 
@@ -193,12 +209,13 @@ def train(rank: int, name: str, lengths: tuple[int, ...], options: dict[str, Any
         own_shards = True
         weighting = "samples" if name in MEANS else "world"
 
-    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+    shards = fsdp_on_cpu() if "fsdp" in options else nullcontext()
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder, shards:
         trainer = make(Joined, folder, [1000 * rank + n for n in range(lengths[rank])], **options)
         recorded = Recorded(trainer)
         trainer.add_callback(recorded)
         trainer.train()
-        return recorded.seen, [p.detach().clone() for p in trainer.model.parameters()], trainer.state.log_history
+        return recorded.seen, whole(trainer.model), trainer.state.log_history
 
 
 def together(batches: list[dict[str, Any]], halves: bool) -> dict[str, Any]:
@@ -230,6 +247,7 @@ def reference(name: str, found: list[Any], options: dict[str, Any]) -> Any:
         def get_train_dataloader(self) -> Any:
             return Unions(epochs, True)
 
+    options = {name: value for name, value in options.items() if "fsdp" not in name}
     with accelerator_of(0), tempfile.TemporaryDirectory() as folder:
         trainer = make(Reference, folder, [1, 2], **options)
         trainer.train()
@@ -279,3 +297,14 @@ def test_what_may_be_done_to_a_model(workers: Workers, name: str) -> None:
     # Of a static graph DDP wants to see a backward that syncs first.
     options = {**VARIANTS[name], "gradient_accumulation_steps": 1 if name == "static" else 2}
     check(workers, "plain", (0, 2, 7) if name == "bf16" else (2, 7), options, 1e-2 if name == "bf16" else 1e-7)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_sharded_model_is_as_in_one_process(workers: Workers, version: int) -> None:
+    config: dict[str, Any] = {"version": version, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+    config |= {"use_orig_params": True, "sync_module_states": False} if version == 1 else {}
+    options = {"fsdp": True, "fsdp_config": config, "max_grad_norm": 0.0 if version == 1 else 0.5}
+    if version == 1:
+        options["model"] = gpt().float()  # of which torch takes norms in float32 only
+    check(workers, "plain", (2, 7), options, 1e-7 if version == 2 else 1e-5)

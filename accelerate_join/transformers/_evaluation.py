@@ -1,0 +1,85 @@
+"""An evaluation loop in which ranks may have different numbers of batches, of different sizes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate_join.transformers import _compat
+from accelerate_join.transformers._loader import map_tensors
+from accelerate_join.transformers._reading import broadcast
+from torch_join.integration import ReadStep, StepDriver
+
+
+class Evaluation:
+    """One loop. A rank without a batch follows what the others do together, and has outputs without rows.
+
+    Args:
+        driver: Of the steps.
+        device: Where outputs are.
+        averages: Whether a loss that is divided by a number of items is so by that of all ranks.
+
+    Attributes:
+        rows: How many samples this rank has had.
+    """
+
+    def __init__(self, driver: StepDriver, device: torch.device, averages: bool) -> None:
+        self._driver, self._device, self._averages = driver, device, averages
+        self._world_size = driver.members.world_size
+        self._loss_rows: int | None = None  # of the step whose loss is about to be gathered
+        self._kinds: Any = None  # of what a step returns, without rows
+        self._divides = False  # whether losses are divided by the items of all ranks
+        self.rows = 0
+
+    def note_division(self, num_items: Any) -> None:
+        """Note that a loss is computed, and by which number of items it is divided."""
+        self._divides = self._averages and num_items is not None
+
+    def step(
+        self,
+        step: ReadStep,
+        own: Callable[..., tuple[Any, Any, Any]],
+        model: nn.Module,
+        inputs: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Do what `Trainer.prediction_step` does: return loss, logits and labels."""
+        rank, active = self._driver.members.rank, step.active_ranks
+        joined = rank not in active
+        rows = 0 if joined else _compat.rows_of(inputs) or 1
+        self.rows += rows
+        outputs: Any = None
+        if joined:
+            self._driver.follow(active)
+        else:
+            with self._driver.step(active):
+                outputs = own(model, inputs, *args, **kwargs)
+        if len(active) < self._world_size:
+            if self._kinds is None:
+                mine = (map_tensors(outputs, _without_rows), self._divides) if rank == active[0] else None
+                self._kinds, self._divides = broadcast(mine, active[0], self._device)
+            if joined:
+                outputs = map_tensors(self._kinds, lambda tensor: tensor.to(self._device))
+        loss, logits, labels = outputs
+        self._loss_rows = None if loss is None else rows
+        return loss, logits, labels
+
+    def gather(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gather, and of a loss, which Trainer repeats as often as a full batch has rows, as often as this one has.
+
+        Where it is divided by the items of all ranks, and multiplied with their number, the sum of the ranks' shares
+        is the loss of all their rows.
+        """
+        rows, self._loss_rows = self._loss_rows, None
+        if rows is None:
+            return own(data, *args, **kwargs)
+        if not self._divides:
+            return own(data[:1].repeat(rows), *args, **kwargs)
+        gathered = own((data[:1] / (self._world_size * max(1, rows))).repeat(rows), *args, **kwargs)
+        return gathered * len(gathered)
+
+
+def _without_rows(tensor: Tensor) -> Tensor:
+    return (tensor[:0] if tensor.ndim else tensor).detach().cpu().clone()

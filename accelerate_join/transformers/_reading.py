@@ -1,0 +1,193 @@
+"""Going through a loader on all ranks together: who has a batch in which step, several steps before it is run."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import SkipBatchSampler
+from accelerate.utils import send_to_device
+
+from accelerate_join._compat import without_none
+from accelerate_join.transformers import _compat
+from accelerate_join.transformers._loader import EvenedLoader, without_rows
+from torch_join import JoinError, UnsupportedError
+from torch_join.integration import Channel, Reader, ReadStep, Rebalancer, Rebalancing, early_termination
+
+_END = object()
+_Mine = tuple[bool, int | None, bool]
+_Steps = Generator[tuple[Any, ReadStep], None, None]
+
+
+class Reading:
+    """One loop after another over loaders of one kind.
+
+    Args:
+        channel: The ranks' channel.
+        device: Where batches go.
+        begin: Begins a loop with what this rank has to say, and returns what all ranks say; all ranks meet.
+        finish: Ends a loop; all ranks call it.
+        count: Returns the number of samples in a batch, where they count.
+        rebalancing: Has ranks give batches to each other, if it is enabled.
+        throws: Whether to raise on all ranks when the first one runs out of batches.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        device: torch.device,
+        begin: Callable[[_Mine], list[_Mine]],
+        finish: Callable[[], None],
+        count: Callable[[Any], int] | None = None,
+        rebalancing: Rebalancing | None = None,
+        throws: bool = False,
+    ) -> None:
+        self._channel, self._device = channel, device
+        self._begin_loop, self._finish_loop = begin, finish
+        self._count, self._rebalancing, self._throws = count, rebalancing, throws
+        self._ahead: deque[tuple[Any, ReadStep]] = deque()  # what was read, and who has a batch in its step
+        self._current: Generator[Any, None, None] | None = None
+
+    def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
+        """Return this rank's batches, and for as long as other ranks have some a batch without rows."""
+        self.leave()
+        self._current = current = self._go_through(loader)
+        return current
+
+    def leave(self) -> None:
+        """Leave the current loop, if Trainer has left it before its end; all ranks call it."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.close()
+
+    def take(self, inputs: Any) -> ReadStep | None:
+        """Return who has a batch in the step of these inputs; `None` if they are none that were read."""
+        while self._ahead:
+            given, step = self._ahead.popleft()
+            if given is inputs:
+                return step
+        return None
+
+    def _go_through(self, loader: EvenedLoader) -> Generator[Any, None, None]:
+        last: Any = _END
+        self._ahead.clear()
+        loader.end_of_dataloader = False
+        rebalances = self._rebalancing is not None and self._rebalancing.enabled
+        steps = self._planned(loader, self._rebalancing) if rebalances and self._rebalancing else self._own(loader)
+        first = [*islice(steps, 1)]  # with which Accelerate's own loader has begun: ours comes after it
+        with closing(steps), _compat.active_loader(loader):
+            for batch, step in chain(first, steps):
+                loader.end_of_dataloader = step.is_last_step
+                if batch is not _END:
+                    last = batch
+                elif last is not _END:
+                    loader.template, last = without_rows(last), _END
+                given = loader.template if batch is _END else batch
+                self._ahead.append((given, step))
+                yield given
+        if last is not _END:
+            loader.template = without_rows(last)
+        self._finish_loop()
+
+    def _own(self, loader: EvenedLoader) -> _Steps:
+        """Yield this rank's batches, and the end in steps without one."""
+        rank = self._channel.rank
+        iterator = without_none(type(loader.loader).__iter__)(loader.loader)
+        batch = next(iterator, _END)
+        everyone = self._begin(loader, batch, loader.certain_length)
+        active = tuple(rank for rank, (has, *_) in enumerate(everyone) if has)
+        lengths = [length for _, length, _ in everyone]
+        step = 0
+        while active:
+            if self._throws and len(active) < self._channel.world_size:
+                raise early_termination(rank, rank not in active)
+            has_next = batch is not _END and not loader.loader.end_of_dataloader
+            samples = total = 0.0
+            if self._count is not None or None in lengths:
+                samples = float(self._count(batch)) if self._count is not None and batch is not _END else 0.0
+                said = self._channel.gather((has_next, samples), of=tuple[bool, float])
+                going_on = tuple(rank for rank, (has, _) in enumerate(said) if has)
+                total = sum(number for _, number in said)
+            else:
+                going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
+                if has_next != (rank in going_on):
+                    raise JoinError(
+                        f"The dataloader of rank {rank} has said that it has {lengths[rank]} batches, and has"
+                        f" {'more' if has_next else 'fewer'}."
+                    )
+            yield batch, ReadStep(active, not going_on, samples, total)
+            active, step = going_on, step + 1
+            batch = next(iterator, _END) if batch is not _END else _END
+
+    def _planned(self, loader: EvenedLoader, rebalancing: Rebalancing) -> _Steps:
+        """Yield what this rank trains on where batches are rebalanced: its own, and others'."""
+        if type(loader.loader.batch_sampler) is SkipBatchSampler or loader.loader.skip_batches:
+            raise UnsupportedError(
+                "rebalance=True: a checkpoint does not say which batches were given away, so that training cannot go on"
+                " in the middle of an epoch. Resume at the begin of one, or use ignore_data_skip=True."
+            )
+        reader = Reader(loader.loader.base_dataloader)
+        plans: list[Rebalancer] = []
+        certain = loader.certain_length
+
+        def begin(source: Reader[Any]) -> None:
+            length = loader.said.length if certain is None else certain
+            options: dict[str, Any] = {"size": self._count, "is_certain": certain is not None}
+            plan = rebalancing.begin(self._channel, source, length, self._meet, **options)
+            plans.extend([] if plan is None else [plan])
+
+        self._begin(loader, reader.peek() if reader.has_next() else _END, certain)
+        reader.rebalanced(begin)
+        if not plans:
+            yield from self._even(reader)
+            return
+        (plan,) = plans
+        try:
+            while plan.active_ranks:
+                batch = _END if plan.share is None else send_to_device(plan.take(), self._device)
+                yield batch, ReadStep(plan.active_ranks, plan.is_last_step, plan.samples, plan.total_samples)
+                plan.advance(self._meet)
+        except GeneratorExit:
+            pass  # all ranks leave at this step
+        plan.end()
+
+    def _even(self, reader: Reader[Any]) -> _Steps:
+        """Yield this rank's batches where all ranks have equally many."""
+        everyone = tuple(range(self._channel.world_size))
+        while reader.has_next():
+            batch = reader.take()
+            samples = total = 0.0
+            if self._count is not None:
+                samples = float(self._count(batch))
+                total = sum(self._channel.gather(samples, of=float))
+            yield send_to_device(batch, self._device), ReadStep(everyone, not reader.has_next(), samples, total)
+
+    def _meet(self, samples: int, notice: dict[str, Any]) -> Any:
+        return self._channel.barrier(samples, notice or None)
+
+    def _begin(self, loader: EvenedLoader, batch: Any, length: int | None) -> list[_Mine]:
+        """Begin to go through a loader; all ranks meet.
+
+        Returns:
+            By rank: whether it has a batch; how many, if there can be no other number; whether it has had none so far.
+        """
+        everyone = self._begin_loop((batch is not _END, length, loader.template is None and batch is _END))
+        lacking = [rank for rank, (*_, lacks) in enumerate(everyone) if lacks]
+        source = next((rank for rank, (has, *_) in enumerate(everyone) if has), None)
+        if lacking and source is not None:
+            # The kind of a batch is all that they need.
+            mine = send_to_device(without_rows(batch), "cpu") if self._channel.rank == source else None
+            shared = broadcast(mine, source, self._device)
+            if self._channel.rank in lacking:
+                loader.template = send_to_device(shared, self._device)
+        return everyone
+
+
+def broadcast(value: Any, source: int, device: torch.device) -> Any:
+    """Return what rank `source` has, on all ranks; it is pickled."""
+    values = [value]
+    dist.broadcast_object_list(values, source, device=device)
+    return values[0]
