@@ -24,6 +24,7 @@ from torch_join._control.farewell import say_farewell
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._schedule.attendance import ReadStep, early_termination
+from torch_join._schedule.epoch_record import EpochRecord, RankRecord
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
@@ -47,12 +48,14 @@ __all__ = [
     "Changes",
     "Channel",
     "Driver",
+    "EpochRecord",
     "Lockstep",
     "LockstepJoin",
     "LoopDriver",
     "ModelShadow",
     "ModuleMetrics",
     "Part",
+    "RankRecord",
     "ReadStep",
     "Reader",
     "Rebalancer",

@@ -7,8 +7,9 @@ Begin with: `_mixin.py`; what ranks do together is in `_run.py`.
 from transformers import Trainer
 
 from accelerate_join.transformers._mixin import JoinTrainerMixin
+from accelerate_join.transformers._monitor import JoinMonitor
 
-__all__ = ["JoinTrainer", "JoinTrainerMixin"]
+__all__ = ["JoinMonitor", "JoinTrainer", "JoinTrainerMixin"]
 
 
 class JoinTrainer(JoinTrainerMixin, Trainer):

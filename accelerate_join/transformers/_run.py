@@ -1,5 +1,6 @@
 """One run of `train`, `evaluate` or `predict`: who has a batch in each step, and what ranks do in it together."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -16,6 +17,7 @@ from accelerate_join._compat import gather
 from accelerate_join.transformers import _compat
 from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader, Said
+from accelerate_join.transformers._monitor import JoinMonitor
 from accelerate_join.transformers._reading import Reading, broadcast
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import (
@@ -98,6 +100,7 @@ class Run:
         self._computed = self._backwards = 0  # in the step that is trained on
         self._factor: float | None = None  # of the loss, inside of such a step
         self._around_step = ExitStack()
+        self._monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
         self._source: int | None = None  # the rank that knows of all steps since the last hand-over
 
     def __enter__(self) -> "Run":
@@ -114,6 +117,9 @@ class Run:
         self._reading[True] = Reading(*where, self._begin_training, self._finish_training, *options)
         self._reading[False] = Reading(*where, self._begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
+        for monitor in self._monitors:
+            monitor.watch(self)
+            stack.callback(monitor.watch, None)
         stack.callback(self.driver.close)
         stack.enter_context(self._operations.replacing())
         stack.enter_context(_compat.skipping(_skip))
@@ -218,6 +224,8 @@ class Run:
         join = self._join
         assert join is not None
         join.go_to(step)
+        for monitor in self._monitors:
+            monitor.note_step(join.joined)
         factor, shown = self._factors(step, num_items_in_batch)
         with join.around_step():
             if join.joined:
@@ -329,6 +337,7 @@ class Run:
         if isinstance(self._join, LockstepJoin):
             self._join.sync_buffers()  # each rank has its own since the last training step
         averages = trainer.args.average_tokens_across_devices
+        begin = time.monotonic()
         before, self._evaluation = self._evaluation, Evaluation(self.driver, trainer.args.device, averages)
         trainer.gather_function = partial(self._evaluation.gather, trainer.gather_function)
         try:
@@ -336,6 +345,12 @@ class Run:
             samples += self.channel.gather(self._evaluation.rows, of=int)
         finally:
             self._evaluation = before
+            for monitor in self._monitors:
+                monitor.note_pause(time.monotonic() - begin)
+
+    def log(self, values: dict[str, float]) -> None:
+        """Log as the trainer does."""
+        self._trainer.log(values)
 
     def _prediction_step(
         self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any

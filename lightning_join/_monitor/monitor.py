@@ -12,11 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_join import _compat
 from lightning_join._callback import JOINING, JoinCallback
 from lightning_join._joining import Joining
-from lightning_join._monitor.epoch_record import EpochRecord, RankRecord
 from lightning_join._monitor.timeline import check_plot, draw_timeline
 from lightning_join._packages import check_trainer
 from torch_join import JoinTypeError, JoinValueError
-from torch_join.integration import Channel
+from torch_join.integration import Channel, EpochRecord, RankRecord
 
 
 class JoinMonitor(Callback):

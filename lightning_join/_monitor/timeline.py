@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 
-from lightning_join._monitor.epoch_record import EpochRecord
 from torch_join import JoinTypeError, JoinValueError
+from torch_join.integration import EpochRecord
 
 _ACTIVE, _JOINED = "#4c72b0", "#dddddd"
 

@@ -29,12 +29,15 @@ COMMANDS = {
     "examples/accelerate_digits.py --notebook": DIFFERENCE,
     "examples/fabric_digits.py": DIFFERENCE,
     "examples/fabric_gpt.py": DIFFERENCE,
+    "examples/transformers_gpt2.py": DIFFERENCE,
 }
 
 
 # One for each kind of loop.
 SOME = [
-    command for command in COMMANDS if re.search("torch_loop|lightning_digits|nproc.*accelerate|fabric_gpt", command)
+    command
+    for command in COMMANDS
+    if re.search("torch_loop|lightning_digits|nproc.*accelerate|fabric_gpt|gpt2", command)
 ]
 
 
@@ -42,6 +45,8 @@ SOME = [
 def test_command_runs(command: str) -> None:
     if "sharded" in command and not has("fully_shard on the CPU") and not torch.cuda.is_available():
         pytest.skip("needs fully_shard on the CPU")
+    if "transformers" in command:
+        pytest.importorskip("transformers")
     output = run(command)
     found = re.search(COMMANDS[command], " ".join(output.split()))
     assert found, output

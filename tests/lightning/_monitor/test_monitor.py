@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
 from lightning_join._monitor import timeline
-from lightning_join._monitor.epoch_record import EpochRecord, RankRecord
 from tests.support.cases import ANY_CHECKPOINT, Batch, Case, Module, build_trainer, fit
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
+from torch_join.integration import EpochRecord, RankRecord
 
 SECONDS, VALIDATION = 0.03, 0.25
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import fmean
 
-from torch_join.integration import closed
+from torch_join._control.codec import closed
 
 # With more ranks, values are logged and written as minimum, mean and maximum.
 MOST_RANKS = 16

@@ -1,0 +1,91 @@
+"""How uneven the dataloaders are, and what that costs, in a trainer's logs."""
+
+import time
+from typing import Any, Protocol
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from torch_join import JoinTypeError
+from torch_join.integration import Channel, EpochRecord, RankRecord
+
+_logger = logging.get_logger(__name__)
+
+
+class Watched(Protocol):
+    """What runs the steps of a trainer."""
+
+    channel: Channel
+
+    def log(self, values: dict[str, float]) -> None:
+        """Log these values as the trainer does."""
+
+
+class JoinMonitor(TrainerCallback):
+    """Logs, per epoch, the batches of each rank, its steps without one, and the share of time that ranks were idle.
+
+    The values are those of `lightning_join.JoinMonitor`: `join/idle_share`, `join/epoch_seconds`,
+    `join/batches_rank_0`, `join/shadow_steps_rank_0`, `join/active_seconds_rank_0`, and so on. Evaluations are left out
+    of seconds.
+
+    Attributes:
+        epochs: What all ranks did in each epoch, the same on every rank.
+
+    Raises:
+        JoinTypeError: When an epoch ends: the trainer of several ranks is none with `JoinTrainerMixin`.
+    """
+
+    _joined_at: int | None
+
+    def __init__(self) -> None:
+        self.epochs: list[EpochRecord] = []
+        self._watched: Watched | None = None
+        self._begin()
+
+    def watch(self, watched: Watched | None) -> None:
+        """A run begins, or ends."""
+        self._watched = watched
+
+    def note_step(self, joined: bool) -> None:
+        """A step of training begins."""
+        if not joined:
+            self._batches += 1
+            return
+        if self._joined_at is None:
+            self._joined_at, self._joined_time = self._batches, self._now()
+        self._shadow_steps += 1
+
+    def note_pause(self, seconds: float) -> None:
+        """An evaluation has ended, which took so long."""
+        self._paused += seconds
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._begin()
+
+    def on_epoch_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if self._watched is None:
+            if args.world_size > 1:
+                raise JoinTypeError(
+                    "JoinMonitor shows how ranks join, and in this trainer none does. Use"
+                    " JoinTrainer, put JoinTrainerMixin before the trainer's class, or leave JoinMonitor out."
+                )
+            return
+        seconds = active = self._now() - self._start
+        if self._joined_at is not None:
+            active = self._joined_time - self._start if self._batches else 0.0
+        mine = RankRecord(self._batches, self._shadow_steps, self._joined_at, active, seconds)
+        record = EpochRecord(len(self.epochs), tuple(self._watched.channel.gather(mine, of=RankRecord)))
+        self.epochs.append(record)
+        if state.is_world_process_zero:
+            _logger.warning(f"JoinMonitor: {record}")
+        self._watched.log(record.metrics())
+
+    def _begin(self) -> None:
+        self._batches = self._shadow_steps = 0
+        self._joined_at = None
+        self._paused = 0.0
+        self._start = self._joined_time = time.monotonic()
+
+    def _now(self) -> float:
+        """Return seconds on a clock that stands still in evaluations."""
+        return time.monotonic() - self._paused

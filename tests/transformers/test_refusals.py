@@ -1,0 +1,108 @@
+"""What raises, on all ranks; and the monitor's numbers."""
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelerate_join.transformers import JoinMonitor, JoinTrainer
+from tests.support.accelerated import accelerator_of
+from tests.support.workers import Workers
+from tests.transformers.recipe import Fit, Net, arguments_of, data_of
+
+
+class Twice(JoinTrainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        super().training_step(model, dict(inputs), *args, **kwargs)
+        return super().training_step(model, dict(inputs), *args, **kwargs)
+
+
+class ByItself(JoinTrainer):
+    def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        return loss.detach()
+
+
+class Rebatching(JoinTrainer):
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, items = super().get_batch_samples(*args)
+        return [dict(batch) for batch in batches], items
+
+
+class GRPOTrainer(JoinTrainer):
+    """Is refused by its name."""
+
+
+class Gathering(JoinTrainer):
+    """Does things with other ranks before, in and after the loss, and after the backward."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        ones = torch.ones(())
+        dist.all_reduce(ones)
+        loss = super().training_step(*args, **kwargs)
+        dist.all_reduce(ones)
+        self.found.append(int(ones))  # type: ignore[has-type]
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = self.accelerator.gather(inputs["x"][:, 0])
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        assert len(rows) >= len(inputs["x"])
+        means = self.accelerator.reduce(torch.ones(1), "mean")
+        assert float(means) == 1
+        return loss
+
+
+def run(rank: int, kind: type[JoinTrainer], fit: Fit, options: dict[str, Any], monitor: Any = None) -> Any:
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+        args = arguments_of(fit, folder)
+        callbacks = [] if monitor is None else [monitor]
+        data = data_of(fit, rank)
+        trainer = kind(Net(fit.counts), args, train_dataset=data, callbacks=callbacks, own_shards=True, **options)
+        trainer.found = []  # type: ignore[attr-defined]
+        trainer.train()
+        epochs = [
+            callback.epochs for callback in trainer.callback_handler.callbacks if isinstance(callback, JoinMonitor)
+        ]
+        return trainer.found, epochs, trainer.state.log_history  # type: ignore[attr-defined]
+
+
+UNEVEN = Fit((2, 5))
+REFUSED: dict[str, tuple[type[JoinTrainer], Fit, dict[str, Any], str]] = {
+    "twice": (Twice, UNEVEN, {}, "calls compute_loss twice"),
+    "by itself": (ByItself, UNEVEN, {}, "called compute_loss 0 times"),
+    "other batches": (Rebatching, UNEVEN, {}, "none of those its dataloader has yielded"),
+    "generating": (GRPOTrainer, UNEVEN, {}, "generates and scores"),
+    "weighting": (JoinTrainer, UNEVEN, {"weighting": "samples"}, "Use weighting='world'"),
+    "termination": (JoinTrainer, UNEVEN, {"throw_on_early_termination": True}, "exhausted"),
+    "batch size": (JoinTrainer, Fit((2, 5), arguments={"auto_find_batch_size": True}), {}, "auto_find_batch_size"),
+    "dealt out": (
+        JoinTrainer,
+        Fit((2, 5), arguments={"train_sampling_strategy": "batch_rebalance"}),
+        {},
+        "each rank has a dataset of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_all_ranks(workers: Workers, name: str) -> None:
+    kind, fit, options, message = REFUSED[name]
+    for outcome in workers.outcomes(2, run, kind, fit, options):
+        assert message in outcome.error
+
+
+def test_what_a_step_does_with_others_is_mirrored(workers: Workers) -> None:
+    found = workers.run(2, run, Gathering, Fit((2, 5), epochs=1), {})
+    assert [steps for steps, *_ in found] == [[4, 4], [4, 4, 1, 1, 1]]
+
+
+def test_the_monitor(workers: Workers) -> None:
+    found = workers.run(2, run, JoinTrainer, Fit((2, 5), epochs=2), {}, JoinMonitor())
+    for _, (epochs,), logs in found:
+        assert [[rank.batches for rank in epoch.ranks] for epoch in epochs] == [[2, 5], [2, 5]]
+        assert [[rank.shadow_steps for rank in epoch.ranks] for epoch in epochs] == [[3, 0], [3, 0]]
+        assert sum("join/idle_share" in log for log in logs) == 2
