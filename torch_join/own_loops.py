@@ -185,9 +185,17 @@ _ending: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
 
 @contextmanager
-def begin(owner: Hashable) -> Iterator[None]:
-    """Put around the begin of a context: training goes on."""
+def begin(owner: Hashable, driver: LoopDriver | None = None) -> Iterator[None]:
+    """Put around the begin of a context: training goes on.
+
+    Args:
+        owner: Whose context it is.
+        driver: Of a context that is around one loop alone, on all ranks.
+    """
     may_have_ended = _ending.pop(owner, None) is not None
+    if driver is not None:
+        # All ranks know alike whether one of them may have ended its training, which says so as a context begins.
+        driver.is_one_loop, driver.begins_with_loop = True, not may_have_ended
     _refusals.pop(owner, ExitStack()).close()
     try:
         yield

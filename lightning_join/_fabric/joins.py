@@ -207,11 +207,11 @@ class Joins:
 
     @contextmanager
     def _context(self, join: Join | None = None) -> Iterator[LoopDriver]:
-        join = join or self._new_join()
+        is_own, join = join is None, join or self._new_join()
         driver = driver_of(join)
         self._driver, self._operations = driver, driver.add(partial(Operations, self))
         try:
-            with own_loops.begin(self):
+            with own_loops.begin(self, driver if is_own else None):
                 join.__enter__()
             with ExitStack() as stack:
                 stack.push(join)

@@ -200,8 +200,10 @@ def steps_in_backward(parameter: Tensor) -> bool:
 
 def is_shard(tensor: Tensor) -> bool:
     """Whether a tensor is this rank's part of one that FSDP, or a `DTensor`, has divided."""
-    return any(
-        getattr(tensor, name, False) is not False for name in ("_local_tensor", "_fsdp_flattened", "_is_flat_param")
+    return (
+        getattr(tensor, "_local_tensor", False) is not False
+        or getattr(tensor, "_fsdp_flattened", False) is not False
+        or getattr(tensor, "_is_flat_param", False) is not False
     )
 
 

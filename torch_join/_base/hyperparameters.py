@@ -61,6 +61,8 @@ def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:
     Raises:
         JoinError: Some differ.
     """
+    if all(values is everyone[0] for values in everyone):  # as `gather` returns what is the same
+        return
     for values in zip(*everyone, strict=False):
         if not all(name == values[0][0] and _are_alike(value, values[0][1]) for name, value in values):
             said = ", ".join(f"{value!r} on rank {rank}" for rank, (_, value) in zip(names, values, strict=True))
@@ -103,6 +105,11 @@ class Steps:
         self.now = True
         self._begun += 1
         self._last = [*self._last[-1:], (self._begun, self._copies())]
+
+    def skip(self) -> None:
+        """Begin a step before which, and in which, nobody can join."""
+        self.now = True
+        self._begun += 1
 
     def _copies(self) -> list[list[dict[str, Any]]]:
         """Return copies of all groups, whose values stay as they are.
@@ -205,6 +212,8 @@ def _described(
 
 def _comparable(value: Any) -> Any:
     """Return `value` as what can be sent and compared, `None` if it cannot."""
+    if type(value) in (bool, int, float, str):
+        return value
     if isinstance(value, tuple):
         parts = tuple(map(_comparable, value))
         simple = all(kept is not None or part is None for kept, part in zip(parts, value, strict=True))

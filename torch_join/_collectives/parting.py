@@ -20,13 +20,13 @@ class Parting:
 
     Args:
         members: Who is active.
+        channel: The channel between the ranks.
     """
 
-    def __init__(self, members: Membership) -> None:
+    def __init__(self, members: Membership, channel: Channel) -> None:
         self._members = members
         self._loops = 0
-        self._channel = Channel()
-        self.begin_loop(self._channel)
+        self.begin_loop(channel)
 
     def begin_loop(self, channel: Channel) -> None:
         """Begin a loop; all ranks call this when all have left the one before: nobody asks of that any more."""

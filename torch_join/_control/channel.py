@@ -154,7 +154,7 @@ class Channel:
         of: Any = Any,
         among: tuple[str, Sequence[int]] | None = None,
     ) -> list[T]:
-        """Meet all ranks, or some, and return every rank's value, by rank.
+        """Meet all ranks, or some, and return every rank's value, by rank; ranks that say the same share one object.
 
         Args:
             value: What this rank has to say: numbers, strings, lists, tuples, dictionaries and the like.
@@ -176,7 +176,11 @@ class Channel:
             index, self._gathers = self._gathers, self._gathers + 1
             values = self._gather(index, data, 0, self._check_nobody_waits_elsewhere if unless_beat else None)
             self._pass_log()
-        return [self._decode(f"a gathered value of rank {rank}", said, of) for rank, said in sorted(values.items())]
+        found: dict[bytes, T] = {}  # often all say the same
+        for rank, said in sorted(values.items()):
+            if said not in found:
+                found[said] = self._decode(f"a gathered value of rank {rank}", said, of)
+        return [found[said] for _, said in sorted(values.items())]
 
     def _gather(self, name: int, data: bytes, them: int, later: Callable[[], None] | None = None) -> dict[int, bytes]:
         key, beats = (_node.GATHERS | name, them), self._stream.beats
@@ -337,7 +341,7 @@ class Channel:
         if self._heard is None and (data := self._stream.failure) is not None:
             self._heard = self._read_failure(data)
         # A new one each time: what is raised holds the frames that it has passed, and with them this channel.
-        return copy.copy(self._heard)
+        return None if self._heard is None else copy.copy(self._heard)
 
     def _read_failure(self, data: bytes) -> PeerFailedError | None:
         me = self.global_ranks[self.rank]

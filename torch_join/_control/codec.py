@@ -257,8 +257,9 @@ def _checker(of: Any) -> Callable[[Any], bool]:
     if of in (None, type(None)):
         return lambda value: value is None
     if origin in (typing.Union, types.UnionType):
-        anyone = [_checker(arg) for arg in args]
-        return lambda value: any(check(value) for check in anyone)
+        kinds = {*_SIMPLE.intersection(args), *((int,) if float in args else ())}
+        others = [_checker(arg) for arg in args if arg not in kinds]
+        return lambda value: type(value) in kinds or any(check(value) for check in others)
     if of is float:
         return lambda value: type(value) in (int, float)
     if origin is None:

@@ -22,7 +22,7 @@ from torch_join.joinables.parts import make_parts
 T = TypeVar("T")
 P = TypeVar("P", bound=Part)
 
-_BEGIN = tuple[int | None, Hyperparameters, str]  # of a loop
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str]]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
@@ -42,11 +42,14 @@ class LoopDriver(Meetings):
     Attributes:
         end_with_loop: Ends the `with`, where that is to end with its only loop: called when this rank, which has left
             the loop by `break`, is about to do something with others.
+        is_one_loop: Whether the `with` is around one loop over `batches`, on all ranks, and around nothing else.
+        begins_with_loop: Whether all ranks meet only as that loop begins, and not as the `with` does.
         asks: Whether this rank's user has asked for a batch of the loops that it goes through.
         plain_steps: How many steps there were outside of `batches`.
     """
 
     end_with_loop: Callable[[], None] | None = None
+    is_one_loop = begins_with_loop = False
     asks = True
     plain_steps = 0
 
@@ -122,7 +125,8 @@ class LoopDriver(Meetings):
             if (first := next(parameters, None)) is not None:
                 use_device(first.device, self.members.group)  # before the channel, which may have to go by it
             self.server.open(open_channel())
-            self.tails.compare_given()
+            if not self.begins_with_loop:
+                self.tails.compare_given(self.server.channel.gather(self.tails.given, of=list[str]))
             for part in self.server.parts:
                 part.enter()
         except BaseException:
@@ -140,10 +144,11 @@ class LoopDriver(Meetings):
                 self._abandon(at_once=False)
             self._unbegun.begin_all()
             self._return_to_loop()
-            verdict = self.members.last_joiner
-            self._leave()
-            if self.place is Place.ENDED:
-                self.members.last_joiner = verdict
+            if not (self.is_one_loop and self.place is Place.ENDED):  # else all have left it, and there is no other
+                verdict = self.members.last_joiner
+                self._leave()
+                if self.place is Place.ENDED:
+                    self.members.last_joiner = verdict
             for part in self.server.parts:
                 part.after_all(self.members.last_joiner)
             # No rank's process ends before all have come here.
@@ -208,10 +213,13 @@ class LoopDriver(Meetings):
                 model.check_can_train(reader.has_next)
             length = None if self.members.may_break else reader.certain_length()
             how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
-            said = self.server.channel.gather((length, hyperparameters(self._objects), how), self.in_plain_loop, _BEGIN)
-            compare([theirs for _, theirs, _ in said], self.members.global_ranks)
-            lengths = [theirs for theirs, _, _ in said]
-            ways = [way for _, _, way in said]
+            given = self.tails.given if self.begins_with_loop else []
+            begin = length, hyperparameters(self._objects), how, given
+            said = self.server.channel.gather(begin, self.in_plain_loop, _BEGIN)
+            lengths, hyper, ways, everyone = zip(*said, strict=True)
+            if self.begins_with_loop:
+                self.tails.compare_given(everyone)
+            compare(hyper, self.members.global_ranks)
             if _ASKS not in ways:
                 return  # nobody goes through it
             refused = (_UNASKED, _EMPTY) if self._planned.enabled else (_UNASKED,)  # with none, it is to be given some
@@ -227,14 +235,14 @@ class LoopDriver(Meetings):
         if self._planned.plan is None and None not in lengths:
             mine.certain = [length for length in lengths if length is not None]
         try:
+            has_models = bool(self.server.models())
             while True:
                 with self._telling():
-                    self._steps.begin()
-                    goes_on = self._find_out(reader, mine.certain)
-                if not goes_on:
-                    break
-                mine.stepped = not self.server.models()
-                with self._telling():
+                    if not self._goes_on_evenly(mine, reader):
+                        self._steps.begin()
+                        if not self._find_out(reader, mine.certain):
+                            break
+                    mine.stepped = not has_models
                     batch = self._planned.take(reader)
                 yield batch
                 mine.reads_ahead = mine.reads_ahead or not mine.forwarded
@@ -252,7 +260,7 @@ class LoopDriver(Meetings):
                 self._finish_loop()
 
     def _is_in(self, loop: Loop) -> bool:
-        return self.in_loop and self._loop is loop
+        return self.place is Place.LOOP and self._loop is loop
 
     # ------------------------------------------------------------ what the parts call
 
@@ -276,6 +284,8 @@ class LoopDriver(Meetings):
         if self._loop is not None:
             self._loop.stepped = True
             self._loop.forwarded = self._loop.forwarded or self.place is Place.LOOP
+            if self.place is Place.LOOP and self._loop.certain is not None:
+                return  # no meeting is put off
         # As long as the tap listens, nothing that others take part in can come before the answer is asked for. Where
         # all are certain to be active, only a `break` is yet to be heard of.
         late = (self.server.tap.installed and (self.in_loop or self.members.announces)) or self._planned.puts_off

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
@@ -29,6 +30,29 @@ class Due:
     samples: int
     at_last: bool
     said: bool = False  # this rank has come to it, and has yet to hear what the others say
+
+
+class _Telling(telling_failures):
+    """See `Meetings._telling`."""
+
+    def __init__(self, its: "Meetings") -> None:
+        super().__init__(its.server.channel)
+        self._its = its
+
+    def __enter__(self) -> None:
+        self._its.check_raised()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        try:
+            super().__exit__(kind, error, traceback)
+        except BaseException as instead:
+            self._its.note_raised(instead)
+            raise
+        self._its.note_raised(error)
 
 
 class Meetings:
@@ -143,21 +167,31 @@ class Meetings:
 
     # ------------------------------------------------------------ meetings
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self) -> "_Telling":
         """Tell the other ranks what is raised inside, and raise what another one told.
 
         Whoever swallows that gets it again at the next meeting, to which the others do not come.
         """
+        return _Telling(self)
+
+    def check_raised(self) -> None:
+        """Raise what was raised before."""
         if self._raised is not None:
             raise self._raised
-        try:
-            with telling_failures(self.server.channel):
-                yield
-        except BaseException as error:
-            if self.members.world_size > 1:
-                self._raised = error
-            raise
+
+    def note_raised(self, error: BaseException) -> None:
+        """Have the next meeting raise this."""
+        if self.members.world_size > 1:
+            self._raised = error
+
+    def _goes_on_evenly(self, loop: Loop, reader: Reader[Any]) -> bool:
+        """Whether this step is sure to be as the one before; most are, so that this costs next to nothing."""
+        if self.step_number >= loop.even_until or not reader.has_next():
+            return False
+        self._steps.skip()
+        if self.step_number % 2:
+            raise_any(self.server.channel.failure())
+        return True
 
     def _find_out(self, reader: Reader[Any], certain: list[int] | None) -> bool:
         """Find out who is active at this step; serve if this rank is not. Return whether it is."""
@@ -198,8 +232,21 @@ class Meetings:
             goes_on = self._go_on()
             if checks:  # from here on a collective of the loader's is followed
                 self._check(reader, certain[self.members.rank])
+            if self._loop is not None and self._is_even():
+                self._loop.even_until = min(certain) - 1  # that step is the last one of some
             return goes_on
         return self._go_on()
+
+    def _is_even(self) -> bool:
+        """Whether a step is as the one before, and leaves nothing to do to the next one."""
+        members = self.members
+        everybody = len(members.active) == len(members.before) == members.world_size
+        return (
+            everybody
+            and self.step_number > 0
+            and not self._steps_elsewhere
+            and all(model.is_prepared for model in self.server.models())
+        )
 
     def _samples_in(self, reader: Reader[Any]) -> int:
         return reader.samples if self.members.weighting == "samples" else 0

@@ -140,6 +140,7 @@ class Loop:
         number: Of the loops of one `with`, from 1 on.
         trains: The parts of models that have had a backward in it, of this rank's own or followed.
         thread: The thread that goes through it.
+        even_until: Before this step, each is sure to be as the one before: all ranks have a batch, and more to come.
     """
 
     reader: Reader[Any]
@@ -152,6 +153,7 @@ class Loop:
     number: int = 0
     trains: set[int] = field(default_factory=set)
     thread: int = field(default_factory=threading.get_ident)
+    even_until: int = 0
 
 
 class Unbegun:

@@ -52,14 +52,15 @@ class Server:
         before_collective: Callable[[str, list[int], bool], None] = _NOTHING,
     ) -> None:
         self.members = members
-        self.parting = Parting(members)
+        channel = Channel()
+        self.parting = Parting(members, channel)
         self._before_collective = before_collective
         self.parts: list[Part] = []
         self._arrive = arrive
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
         self.backwards = ServedBackwards(self, members, check_backward)
         self.hears_asides = False
-        self.open(Channel())
+        self.open(channel)
         self.reset()
 
     def reset(self) -> None:

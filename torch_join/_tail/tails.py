@@ -175,14 +175,21 @@ class Tails:
 
     # ------------------------------------------------------------ checks
 
-    def compare_given(self) -> None:
-        """Compare what the ranks' `Join`s were given; every rank calls this.
+    @property
+    def given(self) -> list[str]:
+        """What this rank's `Join` was given, for `compare_given`."""
+        return [type(thing).__name__ for thing in self._objects]
+
+    def compare_given(self, everyone: Sequence[list[str]]) -> None:
+        """Compare what the ranks' `Join`s were given.
+
+        Args:
+            everyone: By rank, its `given`.
 
         Raises:
             JoinValueError: Other types, or in another order.
             JoinError: A rank has ended its training.
         """
-        everyone = self.server.channel.gather([type(thing).__name__ for thing in self._objects], of=list[str])
         check_all_go_on(everyone, self.server.channel.global_ranks)
         if any(names != everyone[0] for names in everyone):
             words = zip(self.server.channel.global_ranks, everyone, strict=True)

@@ -32,9 +32,9 @@ def is_sharded_model(thing: Any) -> bool:
 def holds_shards(thing: Any) -> bool:
     """Whether some of a model's, or an optimizer's, parameters are shards."""
     if isinstance(thing, nn.Module):
-        return is_sharded_model(thing) or any(_compat.is_shard(parameter) for parameter in thing.parameters())
+        return is_sharded_model(thing) or any(map(_compat.is_shard, thing.parameters()))
     groups = getattr(innermost_optimizer(thing), "param_groups", ())
-    return any(_compat.is_shard(parameter) for group in groups for parameter in group["params"])
+    return any(any(map(_compat.is_shard, group["params"])) for group in groups)
 
 
 def stateful(objects: Sequence[Any]) -> list[Any]:

@@ -110,7 +110,8 @@ class ModelPart(Part):
     # ------------------------------------------------------------ on an active rank
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _compat.check_not_captured(self._parameters[0])
+        if self._parameters[0].is_cuda:
+            _compat.check_not_captured(self._parameters[0])
         self._shadow.first.settle()
         driver = self.driver
         if self.members.serves:
@@ -121,7 +122,8 @@ class ModelPart(Part):
         # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
         # second one, which may not be followed by a backward either.
         deferred = grad and sync and not self.deferred and self.forwards_alone
-        self.check_can_train(lambda: True)
+        if self._shadow.first.shadow_only:
+            self._shadow.first.check_fired()
         if self.meets:
             samples = count_samples((args, kwargs)) if self.members.weighting == "samples" and not driver.in_loop else 0
             driver.before_forward(samples, waits=not deferred)
@@ -186,10 +188,15 @@ class ModelPart(Part):
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
             self._remember_after_backward()
 
+    @property
+    def is_prepared(self) -> bool:
+        """See `LoopModel`."""
+        return _compat.has_rebuilt_buckets(self.ddp)
+
     def prepare(self) -> None:
         # DDP's next forward would wait for a rank that leaves it out (a skipped batch), and waits itself, at its next
         # meeting, for those who are in there.
-        if not _compat.has_rebuilt_buckets(self.ddp):
+        if not self.is_prepared:
             with self.server.own_collectives():
                 if _compat.rebuild_buckets(self.ddp):
                     self.rebind()

@@ -170,6 +170,10 @@ class LoopModel(Protocol):
     def remember(self) -> None:
         """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has nothing to do any more."""
+
     def prepare(self) -> None:
         """Do, at the top of a step on every rank, what would wait for all of them later."""
 

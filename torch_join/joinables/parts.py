@@ -29,12 +29,13 @@ def make_parts(driver: Driver, joinables: Sequence[Any], options: dict[str, Any]
         UnsupportedError: One of them is of a kind that cannot be trained exactly.
     """
     parts: list[Part] = []
-    if any(holds_shards(thing) for thing in joinables):
+    sharded = {id(thing) for thing in joinables if holds_shards(thing)}
+    if sharded:
         from torch_join.joinables._sharded.make import make_sharded_parts  # FSDP takes long to import
 
         parts += make_sharded_parts(driver, joinables)
     for thing in joinables:
-        if holds_shards(thing):
+        if id(thing) in sharded:
             continue
         check_supported(thing, joinables)
         if isinstance(thing, DistributedDataParallel):

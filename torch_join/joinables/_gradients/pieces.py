@@ -46,6 +46,7 @@ class Pieces:
         self._due: set[int] = set()  # on a joined rank: the parameters that have yet to come
         self._output: Callable[[], None] | None = None  # what runs all of it at once, in a first iteration
         self._around = ExitStack()
+        self._is_open = False  # whether there is something in it
 
     # ------------------------------------------------------------ on an active rank
 
@@ -124,9 +125,10 @@ class Pieces:
     def reset(self) -> None:
         """Forget a backward that is under way."""
         self._came, self._is_whole = None, False
-        self._due.clear()
-        self._output = None
-        self._around.close()
+        if self._is_open:
+            self._is_open, self._output = False, None
+            self._due.clear()
+            self._around.close()
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -135,6 +137,7 @@ class Pieces:
         self._around.close()
         self._due = set(self._shadow.firing)
         self._output = run_all if _compat.delays_all_reduce(self._shadow.ddp) else None
+        self._is_open = True
         self._around.enter_context(self._shadow.in_pieces())
 
     def answer(self, places: list[int]) -> None:

@@ -53,7 +53,8 @@ class SecondBackward:
             outputs: What a backward can come through.
             first: Called as the first one does; the outputs keep it.
         """
-        self.remove()  # what is there will be averaged with what comes
+        if self._touched or self._waits is not None:
+            self.remove()  # what is there will be averaged with what comes
         self._first = self._last = -1
         self.awaits_first = True
         for output in outputs:

@@ -102,6 +102,11 @@ class ShardedModelPart(Part):
         """See `LoopModel`."""
         self.gradients.begin_loop()
 
+    @property
+    def is_prepared(self) -> bool:
+        """See `LoopModel`."""
+        return True
+
     def prepare(self) -> None:
         """See `LoopModel`."""
 

@@ -1,0 +1,69 @@
+"""What a loop that is even costs, in counts: the calls of this project's functions, and the ranks' exchanges."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_join
+import torch_join
+from lightning_join.fabric import DDPJoinStrategy
+from tests.fabric.recipe import fabric_of, to_the_end
+from tests.support.workers import Workers
+
+OURS = tuple(str(Path(package.__file__ or "").parent) for package in (torch_join, lightning_join))
+EXCHANGES = {("channel.py", "gather"), ("channel.py", "arrive")}
+STEP, LOOP = 55, 600  # calls at most
+
+
+class Calls:
+    """Counts the calls of this project's functions, but for those of the channel: a rank may wait longer or less."""
+
+    def __init__(self) -> None:
+        self.calls = self.exchanges = 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and str(path).startswith(OURS):
+            self.calls += "_control" not in path.parts
+            self.exchanges += (path.name, frame.f_code.co_name) in EXCHANGES
+
+    def take(self) -> tuple[int, int]:
+        found, self.calls, self.exchanges = (self.calls, self.exchanges), 0, 0
+        return found
+
+
+def count(rank: int) -> Any:
+    fabric = fabric_of(2, DDPJoinStrategy())
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+    data: Any = torch.ones(10, 3, dtype=torch.float64)
+    training = fabric.setup_dataloaders(DataLoader(data, batch_size=1), use_distributed_sampler=False)
+    empty = fabric.setup_dataloaders(DataLoader(data[:0], batch_size=1), use_distributed_sampler=False)
+    calls, steps, loops = Calls(), [], []
+    for batch in training:
+        sys.setprofile(calls)
+        fabric.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(calls.take())  # from a step's begin to the next one's
+    calls.take()
+    for _ in range(3):
+        for _ in empty:
+            pass
+        loops.append(calls.take())
+    sys.setprofile(None)
+    return steps, loops
+
+
+def test_an_even_step_and_an_empty_loop_cost_few_calls_and_exchanges(workers: Workers) -> None:
+    for steps, loops in workers.run(2, to_the_end, count):
+        assert [exchanges for _, exchanges in steps[4:9]] == [0] * 5
+        assert [exchanges for _, exchanges in loops] == [2] * 3
+        assert max(calls for calls, _ in steps[4:9]) <= STEP, steps
+        assert max(calls for calls, _ in loops) <= LOOP, loops
