@@ -64,10 +64,8 @@ def run(rank: int, kind: type[JoinTrainer], fit: Fit, options: dict[str, Any], m
         trainer = kind(Net(fit.counts), args, train_dataset=data, callbacks=callbacks, own_shards=True, **options)
         trainer.found = []  # type: ignore[attr-defined]
         trainer.train()
-        epochs = [
-            callback.epochs for callback in trainer.callback_handler.callbacks if isinstance(callback, JoinMonitor)
-        ]
-        return trainer.found, epochs, trainer.state.log_history  # type: ignore[attr-defined]
+        monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
+        return trainer.found, [each.epochs for each in monitors], trainer.state.log_history  # type: ignore[attr-defined]
 
 
 UNEVEN = Fit((2, 5))
