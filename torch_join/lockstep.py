@@ -127,7 +127,8 @@ class LockstepJoin(Lockstep):
         """Put around an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
 
         In place of `None` comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in
-        backward. Then `no_loss` is true. A loss that does not lead to the model gets such a zero added to it.
+        backward. Then `no_loss` is true. A loss that does not lead to the model gets such a zero added to it; so does
+        that of a batch that counts 0, without its graph.
         """
         self.no_loss = self.no_output = self._has_gathered = False
         self.driver.has_loss = True
@@ -146,10 +147,14 @@ class LockstepJoin(Lockstep):
 
     def _complete(self, output: Any) -> Any:
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
-        if output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss)):
+        counts_nothing = self.counts_nothing and isinstance(loss, Tensor)
+        reaches = output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss))
+        if reaches and not counts_nothing:
             return output
         if self._has_collectives_in_backward:
             what = "None" if output is None else "a loss that does not depend on the model"
+            if reaches:
+                what = "the loss of a batch that counts 0"
             raise UnsupportedError(
                 f"training_step returned {what}, where the other ranks' backward may have collectives that need this"
                 " rank's (of SyncBatchNorm, of all_gather(sync_grads=True), or of a loss over all ranks' outputs)."
@@ -158,8 +163,10 @@ class LockstepJoin(Lockstep):
             )
         if not self._syncs:
             return output
-        self.no_loss, self.no_output, self.driver.has_loss = True, output is None, False
+        self.no_loss, self.no_output, self.driver.has_loss = True, output is None, reaches
         zero = self._shadow.no_loss_output()
+        if counts_nothing:
+            loss = loss.detach()  # the mean over nothing, whose gradient may be NaN
         if output is None:
             return zero
         return {**output, "loss": zero + loss} if isinstance(output, Mapping) else zero + loss
@@ -176,7 +183,7 @@ class LockstepJoin(Lockstep):
             return True
         parameters = self._shadow.parameters
         # Where the lowest active rank has said that it has a loss, no joined one need ask whether somebody has.
-        counts = self._syncs and not (self.joined and self.driver.has_loss)
+        counts = self._syncs and not self.driver.has_loss
         if counts:
             self._no_loss.add(any(p.grad is not None for p in parameters))
         if self.joined and self._in_pieces:

@@ -1,7 +1,7 @@
 """Join for a model that FSDP shards, in a loop that a framework drives."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -89,7 +89,10 @@ class ShardedLockstepJoin(Lockstep):
         self.driver.follow(self.active_ranks)
 
     def backward(self, backward: Callable[[], None]) -> bool:
-        backward()
+        with ExitStack() as stack:
+            for unit in self._following.units if self.counts_nothing else ():
+                stack.callback(unit.scale(lambda: 0.0))
+            backward()
         return True
 
     @contextmanager

@@ -101,13 +101,16 @@ class ManualPart(Part):
         assert module is not None
         precision = strategy.precision_plugin
         synced = self._ddp.require_backward_grad_sync
+        counts_nothing = not self.members.serves and self._lockstep.counts_nothing
+        if counts_nothing:  # the gradient of its mean may be NaN
+            loss = loss.detach() + (0 if synced else self._shadow.zero())
         is_nothing = synced and self.server.channel.world_size > 1 and not self._shadow.is_reached_by(loss)
         if is_nothing:  # DDP would hear of no gradient, and the others wait
             loss = loss + self._shadow.no_loss_output()
         if self.server.in_tail:
             self._send_changes(with_parameters=False)
             self.announce("backward", synced)
-        if not self.members.serves and self._lockstep.loss_factor != 1.0:
+        if not self.members.serves and not counts_nothing and self._lockstep.loss_factor != 1.0:
             loss = loss * self._lockstep.loss_factor
         # Joined ranks run the hooks themselves. What is in the graph is seen.
         with self._driver.server.on_all_ranks():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
-from torch_join._base.weighting import count_samples
+from torch_join._base.weighting import weighted
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join.joinables._gradients.evidence import Gradients
 from torch_join.joinables._gradients.leftovers import settle
@@ -123,8 +123,7 @@ class ModelPart(Part):
         deferred = grad and sync and not self.deferred and self.forwards_alone
         self.check_can_train(lambda: True)
         if self.meets:
-            samples = count_samples((args, kwargs)) if self.members.weighting == "samples" and not driver.in_loop else 0
-            driver.before_forward(samples, waits=not deferred)
+            driver.before_forward(lambda: self.members.count_forward(args, kwargs), waits=not deferred)
             if not (driver.in_loop or self.members.announces):
                 self._gradients.refresh()
         self.forwards += 1
@@ -238,7 +237,9 @@ class ModelPart(Part):
                     self._begin_backward()
                     self._task = task
         self._pieces.came(place)
-        return None if self._factor == 1.0 else tuple(None if g is None else g * self._factor for g in gradients)
+        return (
+            None if self._factor == 1.0 else tuple(None if g is None else weighted(g, self._factor) for g in gradients)
+        )
 
     def _begin_backward(self) -> None:
         self._factor = 1.0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_join._base.errors import JoinError
+from torch_join._base.weighting import weighted
 from torch_join._control.codec import closed
 
 # The states of a unit's parameters: whole, this rank's shard, or a shard of a smaller mesh.
@@ -144,7 +145,7 @@ def out_of_step(name: str, mine: str, theirs: str) -> JoinError:
 def scaled(factor: Callable[[], float], gradient: Tensor) -> Tensor | None:
     """Return a gradient times the factor, for a tensor's hook."""
     value = factor()
-    return None if value == 1.0 else gradient * value
+    return None if value == 1.0 else weighted(gradient, value)
 
 
 def undo_all(steps: Sequence[Callable[[], Any]]) -> Callable[[], None]:
