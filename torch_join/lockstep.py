@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch_join._base import compat as _compat
 from torch_join._base import compat_groups as _compat_groups
 from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._base.weighting import finite
 from torch_join._handover.buffers import StepBuffers
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.synced_norms import has_synced_norms
@@ -18,6 +19,7 @@ from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.no_loss import NoLossCount
 from torch_join._tail.steps import StepDriver
+from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.kinds import unsynced_models
 from torch_join.joinables.lockstep_model import LockstepModelPart
 
@@ -127,8 +129,7 @@ class LockstepJoin(Lockstep):
         """Put around an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
 
         In place of `None` comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in
-        backward. Then `no_loss` is true. A loss that does not lead to the model gets such a zero added to it; so does
-        that of a batch that counts 0, without its graph.
+        backward. Then `no_loss` is true. A loss that does not lead to the model gets such a zero added to it.
         """
         self.no_loss = self.no_output = self._has_gathered = False
         self.driver.has_loss = True
@@ -147,14 +148,10 @@ class LockstepJoin(Lockstep):
 
     def _complete(self, output: Any) -> Any:
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
-        counts_nothing = self.counts_nothing and isinstance(loss, Tensor)
-        reaches = output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss))
-        if reaches and not counts_nothing:
+        if output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss)):
             return output
         if self._has_collectives_in_backward:
             what = "None" if output is None else "a loss that does not depend on the model"
-            if reaches:
-                what = "the loss of a batch that counts 0"
             raise UnsupportedError(
                 f"training_step returned {what}, where the other ranks' backward may have collectives that need this"
                 " rank's (of SyncBatchNorm, of all_gather(sync_grads=True), or of a loss over all ranks' outputs)."
@@ -163,10 +160,8 @@ class LockstepJoin(Lockstep):
             )
         if not self._syncs:
             return output
-        self.no_loss, self.no_output, self.driver.has_loss = True, output is None, reaches
+        self.no_loss, self.no_output, self.driver.has_loss = True, output is None, False
         zero = self._shadow.no_loss_output()
-        if counts_nothing:
-            loss = loss.detach()  # the mean over nothing, whose gradient may be NaN
         if output is None:
             return zero
         return {**output, "loss": zero + loss} if isinstance(output, Mapping) else zero + loss
@@ -178,12 +173,13 @@ class LockstepJoin(Lockstep):
             `False` if it is known that no rank has a loss. Without a sync nobody knows.
         """
         if not (self.joined or self.no_loss):
-            self._listening_to(backward)
+            with self.leaving_out() if self.counts_nothing else nullcontext():
+                self._listening_to(backward)
             self._shadow.accumulated = not self._syncs
             return True
         parameters = self._shadow.parameters
         # Where the lowest active rank has said that it has a loss, no joined one need ask whether somebody has.
-        counts = self._syncs and not self.driver.has_loss
+        counts = self._syncs and not (self.joined and self.driver.has_loss)
         if counts:
             self._no_loss.add(any(p.grad is not None for p in parameters))
         if self.joined and self._in_pieces:
@@ -197,6 +193,16 @@ class LockstepJoin(Lockstep):
         for parameter in () if totals.has_gradients else parameters:
             parameter.grad = None
         return totals.has_loss
+
+    @contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Put around the backward of a loss of a batch that counts 0."""
+        watch = Watch(self._shadow.parameters)
+        watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
+        try:
+            yield
+        finally:
+            watch.end()
 
     def _listening_to(self, backward: Callable[[], None]) -> None:
         whole = self.in_tail and not self.joined and not self.driver.server.in_pieces

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._base.weighting import finite
 from torch_join._handover.buffers import StepBuffers
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.lockstep import Lockstep
@@ -91,7 +92,7 @@ class ShardedLockstepJoin(Lockstep):
     def backward(self, backward: Callable[[], None]) -> bool:
         with ExitStack() as stack:
             for unit in self._following.units if self.counts_nothing else ():
-                stack.callback(unit.scale(lambda: 0.0))
+                stack.callback(unit.scale(float, lambda gradient, _: finite(gradient)))
             backward()
         return True
 

@@ -101,16 +101,13 @@ class ManualPart(Part):
         assert module is not None
         precision = strategy.precision_plugin
         synced = self._ddp.require_backward_grad_sync
-        counts_nothing = not self.members.serves and self._lockstep.counts_nothing
-        if counts_nothing:  # the gradient of its mean may be NaN
-            loss = loss.detach() + (0 if synced else self._shadow.zero())
         is_nothing = synced and self.server.channel.world_size > 1 and not self._shadow.is_reached_by(loss)
         if is_nothing:  # DDP would hear of no gradient, and the others wait
             loss = loss + self._shadow.no_loss_output()
         if self.server.in_tail:
             self._send_changes(with_parameters=False)
             self.announce("backward", synced)
-        if not self.members.serves and not counts_nothing and self._lockstep.loss_factor != 1.0:
+        if not self.members.serves and self._lockstep.loss_factor != 1.0:
             loss = loss * self._lockstep.loss_factor
         # Joined ranks run the hooks themselves. What is in the graph is seen.
         with self._driver.server.on_all_ranks():
@@ -118,7 +115,9 @@ class ManualPart(Part):
             loss = precision.pre_backward(loss, module)
         self._in_backward = True
         try:
-            with self._shadow.step(shadow=True) if is_nothing else nullcontext():
+            counts_nothing = not self.members.serves and self._lockstep.counts_nothing
+            around = self._lockstep.leaving_out() if counts_nothing else nullcontext()
+            with self._shadow.step(shadow=True) if is_nothing else around:
                 precision.backward(loss, module, None, *args, **kwargs)
         finally:
             self._in_backward = False

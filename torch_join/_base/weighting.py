@@ -102,6 +102,11 @@ def weighted(gradient: Tensor, factor: float) -> Tensor:
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
+def finite(gradient: Tensor) -> Tensor:
+    """Return a gradient of a loss that counts 0, in which only what is not finite is the loss's own: without that."""
+    return torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
+
+
 def counter(weighting: Weighting, rank: int, count_samples: Callable[[Any], int]) -> Count | None:
     """Return what counts a batch; `None` where nothing is counted.
 

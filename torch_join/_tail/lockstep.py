@@ -229,7 +229,7 @@ class Lockstep:
 
     @property
     def counts_nothing(self) -> bool:
-        """Whether this rank's batch counts 0, so that nothing of its gradient may reach the others."""
+        """Whether this rank's batch counts 0: then the gradient of its mean, times the factor of 0, may be NaN."""
         return self.driver.members.count is not None and not self.joined and self._counted == 0
 
     @property

@@ -51,6 +51,12 @@ class Announcer(Protocol):
             hold: Whether to tell them together with the next announcement.
         """
 
+    def announce_alone(self, index: int, kind: str, payload: Any) -> None:
+        """Tell the joined ranks, with the next announcement, what the lowest active rank does.
+
+        It has no collective, and the other active ranks may do the same more or less often.
+        """
+
     def own_collectives(self) -> AbstractContextManager[None]:
         """Put around collectives that joined ranks know of without the tap."""
 

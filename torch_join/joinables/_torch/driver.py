@@ -165,6 +165,10 @@ class HookDriver:
         if done:
             self._undone.discard(index)
 
+    def announce_alone(self, index: int, kind: str, payload: Any) -> None:
+        """Announce it as anything else: in torch's `Join` all active ranks do the same."""
+        self.announce(index, kind, payload)
+
     # ------------------------------------------------------------ what the hooks call
 
     def serve(self, joinable: Wrapping) -> None:
