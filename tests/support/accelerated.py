@@ -293,7 +293,11 @@ def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Ne
                 weight = 1 / script.world_size if even else weight_of(script, batches, rank)
                 y = target(script, torch.tensor(numbers), y)
                 loss = (net(x) - y).pow(2).mean() * weight / script.accumulate
-                loss.backward()
+                if weight:
+                    loss.backward()
+                else:  # infinite or not
+                    for p in net.parameters():
+                        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             syncs = (step + 1) % script.accumulate == 0 or step + 1 == longest
             if syncs:
                 if script.clip is not None:
