@@ -54,8 +54,6 @@ class ModelPart(Part):
         self.synced = 0  # of these, how many are followed by a backward that averages gradients
         self.deferred = 0  # forwards that joined ranks hear of, if there are any, when their backward begins
         self._frozen: list[int] = []  # the parameters, by place, that were frozen in the last of these
-        self._is_alone = False  # whether that is no other active rank's matter
-        self._has_averaged = False  # since the last forward that is followed by a backward
         self._task = -1  # the backward that has begun
         self._remembers = -1  # the last one that is remembered at its end
         self._factor = 1.0  # what to multiply its gradients with
@@ -123,9 +121,8 @@ class ModelPart(Part):
         # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
         # second one, which may not be followed by a backward either.
         deferred = grad and sync and not self.deferred and self.forwards_alone
-        # Of a window's micro-batches ranks may have different numbers, and only the first forward may have collectives.
-        is_alone = grad and not (self.ddp.require_forward_param_sync or self._has_averaged)
-        self._has_averaged = self._has_averaged and not grad
+        # Of a window's micro-batches ranks may have different numbers: they have in common what has collectives.
+        is_alone = grad and not _compat.may_forward_with_collectives(self.ddp)
         self.check_can_train(lambda: True)
         if self.meets:
             driver.before_forward(lambda: self.members.count_forward(args, kwargs), waits=not deferred)
@@ -135,7 +132,7 @@ class ModelPart(Part):
         self.synced += grad and sync
         if deferred and (self.members.announces or (driver.awaits_others and self._watch.is_on)):
             self.deferred += 1
-            self._frozen, self._is_alone = self._shadow.frozen, is_alone
+            self._frozen = self._shadow.frozen
             return
         if grad:
             self._shadowed.accumulates = self._shadow.accumulated = not sync
@@ -154,8 +151,7 @@ class ModelPart(Part):
         if is_alone:
             self.server.announce_alone(self.index, "forward", forward)
         else:
-            # One that syncs, which is the first in a window of a single batch, would be deferred.
-            self.announce("forward", forward, hold=grad and not sync and self.forwards_alone)
+            self.announce("forward", forward)
         # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
         self._plumbing.enter_context(self.server.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
@@ -166,11 +162,7 @@ class ModelPart(Part):
     def _announce_deferred(self) -> None:
         while self.deferred:
             self.deferred -= 1
-            forward = (True, True, 0, self._frozen, None)
-            if self._is_alone:
-                self.server.announce_alone(self.index, "forward", forward)
-            else:
-                self.announce("forward", forward, hold=True)
+            self.server.announce_alone(self.index, "forward", (True, True, 0, self._frozen, None))
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -280,7 +272,6 @@ class ModelPart(Part):
             else:
                 self._pieces.begin_whole()
                 self.announce("backward", runs_of(states))
-        self._has_averaged = self._has_averaged or averages
         if averages:
             self._shadowed.accumulates = self._shadow.accumulated = False
         self._factor = self.members.loss_factor
