@@ -176,6 +176,9 @@ def draw(seed: int, world_size: int) -> Case:
     epochs, accumulate = one.choice((1, 2, 3)), one.choice((1, 1, 1, 2, 3))
     kinds = one.choice((KNOWN, STREAMS, KNOWN + STREAMS))
     weighting = one.choice(("world", "active", "samples", "count"))
+    accumulate = (
+        1 if weighting == "count" else accumulate
+    )  # nobody can tell what a batch that counts 0 leaves of others
     most = one.choice((2, 5, 9, 14))
     gifts = one.choice(((world_size,), (world_size,), (0, 1, 2, world_size)))
     return Case(
