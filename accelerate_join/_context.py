@@ -14,7 +14,7 @@ from accelerate_join._loaders import PreparedReader, even_batches_set, is_prepar
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import Progress, check_supported, prepared_by, unwrap
 from accelerate_join._protocol import PreparedLoader
-from torch_join import Join, JoinTypeError, Weighting
+from torch_join import Join, JoinTypeError, UnsupportedError, Weighting
 from torch_join.integration import LoopDriver, driver_of, listed, own_loops
 
 T = TypeVar("T")
@@ -55,7 +55,8 @@ def join_uneven_inputs(
         The `torch_join.Join`, whose `batches` takes loaders that Accelerate has not prepared.
 
     Raises:
-        UnsupportedError: Accelerate runs on something else than DistributedDataParallel.
+        UnsupportedError: Accelerate runs on something else than DistributedDataParallel; or accumulates, where a
+            function weighs.
         JoinError: A prepared model has several wrappers, so that nobody knows which the loop calls.
         JoinTypeError: There is no such argument, and no hook that could take it.
     """
@@ -64,6 +65,13 @@ def join_uneven_inputs(
     given = [] if joinables is None else listed(joinables)
     if weighting == "world" and "divide_by_initial_world_size" in kwargs:
         weighting = None  # type: ignore[assignment]  # torch's name for the same thing decides
+    if callable(weighting) and accelerator.gradient_accumulation_steps > 1:
+        raise UnsupportedError(
+            "A weighting by a function, with gradient_accumulation_steps > 1: each step of a window would be weighted"
+            " by its own count, not by the window's. Use gradient_accumulation_steps=1, and"
+            " `for window in join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all"
+            " of its batches but the last."
+        )
     options = {"weighting": weighting, "throw_on_early_termination": throw_on_early_termination, **kwargs}
     context = AcceleratorContext(accelerator, given, distributed, **options)
     with ExitStack() as stack:
@@ -244,7 +252,9 @@ class AcceleratorContext:
         if reader is not None and reader.pulling:  # a loop over something that holds it, such as a zip
             yield from own_iter(loader)
         else:
-            yield from self._driver.go_through(loader, partial(PreparedReader, own_iter))
+            yield from self._driver.go_through(
+                loader, partial(PreparedReader, own_iter, self._driver.members.count is not None)
+            )
 
     def note_epoch(self, loader: Any) -> None:
         steps = self._driver.plain_steps

@@ -7,8 +7,10 @@ cannot be exchanged: `__class__` is a property that tells the wrapped loader's.)
 
 import copy
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
 from typing import Any, TypeAlias, get_args
 
 import accelerate
@@ -25,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate_join import _compat
 from accelerate_join._protocol import JoinContext, PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Begin, Reader, draws_exactly, refuse_position
+from torch_join.integration import Begin, Count, Reader, draws_exactly, refuse_position
 
 _KINDS = get_args(PreparedLoader)
 _Iter: TypeAlias = Callable[[Any], Iterator[Any]]
@@ -36,15 +38,35 @@ class PreparedReader(Reader[Any]):
 
     Args:
         own_iter: Accelerate's own `__iter__` of the loader's class.
+        counts: Whether batches are counted: as they are before Accelerate places them on a device.
         loader: The loader.
 
     Attributes:
         prepared: The loader.
     """
 
-    def __init__(self, own_iter: _Iter, loader: PreparedLoader) -> None:
-        super().__init__(own_iter(loader))
+    def __init__(self, own_iter: _Iter, counts: bool, loader: PreparedLoader) -> None:
         self.prepared = loader
+        # What is dispatched is on a device when it comes to a process, but for the main one.
+        self._unplaced: deque[Any] | None = deque() if counts and type(loader) is not DataLoaderDispatcher else None
+        self._own = own_iter(loader)
+        super().__init__(self._own if self._unplaced is None else self._keeping(self._unplaced))
+
+    def _keeping(self, unplaced: deque[Any]) -> Iterator[Any]:
+        base, skipped = self.prepared.base_dataloader, getattr(self.prepared, "skip_batches", 0)
+
+        def batches() -> Iterator[Any]:
+            for index, batch in enumerate(base):
+                if index >= skipped:
+                    unplaced.append(batch)
+                yield batch
+
+        with _compat.batches_replaced(self.prepared, batches):
+            first = [*islice(self._own, 1)]
+        yield from chain(first, self._own)
+
+    def count(self, count: Count) -> float:
+        return super().count(count) if self._unplaced is None else count(self._unplaced.popleft())
 
     def certain_length(self) -> int | None:
         return certain_length(self.prepared)
@@ -60,7 +82,8 @@ class PreparedReader(Reader[Any]):
                 " is given. Begin the dataset where training goes on."
             )
         # Taken before Accelerate places them on a device, and given back where it reads its next one.
-        with _compat.batches_replaced(loader, lambda: _rebalanced(loader, begin)):
+        self._iterator = self._own
+        with _compat.batches_replaced(loader, lambda: _rebalanced(loader, begin, self._unplaced)):
             self.has_next()
         return self
 
@@ -86,11 +109,14 @@ class _OwnBatches(Reader[Any]):
         return certain_length(self._prepared)
 
 
-def _rebalanced(loader: PreparedLoader, begin: Begin) -> Iterator[Any]:
+def _rebalanced(loader: PreparedLoader, begin: Begin, unplaced: deque[Any] | None) -> Iterator[Any]:
     own = _OwnBatches(loader)
     reader = begin(own) or own
     while reader.has_next():
-        yield reader.take()
+        batch = reader.take()
+        if reader is own and unplaced is not None:  # else a plan counts it
+            unplaced.append(batch)
+        yield batch
 
 
 def certain_length(loader: PreparedLoader) -> int | None:

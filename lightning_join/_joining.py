@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
@@ -131,7 +132,7 @@ class Joining(ParallelStrategy):
         use_device(self.root_device, None)  # before the channel, which may have to go by it
         self.channel = open_channel(timeout=timeout)
         self.sets_up = True
-        self.driver = StepDriver(self.channel, self.weighting, self.backward_collectives)
+        self.driver = StepDriver(self.channel, self.weighting, self.backward_collectives, extract_batch_size)
         self.rebalancing = Rebalancing(self.driver.members, self.rebalance)
         self._step_values = self.driver.add(partial(StepValues, strategy=cast(JoiningStrategy, self)))
 

@@ -31,7 +31,8 @@ class DDPJoinStrategy(Joining, StepCollectives, ActiveCollectives, DDPStrategy):
         *args: `DDPStrategy`'s positional arguments.
         weighting: How the gradients of the ranks that have a batch are combined. `"world"` (the
             default): their sum over the world size; `"active"`: their mean; `"samples"`: weighted by
-            batch size, as one process training on the union of the batches.
+            batch size, as one process training on the union of the batches; a function: by what it returns
+            for each batch, as the dataloader yields it, such as its number of tokens.
         divide_by_initial_world_size: torch's name for the same: `True` is `"world"`, `False` is
             `"active"`.
         throw_on_early_termination: Whether to end the fit on all ranks, with an

@@ -71,6 +71,7 @@ FLOORS, FILES, TEST_FILES, LINES, CLASSES = 14, 14, 20, 500, 2
 GETATTR: dict[str, str] = {  # "file: class", and why it needs a `__getattr__`
     "lightning_join/_fabric/loader.py: JoinedLoader": "it stands for whatever loader was set up",
     "accelerate_join/transformers/_loader.py: EvenedLoader": "it stands for this rank's own loader",
+    "torch_join/_tail/reader.py: Windows": "frameworks look at it for the sampler of the loader that it is around",
 }
 # Private names of Lightning and torchmetrics that integrations use, and that torch_join has too.
 THEIRS = {"_computed", "_iterator", "_timeout", "_update_count"}

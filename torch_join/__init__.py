@@ -20,6 +20,7 @@ from torch_join._base.names import naming_missing as _naming_missing
 with _naming_missing(_TORCH, "torch"):
     from torch_join._base.sampler import UnpaddedDistributedSampler
     from torch_join._base.weighting import Weighting
+    from torch_join._tail.reader import windows
     from torch_join.join import Join
     from torch_join.joinables import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
 
@@ -40,4 +41,5 @@ __all__ = [
     "UnpaddedDistributedSampler",
     "UnsupportedError",
     "Weighting",
+    "windows",
 ]

@@ -14,7 +14,7 @@ from torch_join._base.devices import use_device
 from torch_join._base.errors import DECIDE, name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.names import check_names, naming_missing
-from torch_join._base.weighting import resolve_weighting
+from torch_join._base.weighting import Count, factor_of_count, resolve_weighting
 from torch_join._collectives.compat import in_backward
 from torch_join._collectives.gather import join_rows
 from torch_join._control.channel import Channel
@@ -47,6 +47,7 @@ __all__ = [
     "Begin",
     "Changes",
     "Channel",
+    "Count",
     "Driver",
     "EpochRecord",
     "Lockstep",
@@ -69,6 +70,7 @@ __all__ = [
     "draws_exactly",
     "driver_of",
     "early_termination",
+    "factor_of_count",
     "follow_sharded_model",
     "group_options",
     "in_backward",

@@ -53,7 +53,9 @@ class Join(TorchJoin):
             with `state_dict` and `load_state_dict`; the same on every rank, in the same order.
         enable: `False` makes the context do nothing: `batches` passes on its loader's, and every rank is active.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs before others.
-        weighting: How the gradients of the active ranks are combined, see `resolve_weighting`.
+        weighting: How the gradients of the active ranks are combined: `"world"` (the default), their sum over the
+            number of ranks; `"active"`, their mean; `"samples"`, weighted by their batches' sizes; a function, by what
+            it returns for the batch, as the loader yields it: its number of tokens, say.
         heartbeat: Whether ranks meet in each step, also where lengths are certain; needed where ranks may
             `break` out of their loops at different steps.
         timeout: How long a rank waits for another, by default 30 minutes.

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch_join._base import compat as _compat
 from torch_join._base import compat_groups as _compat_groups
 from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._base.weighting import finite
 from torch_join._handover.buffers import StepBuffers
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.synced_norms import has_synced_norms
@@ -19,6 +20,7 @@ from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.no_loss import NoLossCount
 from torch_join._tail.steps import StepDriver
+from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.kinds import unsynced_models
 from torch_join.joinables.lockstep_model import LockstepModelPart
 
@@ -197,7 +199,8 @@ class LockstepJoin(Lockstep):
             `False` if it is known that no rank has a loss. Without a sync nobody knows.
         """
         if not (self.joined or self.no_loss):
-            self._listening_to(backward)
+            with self.leaving_out() if self.counts_nothing else nullcontext():
+                self._listening_to(backward)
             self._shadow.accumulated = not self._syncs
             return True
         parameters = self._shadow.parameters
@@ -216,6 +219,16 @@ class LockstepJoin(Lockstep):
         for parameter in () if totals.has_gradients else parameters:
             parameter.grad = None
         return totals.has_loss
+
+    @contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Put around the backward of a loss of a batch that counts 0."""
+        watch = Watch(self._shadow.parameters)
+        watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
+        try:
+            yield
+        finally:
+            watch.end()
 
     def _listening_to(self, backward: Callable[[], None]) -> None:
         whole = self.in_tail and not self.joined and not self.driver.server.in_pieces

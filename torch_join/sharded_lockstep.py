@@ -1,13 +1,14 @@
 """Join for a model that FSDP shards, in a loop that a framework drives."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._base.weighting import finite
 from torch_join._handover.buffers import StepBuffers
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.lockstep import Lockstep
@@ -89,7 +90,10 @@ class ShardedLockstepJoin(Lockstep):
         self.driver.follow(self.active_ranks)
 
     def backward(self, backward: Callable[[], None]) -> bool:
-        backward()
+        with ExitStack() as stack:
+            for unit in self._following.units if self.counts_nothing else ():
+                stack.callback(unit.scale(float, lambda gradient, _: finite(gradient)))
+            backward()
         return True
 
     @contextmanager

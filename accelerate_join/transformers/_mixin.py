@@ -1,7 +1,9 @@
 """What comes before a `transformers.Trainer`: loaders with as many steps on all ranks, and a run around its loops."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, ClassVar
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, prepare_data_loader
@@ -29,8 +31,10 @@ class JoinTrainerMixin:
 
     Attributes:
         weighting: How the gradients of the ranks that have a batch are combined, where a loss is a mean: `"world"`
-            (the default), `"active"` or `"samples"`, see `torch_join.Join`. Where Trainer divides by the number of
-            items in all batches (`num_items_in_batch`) the result is exact by itself, and this must be `"world"`.
+            (the default), `"active"` or `"samples"`, see `torch_join.Join`. A function that gets a batch, before it
+            goes to a device, and returns what it counts weighs all micro-batches of a step by that. Where Trainer
+            divides by the number of items in all batches (`num_items_in_batch`) the result is exact by itself: then
+            this is `"world"`, or a function whose counts are taken in place of Trainer's.
         own_shards: Whether each rank's datasets are its own, so that nobody shards them again.
         rebalance: Whether ranks that have run out of batches get some of others', so that an epoch has as many steps as
             batches divided by ranks.
@@ -69,7 +73,10 @@ class JoinTrainerMixin:
         for name, value in given.items():
             if value is not None:
                 setattr(self, name, value)
-        self.weighting = resolve_weighting(self.weighting)
+        # A function in the body of a class, of a batch alone, would become a method.
+        own = inspect.getattr_static(self, "weighting")
+        takes_batch = isinstance(own, FunctionType) and own.__code__.co_argcount == 1
+        self.weighting = resolve_weighting(own if takes_batch else self.weighting)
         if self.rebalance:
             check_can_rebalance(heartbeat=False, throw_on_early_termination=self.throw_on_early_termination)
         super().__init__(*args, **kwargs)
@@ -109,6 +116,8 @@ class JoinTrainerMixin:
             _warn_of_filled(type(self).__name__)
         if not isinstance(loader, DataLoaderShard):
             return loader
+        if trains and callable(self.weighting):
+            loader.device = None  # batches are counted first
         return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards, trains and self.rebalance)
 
     def _prepare_own(self, loader: Any) -> Any:
@@ -133,6 +142,12 @@ class JoinTrainerMixin:
         if self.own_shards and length_of(dataset) == 0:
             return SequentialSampler(dataset)  # of no samples torch shuffles none
         return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
+        if self._join_run is None or self._join_run.evaluates:
+            return found
+        return self._join_run.begin_window(batch_samples, found)
 
     def num_examples(self, dataloader: Any) -> int:
         if isinstance(dataloader, EvenedLoader) and dataloader.examples is not None:

@@ -1,7 +1,8 @@
 """Going through a loader on all ranks together: who has a batch in which step, several steps before it is run."""
 
+import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import chain, islice
 from typing import Any
@@ -15,7 +16,7 @@ from accelerate_join._compat import without_none
 from accelerate_join.transformers import _compat
 from accelerate_join.transformers._loader import EvenedLoader, without_rows
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Channel, Reader, ReadStep, Rebalancer, Rebalancing, early_termination
+from torch_join.integration import Channel, Count, Reader, ReadStep, Rebalancer, Rebalancing, early_termination
 
 _END = object()
 _Mine = tuple[bool, int | None, bool]
@@ -30,7 +31,7 @@ class Reading:
         device: Where batches go.
         begin: Begins a loop with what this rank has to say, and returns what all ranks say; all ranks meet.
         finish: Ends a loop; all ranks call it.
-        count: Returns the number of samples in a batch, where they count.
+        count: Returns what a batch counts, where batches are counted.
         rebalancing: Has ranks give batches to each other, if it is enabled.
         throws: Whether to raise on all ranks when the first one runs out of batches.
     """
@@ -41,7 +42,7 @@ class Reading:
         device: torch.device,
         begin: Callable[[_Mine], list[_Mine]],
         finish: Callable[[], None],
-        count: Callable[[Any], int] | None = None,
+        count: Count | None = None,
         rebalancing: Rebalancing | None = None,
         throws: bool = False,
     ) -> None:
@@ -105,12 +106,12 @@ class Reading:
             if self._throws and len(active) < self._channel.world_size:
                 raise early_termination(rank, rank not in active)
             has_next = batch is not _END and not loader.loader.end_of_dataloader
-            samples = total = 0.0
+            counted = total = 0.0
             if self._count is not None or None in lengths:
-                samples = float(self._count(batch)) if self._count is not None and batch is not _END else 0.0
-                said = self._channel.gather((has_next, samples), of=tuple[bool, float])
+                counted = float(self._count(batch)) if self._count is not None and batch is not _END else 0.0
+                said = self._channel.gather((has_next, counted), of=tuple[bool, float])
                 going_on = tuple(rank for rank, (has, _) in enumerate(said) if has)
-                total = sum(number for _, number in said)
+                total = math.fsum(number for _, number in said)
             else:
                 going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
                 if has_next != (rank in going_on):
@@ -118,7 +119,7 @@ class Reading:
                         f"The dataloader of rank {rank} has said that it has {lengths[rank]} batches, and has"
                         f" {'more' if has_next else 'fewer'}."
                     )
-            yield batch, ReadStep(active, not going_on, samples, total)
+            yield self._to_device(batch), ReadStep(active, not going_on, counted, total)
             active, step = going_on, step + 1
             batch = next(iterator, _END) if batch is not _END else _END
 
@@ -135,7 +136,7 @@ class Reading:
 
         def begin(source: Reader[Any]) -> None:
             length = loader.said.length if certain is None else certain
-            options: dict[str, Any] = {"size": self._count, "is_certain": certain is not None}
+            options: dict[str, Any] = {"count": self._count, "is_certain": certain is not None}
             plan = rebalancing.begin(self._channel, source, length, self._meet, **options)
             plans.extend([] if plan is None else [plan])
 
@@ -147,8 +148,8 @@ class Reading:
         (plan,) = plans
         try:
             while plan.active_ranks:
-                batch = _END if plan.share is None else send_to_device(plan.take(), self._device)
-                yield batch, ReadStep(plan.active_ranks, plan.is_last_step, plan.samples, plan.total_samples)
+                step = ReadStep(plan.active_ranks, plan.is_last_step, plan.count(), plan.total)
+                yield _END if plan.share is None else self._to_device(plan.take()), step
                 plan.advance(self._meet)
         except GeneratorExit:
             pass  # all ranks leave at this step
@@ -159,14 +160,22 @@ class Reading:
         everyone = tuple(range(self._channel.world_size))
         while reader.has_next():
             batch = reader.take()
-            samples = total = 0.0
+            counted = total = 0.0
             if self._count is not None:
-                samples = float(self._count(batch))
-                total = sum(self._channel.gather(samples, of=float))
-            yield send_to_device(batch, self._device), ReadStep(everyone, not reader.has_next(), samples, total)
+                counted = float(self._count(batch))
+                total = math.fsum(self._channel.gather(counted, of=float))
+            yield self._to_device(batch), ReadStep(everyone, not reader.has_next(), counted, total)
 
-    def _meet(self, samples: int, notice: dict[str, Any]) -> Any:
-        return self._channel.barrier(samples, notice or None)
+    def _meet(self, count: float, notice: dict[str, Any]) -> Any:
+        return self._channel.barrier(count, notice or None)
+
+    def _to_device(self, batch: Any) -> Any:
+        return batch if batch is _END else send_to_device(batch, self._device)
+
+    def totals(self, batches: Sequence[Any]) -> tuple[float, float]:
+        """Return what some of the batches that were read count together: on this rank, and on all."""
+        steps = [step for given, step in self._ahead if any(given is batch for batch in batches)]
+        return math.fsum(step.counted for step in steps), math.fsum(step.total for step in steps)
 
     def _begin(self, loader: EvenedLoader, batch: Any, length: int | None) -> list[_Mine]:
         """Begin to go through a loader; all ranks meet.
@@ -182,7 +191,7 @@ class Reading:
             mine = send_to_device(without_rows(batch), "cpu") if self._channel.rank == source else None
             shared = broadcast(mine, source, self._device)
             if self._channel.rank in lacking:
-                loader.template = send_to_device(shared, self._device)
+                loader.template = self._to_device(shared)
         return everyone
 
 

@@ -19,7 +19,7 @@ from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader, Said
 from accelerate_join.transformers._monitor import JoinMonitor
 from accelerate_join.transformers._reading import Reading, broadcast
-from torch_join import JoinError, UnsupportedError
+from torch_join import JoinError, JoinValueError, UnsupportedError
 from torch_join.integration import (
     Lockstep,
     LockstepJoin,
@@ -28,6 +28,7 @@ from torch_join.integration import (
     ReadStep,
     Rebalancing,
     StepDriver,
+    factor_of_count,
     follow_sharded_model,
     is_sharded_model,
     open_channel,
@@ -98,6 +99,7 @@ class Run:
         self._follows_evaluation = False
         self._reading: dict[bool, Reading] = {}  # by whether what is read is trained on
         self._computed = self._backwards = 0  # in the step that is trained on
+        self._window_total = 0.0  # of what all ranks' micro-batches of the optimizer's step count
         self._factor: float | None = None  # of the loss, inside of such a step
         self._around_step = ExitStack()
         self._monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
@@ -107,13 +109,12 @@ class Run:
         trainer = self._trainer
         use_device(trainer.args.device, None)  # before the channel, which may have to go by it
         self.channel = open_channel(timeout=timedelta(seconds=trainer.args.ddp_timeout))
-        self.driver = StepDriver(self.channel)
+        self.driver = StepDriver(self.channel, trainer.weighting, sizes=_rows_of)
         self._operations = self.driver.add(partial(StepOperations, trainer.args.device))
         self._stack = stack = ExitStack()
         self._rebalancing = Rebalancing(self.driver.members, trainer.rebalance)
         where = self.channel, trainer.args.device
-        counts = _rows_of if trainer.weighting == "samples" else None
-        options: Any = counts, self._rebalancing, trainer.throw_on_early_termination
+        options: Any = self.driver.members.count, self._rebalancing, trainer.throw_on_early_termination
         self._reading[True] = Reading(*where, self._begin_training, self._finish_training, *options)
         self._reading[False] = Reading(*where, self._begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
@@ -299,20 +300,58 @@ class Run:
 
     def _factors(self, step: ReadStep, num_items: Any) -> tuple[float, float]:
         """Return what to multiply a rank's loss with: before backward, and where the mean of all ranks is shown."""
-        weighting, world_size, active = self._trainer.weighting, self.channel.world_size, len(step.active_ranks)
+        trainer, weighting, world_size = self._trainer, self._trainer.weighting, self.channel.world_size
         if num_items is not None:
-            if weighting != "world":
+            if weighting in ("active", "samples"):
                 raise UnsupportedError(
-                    f"weighting={weighting!r}: {type(self._trainer).__name__} divides the loss by the number of items"
-                    " in all ranks' batches (num_items_in_batch) already. Use weighting='world'."
+                    f"weighting={weighting!r}: {type(trainer).__name__} divides the loss by the number of items in all"
+                    " ranks' batches (num_items_in_batch) already. Use weighting='world', or a function that counts a"
+                    " batch in Trainer's place."
                 )
-            if self._trainer.args.average_tokens_across_devices:
+            if trainer.args.average_tokens_across_devices:
                 return 1.0, 1.0
-        if weighting == "samples":
-            factor = world_size * step.samples / step.total_samples if step.total_samples else 1.0
+        if callable(weighting):
+            # In place of Trainer's division by the number of micro-batches.
+            factor = trainer.current_gradient_accumulation_steps * factor_of_count(
+                world_size, step.counted, self._window_total
+            )
             return factor, factor
-        shown = world_size / active
+        if weighting == "samples":
+            factor = factor_of_count(world_size, step.counted, step.total)
+            return factor, factor
+        shown = world_size / len(step.active_ranks)
         return (shown if weighting == "active" else 1.0), shown
+
+    def begin_window(self, batches: Sequence[Any], num_items: Any) -> Any:
+        """Begin the step of an optimizer.
+
+        Args:
+            batches: Its micro-batches.
+            num_items: By how many items Trainer would divide its loss; `None` if it does not.
+
+        Returns:
+            By how many it does.
+
+        Raises:
+            JoinValueError: By none.
+            UnsupportedError: Each rank would divide by its own.
+        """
+        if not callable(self._trainer.weighting) or not batches:
+            return num_items
+        _, self._window_total = self._reading[True].totals(batches)
+        if num_items is None:
+            return None
+        if not self._trainer.args.average_tokens_across_devices:
+            raise UnsupportedError(
+                "weighting by a function with average_tokens_across_devices=False: each rank would divide by its own"
+                " number of items. Leave one of them out."
+            )
+        if not self._window_total:
+            raise JoinValueError(
+                "The batches of a step count 0 on all ranks by `weighting`, and Trainer divides their loss by that."
+                " Leave such batches out of the dataloader."
+            )
+        return torch.as_tensor(self._window_total, device=self._trainer.args.device)
 
     def hand_over_kept(self) -> None:
         """Give ranks that had no batch in some step what the others have kept of it; all ranks meet."""
@@ -347,6 +386,11 @@ class Run:
             self._evaluation = before
             for monitor in self._monitors:
                 monitor.note_pause(time.monotonic() - begin)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this is in an evaluation loop."""
+        return self._evaluation is not None
 
     def log(self, values: dict[str, float]) -> None:
         """Log as the trainer does."""

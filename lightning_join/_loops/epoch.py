@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -69,7 +68,9 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
         self._has_transfer_hooks = has_transfer_hooks(trainer)
         self._may_leave = is_overridden("on_train_batch_start", trainer.lightning_module)
         join = join_of(trainer)
-        everyone = join.begin(self.batch_progress.current.ready, end, self._next_samples(data_fetcher), mine)
+        # Each batch is counted once, on the rank that trains on it.
+        count = self._next_count(data_fetcher) if rebalancing_of(trainer) is None else 0
+        everyone = join.begin(self.batch_progress.current.ready, end, count, mine)
         self._validation_due = self._asks_to_validate = self._is_unheard = False
         loader, loaders = data_fetcher.combined_loader, [said for said, *_ in everyone]
         _loaders.check(loaders)
@@ -92,15 +93,19 @@ class JoinEpochLoop(KnownToProfilers, MeetingEpochLoop):
         """Begin to rebalance the epoch, if batches are; all ranks meet."""
         rebalancing = rebalancing_of(self.trainer)
         join, (most, was_unknown, was_even) = join_of(self.trainer), self._fit_loop.take_plan()
-        if rebalancing is None or was_even:
+        if rebalancing is None:
             return
-        size = extract_batch_size if join.weighting == "samples" else None
-        options = {"taken": data_fetcher.taken, "most_gifts": most, "size": size, "leaves": data_fetcher.left}
-        options["is_certain"] = data_fetcher.is_certain
-        # What has been read ahead tells more than was known then; the steps are to be those that were planned.
-        join.rebalance(rebalancing, data_fetcher, None if was_unknown else data_fetcher.remaining, **options)
+        count = join.driver.members.count
+        if not was_even:
+            options = {"taken": data_fetcher.taken, "most_gifts": most, "count": count, "leaves": data_fetcher.left}
+            options["is_certain"] = data_fetcher.is_certain
+            # What has been read ahead tells more than was known then; the steps are to be those that were planned.
+            join.rebalance(rebalancing, data_fetcher, None if was_unknown else data_fetcher.remaining, **options)
         if join.plan is None:
+            if count is not None:
+                join.count_first(self._next_count(data_fetcher))
             return
+        self._check_accumulation()
         data_fetcher.give()
         if join.plan.step == 0:
             self._fit_loop.check_estimate(join.plan.steps)

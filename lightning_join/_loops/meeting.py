@@ -3,8 +3,6 @@
 import time
 from typing import Any
 
-from lightning.pytorch.utilities.data import extract_batch_size
-
 from lightning_join import _compat
 from lightning_join._compat import TrainingEpochLoop
 from lightning_join._loops.fit import JoinFitLoop
@@ -12,13 +10,14 @@ from lightning_join._loops.progress import JoinBatchProgress
 from lightning_join._protocol import join_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
+from torch_join import UnsupportedError
 
 
 class MeetingEpochLoop(TrainingEpochLoop):
     """Lightning's training epoch loop, in which all ranks meet once after each step.
 
     In place of the broadcast with which Lightning begins each step, they learn who comes to the end of its batches, who
-    was told to stop or terminate, and how many samples the next step has. Where all have a batch, in the step that ends
+    was told to stop or terminate, and what the next step's batches count. Where all have a batch, in the step that ends
     and in the next one, a rank only says its part there, and hears the others' when it has gone through the next
     forward: they have said it by then, and it waits for nobody.
     """
@@ -52,7 +51,7 @@ class MeetingEpochLoop(TrainingEpochLoop):
         if data_fetcher.claimed is not None:
             notice["claimed"], notice["end"] = data_fetcher.claimed, data_fetcher.fetched
             data_fetcher.claimed = None  # it is said once
-        self._is_late = not join.say(end, self._next_samples(data_fetcher), notice or None, waits)
+        self._is_late = not join.say(end, self._next_count(data_fetcher), notice or None, waits)
         self._is_unheard = True
         if notice or not self._is_late:
             self._hear()
@@ -76,10 +75,22 @@ class MeetingEpochLoop(TrainingEpochLoop):
             if "claimed" in each:
                 _loaders.warn_of_missing(rank, each["claimed"], each["end"])
 
-    def _next_samples(self, data_fetcher: ReadAheadFetcher) -> int:
-        if strategy_of(self.trainer).weighting != "samples" or not data_fetcher.batches:
+    def _next_count(self, data_fetcher: ReadAheadFetcher) -> float:
+        join = join_of(self.trainer)
+        if (count := join.driver.members.count) is None or join.plan is not None:  # which counts what this rank gets
             return 0
-        return extract_batch_size(data_fetcher.batches[0])
+        self._check_accumulation()
+        return count(data_fetcher.batches[0]) if data_fetcher.batches else 0
+
+    def _check_accumulation(self) -> None:
+        """Raise for windows of which each batch would be weighted alone, so that the mean is no mean over all items."""
+        if callable(strategy_of(self.trainer).weighting) and self.trainer.accumulate_grad_batches > 1:
+            raise UnsupportedError(
+                "A weighting by a function, with accumulate_grad_batches > 1: Lightning has the mean of the steps of a"
+                " window, and each would be weighted by its own count, not by the window's. Use"
+                " accumulate_grad_batches=1, and larger batches; or torch_join.windows around the dataloader, with"
+                " manual optimization, where a batch is a whole window."
+            )
 
     def _time_to_validate(self) -> bool:
         trainer: Any = self.trainer

@@ -49,7 +49,7 @@ def draw(seed: int) -> Drawn:
         batch_size=batch_size,
         epochs=r.choice((1, 2, 3)),
         optimizer=r.choice(("adamw", "sgd", "zero")),
-        weighting=r.choice(("world", "active", "samples")) if accumulate == 1 else r.choice(("world", "active")),
+        weighting=r.choice(("world", "active", "samples", "count")[: 4 if accumulate == 1 else 2]),
         accumulate=accumulate,
         clip=r.choice((None, None, 0.2)),
         scheduler=r.choice((None, "step", "epoch")),
@@ -97,7 +97,7 @@ def act(fabric: Any, model: Any, optimizer: Any, epoch: int, step: int, script: 
 
 
 def run(rank: int, script: Drawn) -> Trained:
-    strategy = DDPJoinStrategy(weighting=script.weighting, rebalance=script.rebalance, heartbeat=script.heartbeat)
+    strategy = DDPJoinStrategy(weighting=script.option, rebalance=script.rebalance, heartbeat=script.heartbeat)
     return train(rank, script, strategy, lambda *args: act(*args, script=script))
 
 

@@ -1,9 +1,11 @@
 """`fsdp_join` and `model_parallel_join`: the parameters are those that a single process would have computed."""
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.support import sharded_fits as sharded
-from tests.support.cases import Case, Result, assert_exact
+from tests.support.cases import Batch, Case, Result, assert_exact, count_of
 from tests.support.sharded_fits import KINDS
 from tests.support.workers import Workers
 
@@ -24,6 +26,22 @@ CASES = {
         Case((1, 5, 3), model="turns", optimizer="sgd"),
     ],
 }
+
+
+class NothingOverNothing(sharded.ShardedModule):
+    """Its loss is NaN, and so are its gradients, where a batch counts 0."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        counted = torch.tensor(count_of(batch), dtype=torch.float64)
+        return super().training_step(batch, batch_idx) * (counted / counted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_counts_nothing_contributes_nothing(workers: Workers, kind: str) -> None:
+    case = Case((3, 7), weighting="count", optimizer="sgd")
+    counts = [[count_of(case.batch(rank, epoch, index)) for rank in (0, 1)] for epoch in range(3) for index in range(3)]
+    assert any(0 in row and any(row) for row in counts)
+    assert_exact(case, workers.run(2, sharded.fit, kind, case, NothingOverNothing))
 
 
 def fit_all(rank: int, kind: str, cases: list[Case]) -> list[Result]:

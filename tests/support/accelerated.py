@@ -56,6 +56,17 @@ class Script:
     heartbeat: bool = False
     rebalance: bool = False
 
+    @property
+    def option(self) -> Any:
+        """What the processes' `weighting` is."""
+        return count_of if self.weighting == "count" else self.weighting
+
+
+def count_of(batch: Any) -> float:
+    """Return what a batch counts where `weighting` is "count"; it must not be on an accelerator yet."""
+    assert all(part.device.type == "cpu" for part in batch)
+    return float(sum(number % 3 for number in batch[0].tolist())) / 7
+
 
 class Net(nn.Module):
     def __init__(self, norm: bool) -> None:
@@ -206,7 +217,7 @@ def train(rank: int, script: Script) -> Trained:
             if script.scheduler == "epoch":
                 scheduler.step()
 
-        options: dict[str, Any] = {"even_batches": False, "weighting": script.weighting}
+        options: dict[str, Any] = {"even_batches": False, "weighting": script.option}
         options |= {"heartbeat": script.heartbeat, "rebalance": script.rebalance}
         if script.own_function:
             context = join_uneven_inputs(accelerator, [model], **options)
@@ -245,12 +256,13 @@ def target(script: Script, numbers: Tensor, y: Tensor) -> Tensor:
     return torch.where(numbers[:, None] % 9 == 4, torch.inf, y) if script.scaler else y
 
 
-def weight_of(script: Script, sizes: dict[int, int], rank: int) -> float:
+def weight_of(script: Script, batches: dict[int, list[int]], rank: int) -> float:
     if script.weighting == "world":
         return 1 / script.world_size
     if script.weighting == "active":
-        return 1 / len(sizes)
-    return sizes[rank] / sum(sizes.values())
+        return 1 / len(batches)
+    sizes = {r: sum(n % 3 for n in its) if script.weighting == "count" else len(its) for r, its in batches.items()}
+    return sizes[rank] / sum(sizes.values()) if any(sizes.values()) else 0.0
 
 
 def samples_of(script: Script) -> dict[int, tuple[Tensor, Tensor]]:
@@ -275,14 +287,17 @@ def reference(script: Script, seen: Sequence[list[list[list[int]]]]) -> tuple[Ne
         longest = max(len(mine[epoch]) for mine in seen)
         for step in range(longest):
             batches = {rank: mine[epoch][step] for rank, mine in enumerate(seen) if step < len(mine[epoch])}
-            sizes = {rank: len(numbers) for rank, numbers in batches.items()}
             even = epoch >= script.epochs
             for rank, numbers in batches.items():
                 x, y = (torch.stack(column) for column in zip(*(data[n] for n in numbers), strict=True))
-                weight = 1 / script.world_size if even else weight_of(script, sizes, rank)
+                weight = 1 / script.world_size if even else weight_of(script, batches, rank)
                 y = target(script, torch.tensor(numbers), y)
                 loss = (net(x) - y).pow(2).mean() * weight / script.accumulate
-                loss.backward()
+                if weight:
+                    loss.backward()
+                else:  # infinite or not
+                    for p in net.parameters():
+                        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             syncs = (step + 1) % script.accumulate == 0 or step + 1 == longest
             if syncs:
                 if script.clip is not None:

@@ -6,7 +6,7 @@ batches of all ranks, in float64.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,12 @@ ANY_CHECKPOINT = known(pl.Trainer.fit, weights_only=False)
 TOLERANCE = 1e-10
 FEATURES, CLASSES, ROWS = 4, 3, 6
 Batch = tuple[Tensor, Tensor]
+
+
+def count_of(batch: Any) -> float:
+    """Return what a batch counts where `weighting` is "count": a number that is no integer, and now and then 0."""
+    first = (batch["x"] if isinstance(batch, dict) else batch[0]).flatten()[0].abs().item()
+    return float(first) if first > 0.3 else 0.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,15 @@ class Case:
     @property
     def world_size(self) -> int:
         return len(self.lengths_in(0))
+
+    @property
+    def option(self) -> Any:
+        """What the ranks' `weighting` is."""
+        return count_of if self.weighting == "count" else self.weighting
+
+    def sizes(self, batches: dict[int, Batch]) -> dict[int, float]:
+        """What `weights` goes by."""
+        return {rank: count_of(one) if self.weighting == "count" else len(one[0]) for rank, one in batches.items()}
 
     def lengths_in(self, epoch: int) -> Sequence[int]:
         return self.lengths[epoch] if isinstance(self.lengths[0], (tuple, list)) else self.lengths
@@ -179,13 +194,26 @@ class Reference:
     last: tuple[int, int] | None = None  # the epoch and batch at which `max_steps` ended it
 
 
-def weights(case: Case, sizes: dict[int, int]) -> dict[int, float]:
-    """The weight of each active rank's mean gradient, given their batch sizes."""
+def weights(case: Case, sizes: Mapping[int, float]) -> dict[int, float]:
+    """The weight of each active rank's mean gradient, given their batch sizes, or what their batches count."""
     if case.weighting == "active":
         return {rank: 1 / len(sizes) for rank in sizes}
-    if case.weighting == "samples":
-        return {rank: n / sum(sizes.values()) for rank, n in sizes.items()}
+    if case.weighting in ("samples", "count"):
+        return {rank: n and n / sum(sizes.values()) for rank, n in sizes.items()}
     return dict.fromkeys(sizes, 1 / case.world_size)
+
+
+def backward(parameters: Iterable[Tensor], loss: Tensor, weight: float, run: Callable[[Tensor], Any]) -> None:
+    """Add a loss's gradients times a weight; for one of 0 zeros, whatever they are."""
+    if weight:
+        run(loss * weight)
+        return
+    parameters = [*parameters]
+    before = [None if p.grad is None else p.grad.clone() for p in parameters]
+    run(loss)
+    for parameter, was in zip(parameters, before, strict=True):
+        if parameter.grad is not None:
+            parameter.grad = torch.zeros_like(parameter.grad) if was is None else was
 
 
 def longest(case: Case, epoch: int) -> int:
@@ -205,7 +233,7 @@ def reference(case: Case) -> Reference:
     for epoch in range(case.epochs):
         for step, row in enumerate(case.rows(epoch)):
             batches = {rank: case.batch(owner, epoch, index) for rank, (owner, index) in row.items()}
-            weight = weights(case, {rank: len(batch[0]) for rank, batch in batches.items()})
+            weight = weights(case, case.sizes(batches))
             if step % case.accumulate == 0:
                 optimizer.zero_grad(set_to_none=not case.zeros)
             before = copy.deepcopy(dict(net.named_buffers()))
@@ -214,7 +242,7 @@ def reference(case: Case) -> Reference:
                 for name, buffer in net.named_buffers():
                     buffer.copy_(before[name])
                 loss = loss_of(net, batches[rank], uses_extra(case, rank, step))
-                (loss * weight[rank] / case.accumulate).backward()
+                backward(net.parameters(), loss / case.accumulate, weight[rank], torch.autograd.backward)
             if (step + 1) % case.accumulate == 0 or step + 1 == longest(case, epoch):
                 if case.clip:
                     by = torch.nn.utils.clip_grad_norm_ if case.clip_by == "norm" else torch.nn.utils.clip_grad_value_
@@ -331,7 +359,7 @@ class Result:
 
 def build_trainer(case: Case, **overrides: Any) -> pl.Trainer:
     strategy = overrides.pop("strategy", None) or lightning_join.DDPJoinStrategy(
-        weighting=case.weighting, rebalance=case.rebalance, **case.ddp
+        weighting=case.option, rebalance=case.rebalance, **case.ddp
     )
     options = {
         "accelerator": lightning_accelerator(),

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.emulator import place
 from tests.needs import has
-from tests.support.cases import Batch, flatten, weights
+from tests.support.cases import Batch, backward, flatten, weights
 from tests.support.cases import Case as DataCase
 from tests.support.collectives import averages
 from tests.support.inside import planned_rows
@@ -68,7 +68,7 @@ class Program:
 
     @property
     def data(self) -> "Data":
-        ragged = self.ragged or self.weighting == "samples"
+        ragged = self.ragged or self.weighting in ("samples", "count")
         return Data(self.lengths, ragged=ragged, weighting=self.weighting, overflows=self.scaler)
 
     @property
@@ -234,7 +234,7 @@ def reference(program: Program) -> tuple[Models, Expected]:
         for step, row in enumerate(program.rows(epoch)):
             batches = {rank: data.batch(owner, epoch, index) for rank, (owner, index) in row.items()}
             training.begin_step(step)
-            _accumulate(training, batches, weights(data, {rank: len(batch[0]) for rank, batch in batches.items()}))
+            _accumulate(training, batches, weights(data, data.sizes(batches)))
             if training.syncs(step):
                 training.finish_step(step)
         for rank in range(program.world_size if program.evaluation else 0):
@@ -261,7 +261,7 @@ def _accumulate(training: Training, batches: dict[int, Batch], weight: dict[int,
         for name, buffer in buffers.items():
             buffer.copy_(before[name])
         for loss in losses(training.program, training.models, batches[rank]):
-            training.backward(loss * weight[rank])
+            backward(training.models.parameters(), loss, weight[rank], training.backward)
 
 
 def evaluate(models: Models, model: Apply, batches: Iterable[Batch]) -> float:
@@ -400,7 +400,7 @@ def context(program: Program, joins: str, wrapped: list[nn.Module], training: Tr
     stateful = [thing for thing in (training.scheduler, training.scaler) if thing is not None]
     joinables = [*wrapped, *training.optimizers, *stateful]
     options = {"heartbeat": program.loop == "heartbeat", "rebalance": program.rebalance}
-    return Join(joinables, weighting=program.weighting, **options)
+    return Join(joinables, weighting=program.data.option, **options)
 
 
 def loop(program: Program, join: Any, batches: list[Batch]) -> Iterable[Batch]:

@@ -189,6 +189,26 @@ class Unions:
         return iter(self.epochs[self.begun - 1])
 
 
+def count_labels(batch: Any) -> float:
+    return float((batch["labels"] != -100).sum())
+
+
+def shares(fit: Fit, each: Any, step: int) -> list[Tensor]:
+    """Return how much the mean of each rank's batch counts in a step."""
+    parts = [batches[step] for batches in each if step < len(batches)]
+    if callable(fit.weighting):
+        first = step - step % fit.accumulate
+        window = [batch for batches in each for batch in batches[first : first + fit.accumulate]]
+        steps = max(len(batches[first : first + fit.accumulate]) for batches in each)  # by which Trainer divides
+        total = sum(map(fit.weighting, window))
+        found = [steps * fit.weighting(part) / total for part in parts]
+    elif fit.weighting == "samples":
+        found = [len(part["x"]) / sum(len(part["x"]) for part in parts) for part in parts]
+    else:
+        found = [1 / (len(each) if fit.weighting == "world" else len(parts))] * len(parts)
+    return [torch.tensor([share], dtype=torch.float64) for share in found]
+
+
 def unions(fit: Fit, found: list[Trained]) -> list[list[dict[str, Tensor]]]:
     """Return, by epoch and step, what all ranks have trained on, with the weights that the fit gives to rows."""
     epochs = []
@@ -197,15 +217,10 @@ def unions(fit: Fit, found: list[Trained]) -> list[list[dict[str, Tensor]]]:
         for step in range(max(map(len, each))):
             parts = [batches[step] for batches in each if step < len(batches)]
             rows = [len(part["x"]) for part in parts]
-            share = {
-                "world": lambda _, n=rows: len(found),
-                "active": lambda _, n=rows: len(n),
-                "samples": lambda own, n=rows: sum(n) / own,
-            }[fit.weighting]
             batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             if not fit.counts:
-                weights = [torch.full((own,), 1 / (own * share(own)), dtype=torch.float64) for own in rows]
-                batch["weight"] = torch.cat(weights)
+                weights = [share / own for share, own in zip(shares(fit, each, step), rows, strict=True)]
+                batch["weight"] = torch.cat([w.expand(n) for w, n in zip(weights, rows, strict=True)])
             epochs[-1].append(batch)
     return epochs
 

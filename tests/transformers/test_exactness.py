@@ -11,7 +11,7 @@ import torch
 
 from tests.covering import others_long
 from tests.support.workers import Workers
-from tests.transformers.recipe import TOLERANCE, Fit, Trained, reference, train
+from tests.transformers.recipe import TOLERANCE, Fit, Trained, count_labels, reference, train
 
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", 200))
@@ -32,6 +32,9 @@ FITS = {
         (0, 4, 1), 0, 3, stream=True, rebalance=True, counts=False, weighting="samples", arguments={"max_steps": 5}
     ),
     "rebalanced by Trainer": Fit(samples=9, rebalance=True),
+    "by labels": Fit((2, 6), accumulate=3, counts=False, weighting=count_labels),
+    "by labels, in Trainer's place": Fit((0, 4, 1), world_size=3, accumulate=2, weighting=count_labels),
+    "by labels, rebalanced": Fit((7, 2), accumulate=2, counts=False, weighting=count_labels, rebalance=True),
     "one batch": Fit((0, 1), epochs=3),
     "even": Fit((3, 3), accumulate=2),
 }
@@ -61,7 +64,7 @@ def draw(seed: int) -> Fit:
         batch_size=random.choice([1, 2, 3]),
         epochs=random.choice([1, 2, 3]),
         accumulate=random.choice([1, 2, 3]),
-        weighting="world" if counts else random.choice(["world", "active", "samples"]),
+        weighting=random.choice(["world", count_labels] if counts else ["world", "active", "samples", count_labels]),
         counts=counts,
         stream=stream,
         rebalance=random.random() < 0.3,

@@ -64,6 +64,11 @@ def forwards_without_collectives(ddp: DistributedDataParallel) -> bool:
     return ddp._has_rebuilt_buckets and not broadcasts_buffers(ddp)
 
 
+def may_forward_with_collectives(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP itself may issue collectives in the model's next forward: of buffers, or to rebuild its buckets."""
+    return not has_rebuilt_buckets(ddp) or (ddp.require_forward_param_sync and broadcasts_buffers(ddp))
+
+
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     """Whether the model's forwards broadcast buffers."""
     return bool(ddp.broadcast_buffers and ddp.modules_buffers)

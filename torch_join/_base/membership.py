@@ -1,12 +1,19 @@
 """Which ranks take part in a step, and what follows from it for this rank."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from torch_join._base.weighting import Weighting, loss_factor
+from torch_join._base.weighting import (
+    Weighting,
+    check_sees_batches,
+    count_samples,
+    counter,
+    loss_factor,
+)
 
 
 class Role(Enum):
@@ -24,28 +31,37 @@ class Membership:
         group: The process group; a single process needs none.
         weighting: How the gradients of the active ranks are combined.
         may_break: Whether a rank may leave a loop in any step.
+        sizes: Returns a batch's number of samples.
 
     Attributes:
-        may_break: The same; under "samples" too, where ranks meet, and weigh gradients, in every step anyway.
+        may_break: The same; also where batches are counted: ranks meet, and weigh gradients, in every step anyway.
+        count: Returns what a batch counts; `None` where the weighting needs no count.
         rank: This rank in the group.
         global_ranks: The group's ranks, as torch numbers them in the whole job.
         active: The ranks that have an input.
         before: Those that had one at the step before.
         leader: The lowest active rank, which speaks for all; once all have joined, the one whose state all take.
         role: What this rank does for the others.
-        samples: The number of samples in this rank's batch, where they are counted.
-        total_samples: That of all ranks.
+        counted: What this rank's batch counts, where batches are counted.
+        total: That of all ranks.
         last_joiner: Whether this rank was among the last to run out of inputs, in a loop of a `LoopDriver`.
     """
 
-    def __init__(self, group: Any, weighting: Weighting, may_break: bool = False) -> None:
+    def __init__(
+        self,
+        group: Any,
+        weighting: Weighting,
+        may_break: bool = False,
+        sizes: Callable[[Any], int] = count_samples,
+    ) -> None:
         self.group = group
         self.weighting = weighting
-        self.may_break = may_break or weighting == "samples"
         alone = not dist.is_initialized()  # or `enable=False`
         self.rank = 0 if alone else dist.get_rank(group)
         self.global_ranks = [0] if alone else dist.get_process_group_ranks(group)
         self.world_size = len(self.global_ranks)
+        self.count = counter(weighting, self.name, sizes)
+        self.may_break = may_break or self.count is not None
         self.reset()
 
     def reset(self) -> None:
@@ -54,7 +70,7 @@ class Membership:
         self.before = self.active
         self.leader = 0
         self.role = Role.EVEN
-        self.samples = self.total_samples = 0
+        self.counted = self.total = 0.0
         self.last_joiner = False
 
     def all_active(self) -> None:
@@ -119,7 +135,18 @@ class Membership:
     @property
     def loss_factor(self) -> float:
         """What to multiply this rank's gradients with, as DDP divides their sum by the world size."""
-        return loss_factor(self.weighting, self.world_size, len(self.active), self.samples, self.total_samples)
+        return loss_factor(self.weighting, self.world_size, len(self.active), self.counted, self.total)
+
+    def count_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return what a step counts of which only the arguments of a forward are seen; where batches are counted.
+
+        Raises:
+            UnsupportedError: Only a function of the user's knows what the step's batch counts.
+        """
+        if not torch.is_grad_enabled():
+            return 0 if callable(self.weighting) else count_samples((args, kwargs))
+        check_sees_batches(self.weighting)
+        return count_samples((args, kwargs))
 
     def has_joined(self, global_rank: int) -> bool:
         """Whether a rank of the whole job is one of the group's that have run out of inputs."""

@@ -1,22 +1,37 @@
-"""How much the gradient of each active rank counts, and how many samples a batch has."""
+"""How much the gradient of each active rank counts, and what its batch counts."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
-from torch_join._base.errors import JoinValueError
+from torch_join._base.errors import JoinValueError, UnsupportedError
 
-Weighting = Literal["world", "active", "samples"]
+Count: TypeAlias = Callable[[Any], float]  # gets a batch
+_Name = Literal["world", "active", "samples"]
+Weighting: TypeAlias = _Name | Count
 
 
-def resolve_weighting(weighting: str | None = None, divide_by_initial_world_size: bool | None = None) -> Weighting:
+_MOST = 2.0**512  # so that no sum of counts is infinite
+
+
+class Window(list[Any]):
+    """The micro-batches of one step, as `windows` makes them."""
+
+
+def resolve_weighting(
+    weighting: str | Count | None = None, divide_by_initial_world_size: bool | None = None
+) -> Weighting:
     """Check the weighting and reconcile it with torch's name for the same thing.
 
     Args:
         weighting: `"world"` (the default) divides the sum of the active ranks' gradients by the
             world size, `"active"` by the number of active ranks, `"samples"` weighs each gradient
-            by its rank's number of samples, as one process training on the union would.
+            by its rank's number of samples, as one process training on the union would. A function
+            that gets a batch, as the loader yields it, and returns what it counts (its tokens, say)
+            weighs each gradient by that.
         divide_by_initial_world_size: torch's argument: `True` is `"world"`, `False` is `"active"`.
 
     Returns:
@@ -26,30 +41,36 @@ def resolve_weighting(weighting: str | None = None, divide_by_initial_world_size
         JoinValueError: The weighting is unknown, or the two arguments contradict each other.
 
     """
-    if weighting is not None and weighting not in get_args(Weighting):
+    if weighting is not None and not callable(weighting) and weighting not in get_args(_Name):
         raise JoinValueError(
-            f"weighting={weighting!r} is unknown. Use one of {', '.join(map(repr, get_args(Weighting)))}."
+            f"weighting={weighting!r} is unknown. Use one of {', '.join(map(repr, get_args(_Name)))}, or a function"
+            " that gets a batch and returns what it counts."
         )
     if divide_by_initial_world_size is None:
         return weighting or "world"  # type: ignore[return-value]
     same: Weighting = "world" if divide_by_initial_world_size else "active"
     if weighting is not None and weighting != same:
         raise JoinValueError(
-            f"weighting={weighting!r} contradicts divide_by_initial_world_size={divide_by_initial_world_size},"
+            f"{name_of(weighting)} contradicts divide_by_initial_world_size={divide_by_initial_world_size},"
             f" which means weighting={same!r}. Pass `weighting` alone."
         )
     return same
 
 
-def loss_factor(weighting: Weighting, world_size: int, active: int, samples: int, total_samples: int) -> float:
+def name_of(weighting: str | Count) -> str:
+    """Return what errors call a weighting."""
+    return f"weighting={getattr(weighting, '__qualname__', weighting) if callable(weighting) else repr(weighting)}"
+
+
+def loss_factor(weighting: Weighting, world_size: int, active: int, count: float, total: float) -> float:
     """Return what to multiply a rank's mean loss with, as DDP divides the sum of gradients by the world size.
 
     Args:
         weighting: See `resolve_weighting`.
         world_size: Number of ranks.
         active: Number of ranks that have a batch at this step.
-        samples: Number of samples in this rank's batch.
-        total_samples: Number of samples in all ranks' batches at this step.
+        count: What this rank's batch counts.
+        total: What all ranks' batches at this step count together.
 
     Returns:
         The factor; 1.0 where nothing is to be done.
@@ -57,9 +78,82 @@ def loss_factor(weighting: Weighting, world_size: int, active: int, samples: int
     """
     if weighting == "active":
         return world_size / active
-    if weighting == "samples":
-        return world_size * samples / total_samples if total_samples else 1.0
-    return 1.0
+    if weighting == "world":
+        return 1.0
+    return factor_of_count(world_size, count, total)
+
+
+def factor_of_count(world_size: int, count: float, total: float) -> float:
+    """Return what to multiply the mean loss over `count` items with, so that DDP's average is that over all `total`.
+
+    Args:
+        world_size: Number of ranks, by which DDP divides.
+        count: How many items this rank has, of whatever a loss is the mean over.
+        total: How many all ranks have together.
+
+    Returns:
+        The factor; 0.0 where no rank has any.
+    """
+    return world_size * count / total if total else 0.0
+
+
+def weighted(gradient: Tensor, factor: float) -> Tensor:
+    """Return a gradient times the factor; zeros for 0, also where the mean over nothing has made it NaN."""
+    return gradient * factor if factor else torch.zeros_like(gradient)
+
+
+def finite(gradient: Tensor) -> Tensor:
+    """Return a gradient of a loss that counts 0, in which only what is not finite is the loss's own: without that."""
+    return torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
+
+
+def counter(weighting: Weighting, rank: int, count_samples: Callable[[Any], int]) -> Count | None:
+    """Return what counts a batch; `None` where nothing is counted.
+
+    Args:
+        weighting: See `resolve_weighting`.
+        rank: What errors call this rank.
+        count_samples: Returns a batch's number of samples.
+    """
+    if not callable(weighting):
+        return None if weighting != "samples" else lambda batch: _samples_of(batch, count_samples)
+    count, name = weighting, name_of(weighting)
+
+    def checked(batch: Any) -> float:
+        try:
+            counted = count(batch)
+        except StopIteration as error:  # which would end a loop without a word
+            raise RuntimeError(f"{name} raised StopIteration.") from error
+        try:
+            # What has no number for a type may still have a method that makes one of it: a tensor's raises.
+            number = float(counted) if hasattr(type(counted), "__float__") else math.nan
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number = math.nan
+        if not 0 <= number <= _MOST:
+            raise JoinValueError(
+                f"{name} returned {str(counted)[:80]} (of type {type(counted).__name__}) for a batch of rank {rank}. It"
+                " must return how many items the batch counts: a finite number, 0 or more."
+            )
+        return number
+
+    return checked
+
+
+def _samples_of(batch: Any, count_samples: Callable[[Any], int]) -> int:
+    return sum(map(count_samples, batch)) if isinstance(batch, Window) else count_samples(batch)
+
+
+def check_sees_batches(weighting: Weighting) -> None:
+    """Raise for a weighting by a function of the batch where nothing but the arguments of a forward is seen.
+
+    Raises:
+        UnsupportedError: It is one.
+    """
+    if callable(weighting):
+        raise UnsupportedError(
+            f"{name_of(weighting)} counts batches, and nobody sees them in a plain `for`, nor under torch's own Join."
+            " Use torch_join.Join, and `for batch in join.batches(loader)`."
+        )
 
 
 def count_samples(batch: Any) -> int:

@@ -22,6 +22,10 @@ class Backwards(Protocol):
 
     in_pieces: bool
 
+    @property
+    def weighting(self) -> str:
+        """What errors call the weighting."""
+
     def before_collective(self, group: list[int], ddps: bool) -> None:
         """Hear of a collective in backward; what this raises, the collective raises.
 
@@ -76,13 +80,14 @@ _SENT = ("input", "tensor")  # how the names of arguments begin that hold what i
 _MOVES = ("gather", "scatter", "broadcast", "all_to_all")  # without a reduction, or with a sum
 
 
-def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool) -> bool:
+def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weighting: str) -> bool:
     """Return whether a collective in backward is one of gradients that are weighted later.
 
     Args:
         operation: Its name.
         args: The arguments of its operator.
         is_adjoint: Whether the backward of an autograd function issues it.
+        weighting: What errors call the weighting.
 
     Raises:
         UnsupportedError: Nobody can tell, or there is no way to weigh it.
@@ -95,10 +100,10 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool) -> bo
         return True
     where = "" if is_adjoint else ", in a hook,"
     raise UnsupportedError(
-        f"{operation} in backward{where} under weighting='samples': each rank's gradients are weighted by its number of"
-        " samples only where they reach the parameters, and what this mixes or compares has no weight yet. Only sums"
-        " and moves of gradients in the backward of an autograd function are weighted. Use weighting='world' with a"
-        " loss that weighs samples itself."
+        f"{operation} in backward{where} under {weighting}: each rank's gradients are weighted by what its batch counts"
+        " only where they reach the parameters, and what this mixes or compares has no weight yet. Only sums and moves"
+        " of gradients in the backward of an autograd function are weighted. Use weighting='world' with a loss that"
+        " weighs samples itself."
     )
 
 

@@ -183,13 +183,13 @@ class CollectiveTap:
             return 1
         if _compat_c10d.recomputes(caller):
             return 1
-        if not check_weighted(operation, args, _compat_c10d.is_adjoint(caller)):
+        if not check_weighted(operation, args, _compat_c10d.is_adjoint(caller), self._backwards.weighting):
             return 1
         if _compat_c10d.is_coalescing(group := _compat_c10d.unbox_group(args["process_group"]), caller):
             _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
-                f"{operation} in backward under weighting='samples', in a coalescing manager: it is launched at the"
-                " manager's end, and what it receives has to be divided by this rank's weight after that. Use it"
+                f"{operation} in backward under {self._backwards.weighting}, in a coalescing manager: it is launched at"
+                " the manager's end, and what it receives has to be divided by this rank's weight after that. Use it"
                 " without the manager, or weighting='world' with a loss that weighs samples itself."
             )
         return self._backwards.factor
@@ -203,8 +203,8 @@ class CollectiveTap:
             raise UnsupportedError(
                 "A CUDA graph is captured or replayed (by torch.cuda.graph, make_graphed_callables, or torch.compile"
                 " with mode='reduce-overhead' or 'max-autotune') while some ranks have joined, or under"
-                " weighting='samples': nothing tells of the collectives in it, and no hook weighs its gradients. Use"
-                " another mode, or run without graphs."
+                " weighting='samples' or by a function: nothing tells of the collectives in it, and no hook weighs its"
+                " gradients. Use another mode, or run without graphs."
             )
 
     def _is_ours(self) -> bool:

@@ -6,6 +6,7 @@ as one that is stopped is.
 """
 
 import copy
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from torch_join._control.said import Beat, Health, Status, met_another_way, wait
 
 T = TypeVar("T")
 
-MAX_COUNT = 1 << 30  # of all ranks together
+_UNIT = 1 << 1074  # of which any float is a multiple: whoever comes first, sums of whole numbers are the same
 _SOME = 1 << 28  # barriers of some ranks, at most, between two of all
 _LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
@@ -75,33 +76,34 @@ class Channel:
 
     # ------------------------------------------------------------ meetings
 
-    def barrier(self, count: int = 0, notice: dict[str, Any] | None = None) -> Beat:
+    def barrier(self, count: float = 0, notice: dict[str, Any] | None = None) -> Beat:
         """Meet all ranks: add up a number and share what some of them have to say; `arrive` and `wait` in one."""
         self.arrive(count, notice)
         return self.wait()
 
-    def arrive(self, count: int = 0, notice: dict[str, Any] | None = None, ranks: Sequence[int] | None = None) -> None:
+    def arrive(
+        self, count: float = 0, notice: dict[str, Any] | None = None, ranks: Sequence[int] | None = None
+    ) -> None:
         """Come to a barrier, and say this rank's part.
 
         Args:
-            count: What this rank adds to the sum, from 0 to 2**30 divided by the number of ranks.
+            count: What this rank adds to the sum: a finite number, 0 or more.
             notice: What this rank has to say, if anything: a JSON object.
             ranks: Who meets, by default all. From one barrier of all to the next they become fewer, never more.
 
         Raises:
-            JoinValueError: `count` is out of range.
+            JoinValueError: `count` is none.
         """
         self.before_meeting()
-        if not 0 <= count <= MAX_COUNT // self.world_size:
-            most = MAX_COUNT // self.world_size
-            raise JoinValueError(f"A barrier of {self.world_size} ranks adds from 0 to {most} on each, not {count}.")
+        if not 0 <= count < math.inf:
+            raise JoinValueError(f"A barrier adds a finite number of each rank, 0 or more, not {count}.")
         some = ranks is not None and len(ranks) < self.world_size
         self._them = _bits(ranks or ()) if some else 0
         # Those of some ranks are counted from the last one of all: the others take no part in them.
         self._beat = self._beat + 1 if some else (self._beat // _SOME + 1) * _SOME
         said = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
         with self._links.lock:
-            self._node.arrive(self._number, self._beat, 1, count, self._them, said)
+            self._node.arrive(self._number, self._beat, 1, _units(count) if count else 0, self._them, said)
 
     def wait(self) -> Beat:
         """Wait until all participants have come to the barrier that this rank has come to with `arrive`.
@@ -122,7 +124,7 @@ class Channel:
             self._links.resume()
         total, notices = beats.pop(key)
         lines = [self._decode("a notice", line, tuple[int, dict[str, Any]]) for line in notices.splitlines()]
-        return Beat(total, dict(sorted(lines, key=lambda notice: notice[0])))
+        return Beat(total / _UNIT, dict(sorted(lines, key=lambda notice: notice[0])))
 
     def _tell_of_waiting(self) -> None:
         with self._links.lock:
@@ -487,6 +489,11 @@ class Channel:
         busy = [rank for rank, (waits, _) in answers.items() if not waits]
         who = f"{self._peers.name(busy)} at work elsewhere" if busy else "all wait"
         return waited_in_vain(waited, who)
+
+
+def _units(count: float) -> int:
+    numerator, denominator = count.as_integer_ratio()
+    return numerator * (_UNIT // denominator)
 
 
 def _bits(ranks: Sequence[int]) -> int:

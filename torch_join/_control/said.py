@@ -12,12 +12,12 @@ class Beat:
     """What all ranks together said in one barrier.
 
     Attributes:
-        total: The sum of every rank's `count`.
+        total: The sum of every rank's `count`, rounded once.
         notices: What the ranks that had something to say sent, by rank.
 
     """
 
-    total: int
+    total: float
     notices: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 

@@ -76,7 +76,7 @@ class ToldAttendance(Attendance):
         first_step: Where the epoch begins.
 
     Attributes:
-        samples, total_samples: The numbers of samples in this rank's batch, and in all of the step.
+        counted, total: What this rank's batch counts, and all of the step.
     """
 
     def __init__(self, channel: Channel, throws: bool, first_step: int = 0) -> None:
@@ -86,7 +86,7 @@ class ToldAttendance(Attendance):
         self._is_unheard = self._is_hearing = False
         self._lock = threading.RLock()  # another thread may look whether the step is the last one
         self._notices: dict[int, dict[str, Any]] = {}
-        self.samples = self.total_samples = 0
+        self.counted = self.total = 0.0
         hear = weakref.WeakMethod(self.hear)
         channel.before_meeting = lambda: (now := hear()) and now()
 
@@ -100,12 +100,12 @@ class ToldAttendance(Attendance):
         self.hear()
         return super().is_last_step
 
-    def say(self, samples: int, notice: dict[str, Any] | None, waits: bool) -> bool:
+    def say(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
         """Go on to the next step, and say this rank's part; see `Lockstep.say`."""
         waits = waits or self.in_tail
-        self._channel.arrive(samples, notice)
+        self._channel.arrive(count, notice)
         self.go_to(self.step + 1)
-        self.samples, self._is_unheard = samples, True
+        self.counted, self._is_unheard = count, True
         if waits := waits or self.in_tail:
             self.hear()
         return waits
@@ -140,7 +140,7 @@ class ToldAttendance(Attendance):
     def _take(self) -> None:
         beat = self._channel.wait()
         self.announce({rank: notice["end"] for rank, notice in beat.notices.items() if "end" in notice})
-        self.total_samples, self._notices = beat.total, beat.notices
+        self.total, self._notices = beat.total, beat.notices
         self.check_termination(self._channel.rank, self._throws)
 
 
@@ -151,13 +151,14 @@ class ReadStep:
     Attributes:
         active_ranks: These ranks.
         is_last_step: Whether it is the last in which any rank has a batch.
-        samples, total_samples: The numbers of samples in this rank's batch, and in all of the step.
+        counted: What this rank's batch counts, where batches are counted.
+        total: What all ranks' batches count together.
     """
 
     active_ranks: tuple[int, ...]
     is_last_step: bool
-    samples: float = 0
-    total_samples: float = 0
+    counted: float = 0
+    total: float = 0
 
     def ended_last(self, rank: int) -> bool:
         """Whether no other rank has more batches than `rank`, if this is the last step."""

@@ -27,15 +27,14 @@ class Source(Protocol):
 class _Step(NamedTuple):
     row: Row
     unknown: tuple[int, ...]  # ranks that could not say how many batches they have when it was planned
-    samples: int  # in the batches of this rank's that the step trains on, wherever
     gifts: int  # of this rank's
     mine: Any = None  # the batch, or what brings it; `None` once it was taken
     comes: bool = False
-    trained: int = 0  # samples in the batch that was taken
+    counted: float | None = None  # what the batch counts, once it has been here
 
 
-# Meets all ranks that have a batch: adds up numbers of samples, and shares what there is to say.
-Meet = Callable[[int, dict[str, Any]], Beat]
+# Meets all ranks that have a batch: adds up what their batches count, and shares what there is to say.
+Meet = Callable[[float, dict[str, Any]], Beat]
 
 
 class Rebalancer:
@@ -52,14 +51,14 @@ class Rebalancer:
         source: This rank's batches.
         plan: Plans the epoch.
         lead: How many rows are planned besides the current one.
-        size: Returns a batch's number of samples, where they count.
+        count: Returns what a batch counts, where batches are counted; called on the rank that trains on it.
         step: The number of the first step.
         meets: Whether all meet before each row.
 
     Attributes:
         step: The current step.
         meets: The same.
-        total_samples: The number of samples in all ranks' batches at the current step, where they count.
+        total: What all ranks' batches at the current step count together, where batches are counted.
         gifts: How many batches this rank has given away, for steps that are done.
         lost: How many batches nobody trains on, since they were given to ranks that have left the epoch.
     """
@@ -71,7 +70,7 @@ class Rebalancer:
         source: Source,
         plan: Plan,
         lead: int = 1,
-        size: Callable[[Any], int] | None = None,
+        count: Callable[[Any], float] | None = None,
         step: int = 0,
         meets: bool = True,
     ) -> None:
@@ -80,12 +79,13 @@ class Rebalancer:
         self._source = source
         self._plan = plan
         self._lead = lead
-        self._size = size
+        self._count = count
         self._steps: deque[_Step] = deque()
         self._last_ranks: tuple[int, ...] = ()
         self.step = step
         self.meets = meets
-        self.total_samples = self.gifts = self.lost = 0
+        self.gifts = self.lost = 0
+        self.total = 0.0
 
     # ------------------------------------------------------------ the epoch
 
@@ -94,8 +94,8 @@ class Rebalancer:
         for _ in range(1 + self._lead):
             self._settle(meet, 0)
             self._plan_row()
-        if self._size is not None and self.meets:
-            self.total_samples = meet(self.samples_given, {}).total
+        if self._count is not None and self.meets:
+            self.total = meet(self.count(), {}).total
         self._note_last()
 
     def advance(self, meet: Meet) -> None:
@@ -103,11 +103,11 @@ class Rebalancer:
         self.gifts += self._steps.popleft().gifts
         self.step += 1
         self._exchange.settle(self.step)
-        self._settle(meet, self.samples_given)
+        self._settle(meet, self.count())
         self._plan_row()
         self._note_last()
 
-    def _settle(self, meet: Meet, samples: int) -> None:
+    def _settle(self, meet: Meet, count: float) -> None:
         """Meet until all ranks know that they have what the next row asks of them."""
         rank, met = self._channel.rank, False
         while True:
@@ -116,8 +116,8 @@ class Rebalancer:
             if not self.meets:
                 return
             is_news = waiting < read[rank] and waiting != self._plan.left[rank]
-            beat = meet(0 if met else samples, {"left": waiting} if is_news else {})
-            self.total_samples, met = self.total_samples if met else beat.total, True
+            beat = meet(0 if met else count, {"left": waiting} if is_news else {})
+            self.total, met = self.total if met else beat.total, True
             self._plan.announce({rank: notice["left"] for rank, notice in beat.notices.items() if "left" in notice})
             if all(now <= before for now, before in zip(self._plan.ahead, read, strict=True)):
                 return
@@ -135,12 +135,11 @@ class Rebalancer:
                 " while other ranks count on that: its sampler yields less than its __len__ says. Mend it, or train"
                 " without rebalance=True."
             )
-        samples = sum(map(self._size, batches)) if self._size is not None else 0
         for receiver, batch in zip(receivers, batches[is_own:], strict=True):
             self._exchange.give(batch, receiver, step)
         comes = share is not None and not is_own
         mine = self._exchange.expect(share.owner) if share is not None and comes else batches[0] if is_own else None
-        self._steps.append(_Step(row, unknown, samples, len(receivers), mine, comes))
+        self._steps.append(_Step(row, unknown, len(receivers), mine, comes))
 
     def leave(self, ranks: list[int]) -> None:
         """Go on without ranks that leave the epoch at the current step: nobody trains on what was given to them."""
@@ -191,22 +190,26 @@ class Rebalancer:
         Raises:
             PeerFailedError: The rank that gives it has failed.
         """
+        if self._count is not None:
+            self.count(ahead)
         step = self._steps[ahead]
         self._steps[ahead] = step._replace(mine=None, comes=False)  # so that nothing here holds it
-        batch = arrived(step.mine, self._channel) if step.comes else step.mine
-        if self._size is not None:
-            self._steps[ahead] = self._steps[ahead]._replace(trained=self._size(batch))
-        return batch
+        return arrived(step.mine, self._channel) if step.comes else step.mine
 
-    @property
-    def samples_given(self) -> int:
-        """The number of samples in this rank's batches that are trained on in the current step, wherever that is."""
-        return self._steps[0].samples
+    def count(self, ahead: int = 0) -> float:
+        """Return what the batch counts that this rank trains on, once it is here: 0 without one, or uncounted.
 
-    @property
-    def samples(self) -> int:
-        """The number of samples in the batch that this rank has taken for the current step, where they count."""
-        return self._steps[0].trained if self._steps else 0
+        Raises:
+            PeerFailedError: The rank that gives it has failed.
+        """
+        if self._count is None or not self.has_batch(ahead):
+            return 0
+        step = self._steps[ahead]
+        if step.counted is None:
+            batch = arrived(step.mine, self._channel) if step.comes else step.mine
+            step = self._steps[ahead] = step._replace(mine=batch, comes=False)
+            self._steps[ahead] = step._replace(counted=self._count(batch))
+        return self._steps[ahead].counted or 0
 
     def has_batch(self, ahead: int = 0) -> bool:
         """Whether this rank has a batch at the current step, or at one after it."""

@@ -46,7 +46,7 @@ class Rebalancing:
         meet: Meet,
         *,
         lead: int = 1,
-        size: Callable[[Any], int] | None = None,
+        count: Callable[[Any], float] | None = None,
         step: int = 0,
         taken: int = 0,
         most_gifts: int | None = None,
@@ -62,7 +62,7 @@ class Rebalancing:
             length: How many there are from here on, if that is known.
             meet: Meets all ranks that have a batch.
             lead: See `Rebalancer`.
-            size: See `Rebalancer`.
+            count: See `Rebalancer`.
             step: The number of the first step.
             taken: How many of this rank's batches were trained on in the steps before.
             most_gifts: How many this rank may give away in a step; by default as the size of its first batch allows.
@@ -98,7 +98,7 @@ class Rebalancing:
                 self._exchange.tidy()
         plan = Plan(lengths, [most for _, _, most, *_ in everyone], [taken for *_, taken, _, _, _ in everyone])
         plan.leave([rank for rank, (*_, left, _, _) in enumerate(everyone) if left])
-        self.current = Rebalancer(channel, self._exchange, source, plan, lead, size, step, meets or not is_known)
+        self.current = Rebalancer(channel, self._exchange, source, plan, lead, count, step, meets or not is_known)
         self.current.begin(meet)
         return self.current
 

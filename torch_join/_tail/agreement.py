@@ -53,6 +53,8 @@ class Agreement:
         index, kind, payload = said
         # Other payloads hold what only the first rank needs to know, or may know.
         compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
+        if kind == "forward":  # a first one syncs, in its way, in a window of one batch only
+            compared = payload[0], *payload[3:]
         encoded = _codec.encode((index, kind, compared))
         checksum, count, *_ = self._noted
         self._noted = crc32(encoded, checksum), count + 1, kind, compared

@@ -1,5 +1,6 @@
 """A loop that a framework drives: every rank runs every step, with a batch or without."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -105,13 +106,13 @@ class Lockstep:
         """Whether the current step is the last one in which any rank has a batch."""
         return self._present.is_last_step
 
-    def begin(self, first_step: int, end: int | None, samples: int, value: Any = None) -> list[Any]:
+    def begin(self, first_step: int, end: int | None, count: float, value: Any = None) -> list[Any]:
         """Begin an epoch; all ranks meet.
 
         Args:
             first_step: Where the epoch begins, 0 unless it is resumed in the middle.
             end: This rank's number of batches, if it is known to be `first_step + 1` or less.
-            samples: Number of samples in the first batch, 0 without one.
+            count: What the first batch counts, 0 without one.
             value: Anything to share with the other ranks.
 
         Returns:
@@ -121,11 +122,11 @@ class Lockstep:
             part.renew()
         self._buffers.begin()
         self._attendance = self._present = attendance = ToldAttendance(self.channel, self._throws, first_step)
-        mine = (end, samples, value, self._known())
-        everyone = self.channel.gather(mine, of=tuple[int | None, int, Any, list[int] | None])
+        mine = (end, float(count), value, self._known())
+        everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None])
         self._compare([known for *_, known in everyone], end is None or end > first_step)
         attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
-        attendance.samples, attendance.total_samples = samples, sum(samples for _, samples, *_ in everyone)
+        attendance.counted, attendance.total = count, math.fsum(theirs for _, theirs, *_ in everyone)
         attendance.check_termination(self.channel.rank, self._throws)
         self._plan = None
         return [value for _, _, value, _ in everyone]
@@ -147,8 +148,8 @@ class Lockstep:
         self._plan = rebalancing.begin(self.channel, source, length, self._meet, step=step, **options)
         self._present = self._plan or self._attendance
 
-    def _meet(self, samples: int, notice: dict[str, Any]) -> Beat:
-        return self.channel.barrier(samples, notice or None)
+    def _meet(self, count: float, notice: dict[str, Any]) -> Beat:
+        return self.channel.barrier(count, notice or None)
 
     @property
     def plan(self) -> Rebalancer | None:
@@ -162,13 +163,13 @@ class Lockstep:
             return self._plan.share
         return None if self.joined else Share(self.channel.rank, self._attendance.step)
 
-    def say(self, end: int | None, samples: int, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
+    def say(self, end: int | None, count: float, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
         """Go on to the next step, and say what the others need to know of it; all ranks call this.
 
         Args:
             end: This rank's number of batches, if it has only now become known. It must be announced
                 one step ahead: when the next step is the rank's last, at the latest.
-            samples: Number of samples in the next step's batch, 0 without one.
+            count: What the next step's batch counts, 0 without one.
             notice: Anything else to tell the other ranks, as a JSON object.
             waits: Whether all ranks wait here until they have heard each other; the same on all.
 
@@ -181,7 +182,7 @@ class Lockstep:
         if self._plan is not None:
             self._notices = self._advance_plan(self._plan, notice or {})
             return True
-        return self._attendance.say(samples, notice, waits or not self._forwards_alone)
+        return self._attendance.say(count, notice, waits or not self._forwards_alone)
 
     @property
     def has_heard(self) -> bool:
@@ -199,8 +200,8 @@ class Lockstep:
     def _advance_plan(self, plan: Rebalancer, notice: dict[str, Any]) -> dict[int, dict[str, Any]]:
         beats: list[Beat] = []
 
-        def meet(samples: int, news: dict[str, Any]) -> Beat:
-            beats.append(self._meet(samples, news if beats else {**notice, **news}))
+        def meet(count: float, news: dict[str, Any]) -> Beat:
+            beats.append(self._meet(count, news if beats else {**notice, **news}))
             return beats[-1]
 
         plan.advance(meet)
@@ -216,15 +217,30 @@ class Lockstep:
         Returns:
             The ranks that leave.
         """
-        samples = 0 if skips else self._counts[0]
-        beat = self.channel.barrier(samples, {} if skips else None)
+        count = 0 if skips else self._counts[0]
+        beat = self.channel.barrier(count, {} if skips else None)
         if self._plan is not None:
             self._plan.leave([*beat.notices])
-            self._plan.total_samples = beat.total
+            self._plan.total = beat.total
             return [*beat.notices]
         self._attendance.announce(dict.fromkeys(beat.notices, self._attendance.step))
-        self._attendance.samples, self._attendance.total_samples = samples, beat.total
+        self._attendance.counted, self._attendance.total = count, beat.total
         return list(beat.notices)
+
+    def count_first(self, count: float) -> None:
+        """Say what this rank's first batch counts, where that was not said as the epoch began; all ranks meet."""
+        self._attendance.counted, self._attendance.total = count, self.channel.barrier(count).total
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether this rank's batch counts 0: then the gradient of its mean, times the factor of 0, may be NaN."""
+        return self.driver.members.count is not None and not self.joined and self._counted == 0
+
+    @property
+    def _counted(self) -> float:
+        if isinstance(self._present, ReadStep):
+            return self._present.counted
+        return self._attendance.counted if self._plan is None else self._plan.count()
 
     @property
     def loss_factor(self) -> float:
@@ -232,12 +248,12 @@ class Lockstep:
         return loss_factor(self.weighting, self.channel.world_size, len(self.active_ranks), *self._counts)
 
     @property
-    def _counts(self) -> tuple[int, int]:
-        """The numbers of samples in this rank's batch, and in all of the step."""
+    def _counts(self) -> tuple[float, float]:
+        """What this rank's batch counts, and what all of the step do."""
         if self._plan is not None:
-            return self._plan.samples, self._plan.total_samples
+            return self._counted, self._plan.total
         self.hear()
-        return self._attendance.samples, self._attendance.total_samples
+        return self._counted, self._attendance.total
 
     def finish(self) -> None:
         """End the epoch: run the joinables' post-hooks."""

@@ -269,7 +269,7 @@ class LoopDriver(Meetings):
         """See `Driver`."""
         return any(part.is_model or isinstance(part, CustomPart) for part in self.server.parts)
 
-    def before_forward(self, samples: int, waits: bool = True) -> None:
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> None:
         """Meet the other ranks, if this forward stands outside of `batches`; see `Driver`."""
         if not in_backward():
             self._steps_in = threading.get_ident()
@@ -278,8 +278,8 @@ class LoopDriver(Meetings):
             if not _nesting.is_entered(self):
                 return  # the `with` has ended in this
             if not self._is_read_elsewhere:
-                self._heartbeat(samples)
-                if self.members.weighting == "samples":
+                self._heartbeat(count() if self.members.count is not None else 0)
+                if self.members.count is not None:
                     self.server.tap.install()
         if self._loop is not None:
             self._loop.stepped = True
@@ -334,13 +334,13 @@ class LoopDriver(Meetings):
 
     # ------------------------------------------------------------ loops
 
-    def _heartbeat(self, samples: int) -> None:
+    def _heartbeat(self, count: float) -> None:
         self._planned.check_in_loop(self.in_loop)
         self.arrive()
         self.place = move(self.place, Place.PLAIN)
         self._steps.begin()
         self.plain_steps += 1
-        self._due = Due(samples, at_last=False)
+        self._due = Due(count, at_last=False)
         self.step_number += 1
 
     def _abandon(self, at_once: bool = True) -> None:

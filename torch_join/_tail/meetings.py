@@ -27,7 +27,7 @@ from torch_join.joinables.part import LoopModel
 class Due:
     """A meeting that has been put off until this rank does something with others in its step."""
 
-    samples: int
+    count: float  # of this rank's batch
     at_last: bool
     said: bool = False  # this rank has come to it, and has yet to hear what the others say
 
@@ -203,7 +203,7 @@ class Meetings:
             self._at_last = self._planned.advance(self.step_number)
             if self._planned.puts_off:
                 # Said here, so that whoever hears waits for nothing that others do in their step.
-                self._due = Due(plan.samples_given, self._at_last)
+                self._due = Due(plan.count(), self._at_last)
                 models = self.server.models()
                 self.arrive(waits=not models or not all(model.forwards_alone for model in models))
                 return True
@@ -212,13 +212,13 @@ class Meetings:
             # Put off until this rank does something in its step that others take part in: it may break before that.
             self.arrive()
             if reader.has_next():
-                self._due = Due(self._samples_in(reader), reader.at_last)
+                self._due = Due(self._count_next(reader), reader.at_last)
                 for model in self._even_models():
                     model.remember()
                 return True
             self._meet(False, 0)
         elif certain is None:
-            self._meet(reader.has_next(), self._samples_in(reader), reader.at_last)
+            self._meet(reader.has_next(), 0, reader.at_last)
         else:
             # Not where all know, and throw, nor in a loop that this rank has left: its loader is its user's again.
             checks = self.in_loop and not (self._throws and min(certain) <= self.step_number)
@@ -248,8 +248,8 @@ class Meetings:
             and all(model.is_prepared for model in self.server.models())
         )
 
-    def _samples_in(self, reader: Reader[Any]) -> int:
-        return reader.samples if self.members.weighting == "samples" else 0
+    def _count_next(self, reader: Reader[Any]) -> float:
+        return 0 if self.members.count is None else reader.count(self.members.count)
 
     def _even_models(self) -> Sequence[LoopModel]:
         """Return the models, unless this is a tail."""
@@ -276,7 +276,7 @@ class Meetings:
                 return
             with self._telling():
                 if not due.said:
-                    self._say(True, due.samples, due.at_last, waits)
+                    self._say(True, due.count, due.at_last, waits)
                 due.said = True
                 if not waits:
                     return
@@ -293,9 +293,9 @@ class Meetings:
             with self._telling():
                 self.server.parting.before_collective(operation, waits)
 
-    def _meet(self, has_input: bool, samples: int, at_last: bool = False) -> None:
+    def _meet(self, has_input: bool, count: float, at_last: bool = False) -> None:
         """Say whether this rank has an input, and whether that is its last; the active ranks meet."""
-        self._say(has_input, samples, at_last)
+        self._say(has_input, count, at_last)
         if has_input:
             self._hear(has_input)
             return
@@ -319,16 +319,16 @@ class Meetings:
         ranks = collective_under_way(loop.thread)
         return None if ranks is None else (self.step_number, ranks)
 
-    def _say(self, has_input: bool, samples: int, at_last: bool, waits: bool = True) -> None:
+    def _say(self, has_input: bool, count: float, at_last: bool, waits: bool = True) -> None:
         notice = {} if not has_input else {"last": True} if at_last else None
-        self.server.channel.arrive(samples, notice, self.members.active)
+        self.server.channel.arrive(count, notice, self.members.active)
         if has_input and self._planned.plan is None:  # else the batch that this rank has may be another's
-            self.members.samples = samples
+            self.members.counted = count
 
     def _hear(self, has_input: bool) -> None:
         beat = self._planned.hear()
         if has_input:  # else the last step's count: its backward may come after the loop
-            self.members.total_samples = beat.total
+            self.members.total = beat.total
         self.server.change(tuple(rank for rank in self.members.active if beat.notices.get(rank) != {}))
         active = self.members.active
         self._ending = tuple(rank for rank in active if beat.notices.get(rank))

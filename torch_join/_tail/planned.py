@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch_join._base.errors import JoinValueError, UnsupportedError, name_ranks, raise_any
-from torch_join._base.weighting import count_samples
 from torch_join._control.said import Beat
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer
@@ -99,10 +98,9 @@ class PlannedLoops:
         return reader.rebalanced(self._begin)
 
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
-        size = count_samples if self.server.members.weighting == "samples" else None
-        length, lead = source.certain_length(), source.lead
+        length, lead, count = source.certain_length(), source.lead, self.server.members.count
         plan = self.rebalancing.begin(
-            self.server.channel, source, length, self._meet, lead=lead, size=size, meets=False
+            self.server.channel, source, length, self._meet, lead=lead, count=count, meets=False
         )
         return None if plan is None else PlannedReader(plan)
 
@@ -118,9 +116,9 @@ class PlannedLoops:
             with self.server.own_collectives():
                 self.plan.advance(self._meet)
         if not self.plan.meets and len(self.plan.active_ranks) < self.server.members.world_size:
-            self.plan.total_samples = self._meet(self.plan.samples_given, {}).total
+            self.plan.total = self._meet(self.plan.count(), {}).total
         if self.plan.has_batch():
-            self.server.members.total_samples = self.plan.total_samples
+            self.server.members.total = self.plan.total
         self.server.change(self.plan.active_ranks)
         return self.plan.is_last_step
 
@@ -128,11 +126,11 @@ class PlannedLoops:
         """Return this rank's batch of the current step."""
         batch = reader.take()
         if self.plan is not None:
-            self.server.members.samples = self.plan.samples
+            self.server.members.counted = self.plan.count()
         return batch
 
-    def _meet(self, samples: int, notice: dict[str, Any]) -> Beat:
-        self.server.channel.arrive(samples, notice or None, self.server.members.active)
+    def _meet(self, count: float, notice: dict[str, Any]) -> Beat:
+        self.server.channel.arrive(count, notice or None, self.server.members.active)
         return self.hear()
 
     def hear(self) -> Beat:

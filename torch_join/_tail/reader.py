@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -11,9 +12,9 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 from torch_join._base.membership import Membership
-from torch_join._base.weighting import count_samples
+from torch_join._base.weighting import Count, Window
 from torch_join._control.channel import Channel
 from torch_join._tail.refills import RefillGuard
 
@@ -106,10 +107,67 @@ class Reader(Generic[T]):
         """Whether the next batch is known to be the last one."""
         return False
 
-    @property
-    def samples(self) -> int:
-        """Number of samples in the next batch, 0 without one."""
-        return count_samples(self._ahead[0]) if self.has_next() else 0
+    def count(self, count: Count) -> float:
+        """Return what the next batch counts, of which there must be one; called once for each."""
+        return count(self._ahead[0])
+
+
+class Windows(Generic[T]):
+    """A loader of windows: see `windows`. What else is asked of it, such as its sampler, is the other loader's."""
+
+    def __init__(self, loader: Iterable[T], size: int) -> None:
+        if size < 1:
+            raise JoinValueError(f"A window has 1 batch or more, not {size}.")
+        self._loader, self._size = loader, size
+
+    def __iter__(self) -> Iterator[list[T]]:
+        iterator = iter(self._loader)
+        guard = RefillGuard(self._loader, gives=False)
+        window = Window()
+        with suppress(StopIteration):
+            while True:
+                window.append(guard.read(window[:], lambda: next(iterator)))
+                if len(window) == self._size:
+                    yield window
+                    window = Window()
+        if window:
+            yield window
+
+    def __len__(self) -> int:
+        return -(-len(self._loader) // self._size)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def windows(loader: Iterable[T], size: int) -> Windows[T]:
+    """Make each step a window: a list of batches, over whose gradients it accumulates.
+
+    ```python
+    for window in join.batches(windows(loader, 4)):
+        n_window = sum(map(tokens, window))
+        for batch in window:
+            with nullcontext() if batch is window[-1] else model.no_sync():
+                (loss_of(model, batch) * tokens(batch) / n_window).backward()
+        optimizer.step()
+    ```
+
+    A weighting by count counts the window as a whole: a function gets the list, and `"samples"` adds up. So each
+    batch's mean loss is scaled by its share of its own rank's window, and the gradient is the mean over all ranks'.
+
+    Args:
+        loader: What has the batches.
+        size: How many there are in a window; in the last one there may be fewer.
+
+    Returns:
+        A loader of lists, with a length if `loader` has one. What else is asked of it is the loader's.
+
+    Raises:
+        JoinValueError: `size` is less than 1; or, in the loop, the loader refills the memory of one batch for another.
+    """
+    return Windows(loader, size)
 
 
 class Batches(Generic[T]):
@@ -233,6 +291,8 @@ def _methods_beyond(kind: type) -> set[str]:
 
 def is_length_certain(loader: object) -> bool:
     """Whether a loader can have no other number of batches than its length."""
+    if type(loader) is Windows:
+        return is_length_certain(loader._loader)
     if isinstance(loader, DataLoader) and not _methods_beyond(type(loader)):
         return draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     return type(loader) in (list, tuple)

@@ -37,7 +37,7 @@ def check_record(said: Sequence[Announcement], active: tuple[int, ...], parts: i
         JoinError: No active rank can have written it.
     """
     known = all(-1 <= index < parts for index, _, _ in said)
-    if not (said and known and set(active) <= set(before)):
+    if not (known and set(active) <= set(before)):
         raise _codec.foreign("a record of the tail", f"{_codec.brief(said)} of ranks {_codec.brief(active)}")
 
 

@@ -66,6 +66,7 @@ class Server:
     def reset(self) -> None:
         """Begin anew, as before the first step."""
         self._said: list[_codec.Encoded] = []  # announced, and not yet written
+        self._is_due = False  # whether all active ranks have announced some of it
         self._heard: deque[_records.Announcement] = deque()  # read, and not yet answered
         self._asides = 0  # answered, before the next record of the log
         self.on_all = 0
@@ -121,8 +122,14 @@ class Server:
         """Tell the joined ranks, if there are any, what comes next; see `Driver.announce`."""
         if self.in_tail:
             self._said.append(self.agreement.note((index, kind, payload), self.members.leads))
+            self._is_due = True
             if not hold:
                 self.tell()
+
+    def announce_alone(self, index: int, kind: str, payload: Any) -> None:
+        """Tell the joined ranks, with the next announcement, what the lowest active rank does; see `Announcer`."""
+        if self.in_tail and self.members.leads:
+            self._said.append(_codec.encode((index, kind, payload)))
 
     def announce_aside(self, index: int, kind: str, payload: Any) -> None:
         """Tell the joined ranks what the lowest active rank does now, and the other ones may do or not.
@@ -136,10 +143,10 @@ class Server:
 
     def tell(self) -> None:
         """Write what has been announced."""
-        if self._said:
+        if self._is_due:
             self._subgroups.mark(self.members.active)
             self.channel.append(_records.record(self._said, self.members.active), leads=self.members.leads)
-            self._said = []
+            self._said, self._is_due = [], False
 
     def own_collectives(self) -> AbstractContextManager[None]:
         """Put around collectives that joined ranks know of without the tap."""
@@ -183,6 +190,7 @@ class Server:
         """Go on with these ranks."""
         members = self.members
         if active != members.active:
+            self._is_due = self._is_due or members.announces  # what the lowest rank has announced alone, too
             self.tell()  # as long as it is the same rank that writes
             if not members.joined and members.uneven and set(active) < set(members.active):
                 self.agreement.part(members.rank, members.active, active)
@@ -242,7 +250,7 @@ class Server:
 
     def _next(self) -> _records.Announcement:
         """Wait for the next announcement."""
-        if not self._heard:
+        while not self._heard:
             number, self._asides = self.channel.records, 0
             meanwhile = partial(self._take_asides, number) if self.hears_asides else None
             said, active = self._subgroups.follow(_records.RECORD, meanwhile)

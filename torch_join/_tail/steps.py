@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_join._base.membership import Membership, Role
-from torch_join._base.weighting import Weighting
+from torch_join._base.weighting import Weighting, count_samples
 from torch_join._collectives.backwards import late
 from torch_join._collectives.compat import in_backward
 from torch_join._collectives.tap import Call, CollectiveTap
@@ -34,6 +34,7 @@ class StepDriver:
         channel: The channel between all ranks of the job.
         weighting: How the gradients of the active ranks are combined.
         backward_collectives: See `DDPJoinStrategy`.
+        sizes: Returns a batch's number of samples.
 
     Attributes:
         members: Who is active.
@@ -48,14 +49,21 @@ class StepDriver:
     step_number = loop_number = 0
     has_loss = True
 
-    def __init__(self, channel: Channel, weighting: Weighting = "world", backward_collectives: bool = False) -> None:
-        self.members = Membership(dist.group.WORLD if dist.is_initialized() else None, weighting)
+    def __init__(
+        self,
+        channel: Channel,
+        weighting: Weighting = "world",
+        backward_collectives: bool = False,
+        sizes: Callable[[Any], int] = count_samples,
+    ) -> None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self.members = Membership(group, weighting, sizes=sizes)
         self.server = Server(self.members)
         self.server.open(channel)
         self.server.backwards.always = backward_collectives
         self.server.backwards.reset()
 
-    def before_forward(self, samples: int, waits: bool = True) -> None:
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> None:
         """Nothing to do: the ranks have met."""
 
     def before_notice(self, part: Part) -> None:

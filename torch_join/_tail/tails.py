@@ -8,6 +8,7 @@ import torch
 from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinValueError, UnsupportedError, check_all_go_on
 from torch_join._base.hyperparameters import Steps, Words
+from torch_join._base.weighting import name_of
 from torch_join._handover.audit import Audit, Often
 from torch_join._handover.buffers import UnsyncedBuffers
 from torch_join._handover.compat import is_sharded
@@ -201,19 +202,19 @@ class Tails:
         members = self.server.members
         if any({*group} <= {*team} for part in self.server.parts for team in part.teams):
             return  # of tensor parallelism: all of them have the same batch, or none
-        if not is_ddps and members.weighting == "samples":
+        if not is_ddps and members.count is not None:
             if not all(isinstance(model, ModelPart) for model in self.server.models()):
                 raise UnsupportedError(
-                    "A collective in backward of a sharded model under weighting='samples': each rank's gradients are"
-                    " weighted by its number of samples where they reach the parameters, and by then those of other"
-                    " ranks are mixed into them. Use weighting='world' with a loss that weighs samples itself, or a"
-                    " collective on detached tensors in the forward pass."
+                    f"A collective in backward of a sharded model under {name_of(members.weighting)}: each rank's"
+                    " gradients are weighted by what its batch counts where they reach the parameters, and by then"
+                    " those of other ranks are mixed into them. Use weighting='world' with a loss that weighs samples"
+                    " itself, or a collective on detached tensors in the forward pass."
                 )
             if members.loss_factor == 0:
                 raise UnsupportedError(
-                    "A batch without samples under weighting='samples', with a collective in backward: what other"
-                    " ranks' losses owe to this batch would be multiplied by zero. Leave such batches out, or use"
-                    " weighting='active'."
+                    f"A batch without samples, or that counts 0, under {name_of(members.weighting)}, with a collective"
+                    " in backward: what other ranks' losses owe to this batch would be multiplied by zero. Leave such"
+                    " batches out, or use weighting='active'."
                 )
         joined = [rank for rank in group if members.has_joined(rank)]
         if is_ddps and members.announces and joined and not any(model.in_backward for model in self.server.models()):

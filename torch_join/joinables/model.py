@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
-from torch_join._base.weighting import count_samples
+from torch_join._base.weighting import weighted
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join.joinables._gradients.evidence import Gradients
 from torch_join.joinables._gradients.leftovers import settle
@@ -124,9 +124,10 @@ class ModelPart(Part):
         deferred = grad and sync and not self.deferred and self.forwards_alone
         if self._shadow.first.shadow_only:
             self._shadow.first.check_fired()
+        # Of a window's micro-batches ranks may have different numbers: they have in common what has collectives.
+        is_alone = grad and not _compat.may_forward_with_collectives(self.ddp)
         if self.meets:
-            samples = count_samples((args, kwargs)) if self.members.weighting == "samples" and not driver.in_loop else 0
-            driver.before_forward(samples, waits=not deferred)
+            driver.before_forward(lambda: self.members.count_forward(args, kwargs), waits=not deferred)
             if not (driver.in_loop or self.members.announces):
                 self._gradients.refresh()
         self.forwards += 1
@@ -148,7 +149,11 @@ class ModelPart(Part):
         frozen = self._shadow.frozen if self.server.in_tail else []
         told = self.server.in_tail and _compat.broadcasts_buffers(self.ddp)
         buffers = self._shadow.news.since(self.ddp.module) if told else None
-        self.announce("forward", (grad, sync, authority, frozen, buffers))
+        forward = (grad, sync, authority, frozen, buffers)
+        if is_alone:
+            self.server.announce_alone(self.index, "forward", forward)
+        else:
+            self.announce("forward", forward)
         # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
         self._plumbing.enter_context(self.server.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
@@ -159,7 +164,7 @@ class ModelPart(Part):
     def _announce_deferred(self) -> None:
         while self.deferred:
             self.deferred -= 1
-            self.announce("forward", (True, True, 0, self._frozen, None), hold=True)
+            self.server.announce_alone(self.index, "forward", (True, True, 0, self._frozen, None))
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -245,7 +250,9 @@ class ModelPart(Part):
                     self._begin_backward()
                     self._task = task
         self._pieces.came(place)
-        return None if self._factor == 1.0 else tuple(None if g is None else g * self._factor for g in gradients)
+        return (
+            None if self._factor == 1.0 else tuple(None if g is None else weighted(g, self._factor) for g in gradients)
+        )
 
     def _begin_backward(self) -> None:
         self._factor = 1.0
@@ -265,7 +272,7 @@ class ModelPart(Part):
             # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
             self._others.leave(common_verdict(state.verdict for state in states), averages)
             if not averages:  # what has been cleared now counts at the next one
-                self.announce("gradients", runs_of(states))
+                self.server.announce_alone(self.index, "gradients", runs_of(states))
             elif self.server.in_pieces:
                 self._pieces.begin(self._end_backward)
                 self.announce("begin", runs_of(states), hold=True)

@@ -51,6 +51,12 @@ class Announcer(Protocol):
             hold: Whether to tell them together with the next announcement.
         """
 
+    def announce_alone(self, index: int, kind: str, payload: Any) -> None:
+        """Tell the joined ranks, with the next announcement, what the lowest active rank does.
+
+        It has no collective, and the other active ranks may do the same more or less often.
+        """
+
     def own_collectives(self) -> AbstractContextManager[None]:
         """Put around collectives that joined ranks know of without the tap."""
 
@@ -100,11 +106,11 @@ class Driver(Protocol):
     def sees_steps(self) -> bool:
         """Whether there is a model, or a custom joinable, that shows where a step begins."""
 
-    def before_forward(self, samples: int, waits: bool = True) -> None:
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> None:
         """Meet the other ranks, if they have not met before this forward.
 
         Args:
-            samples: This step's number of samples.
+            count: Returns what the forward's arguments count, for a step of which nobody sees the batch.
             waits: Whether it is important, for what this forward does, who is active.
         """
 

@@ -1,6 +1,8 @@
 """The channel between ranks, its failures and what it leaves behind."""
 
 import gc
+import math
+import random
 import re
 import threading
 import time
@@ -293,9 +295,24 @@ def test_a_slow_rank_is_waited_for() -> None:
     assert threads.run(2, come_late) == [4, 4]
 
 
-def test_counts_out_of_range_are_refused() -> None:
-    with pytest.raises(JoinValueError, match="adds from 0 to 1073741824 on each, not -1"):
-        Channel().barrier(-1)
+def add_fractions(channel: Channel) -> list[float]:
+    """Add up numbers of which no float is the sum, in whatever order the ranks come."""
+    found = []
+    for step in range(50):
+        time.sleep(0.001 * random.random())
+        found.append(channel.barrier([0.1, 1e17, 0.2, 1.0, 2.5e-320][channel.rank] * (1 + step)).total)
+    return found
+
+
+def test_sums_are_exact_and_the_same_in_any_order() -> None:
+    expected = [math.fsum(count * (1 + step) for count in (0.1, 1e17, 0.2, 1.0, 2.5e-320)) for step in range(50)]
+    assert threads.run(5, add_fractions) == [expected] * 5
+
+
+@pytest.mark.parametrize("count", [-1, math.nan, math.inf])
+def test_counts_out_of_range_are_refused(count: float) -> None:
+    with pytest.raises(JoinValueError, match=f"adds a finite number of each rank, 0 or more, not {count}"):
+        Channel().barrier(count)
 
 
 def drop(rank: int) -> tuple[int, bool]:

@@ -77,7 +77,7 @@ NESTS: dict[str, Nest] = {
     "numpy": lambda batch, place: {"x": batch[0].cpu().numpy(), "y": batch[1].cpu().numpy(), "place": place},
     "samples": lambda batch, place: [Sample(x, y, place) for x, y in zip(*batch, strict=True)],
 }
-COUNTED = ("tuple", "dict", "transposed", "large", "of two kinds")  # that weighting="samples" can count
+COUNTED = ("tuple", "dict", "transposed", "large", "of two kinds")  # that "samples" and `count_of` can count
 
 
 def unpacked(nest: Any) -> tuple[Batch, Place]:
@@ -175,13 +175,16 @@ def draw(seed: int, world_size: int) -> Case:
     one = random.Random(seed)
     epochs, accumulate = one.choice((1, 2, 3)), one.choice((1, 1, 1, 2, 3))
     kinds = one.choice((KNOWN, STREAMS, KNOWN + STREAMS))
-    weighting = one.choice(("world", "active", "samples"))
+    weighting = one.choice(("world", "active", "samples", "count"))
+    accumulate = (
+        1 if weighting == "count" else accumulate
+    )  # nobody can tell what a batch that counts 0 leaves of others
     most = one.choice((2, 5, 9, 14))
     gifts = one.choice(((world_size,), (world_size,), (0, 1, 2, world_size)))
     return Case(
         tuple(tuple(one.choice((0, one.randint(0, most))) for _ in range(world_size)) for _ in range(epochs)),
         loaders=tuple(tuple(one.choice(kinds) for _ in range(world_size)) for _ in range(epochs)),
-        nest=one.choice(COUNTED if weighting == "samples" else tuple(NESTS)),
+        nest=one.choice(COUNTED if weighting in ("samples", "count") else tuple(NESTS)),
         most_gifts=tuple(one.choice(gifts) for _ in range(world_size)),
         optimizer=one.choice(("sgd", "adam", "adamw", "zero", "zero+sgd")),
         weighting=weighting,

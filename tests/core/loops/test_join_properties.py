@@ -144,7 +144,9 @@ def programs(draw: st.DrawFn, world_size: int) -> Program:
     return Program(
         draw(st.tuples(*[st.tuples(*[st.integers(0, 8)] * world_size)] * epochs)),
         optimizer=draw(st.sampled_from(("sgd", "adam", "adamw", "zero", "sgd", "adam", "adamw", "zero", "zero+sgd"))),
-        weighting=draw(st.sampled_from(("world", "active", "samples"))),
+        weighting=draw(
+            st.sampled_from(("world", "active", "samples", "count")[: 3 if loop == "plain" or accumulate > 1 else 4])
+        ),
         loss=draw(st.sampled_from(("simple", "penalty", "two forwards", "two models", "two backwards"))),
         clear=draw(st.sampled_from(("before", "after", "before, zeros", "after, zeros", "model"))),
         clip=draw(st.sampled_from((None, 0.3))),

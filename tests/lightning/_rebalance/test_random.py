@@ -70,7 +70,7 @@ def draw(seed: int) -> Drawn:
         epochs=epochs,
         model=model,
         optimizer=one_of(("sgd", "adam", "adamw", "zero")),
-        weighting=one_of(("world", "active", "samples")),
+        weighting=one_of(("world", "active", "samples", "count")),
         accumulate=one_of((1, 1, 2, 3)),
         clip=one_of((None, 0.3)),
         scheduler=scheduler,
@@ -83,6 +83,8 @@ def draw(seed: int) -> Drawn:
         rebalance=True,
         ddp={"find_unused_parameters": model in UNUSED, "gradient_as_bucket_view": one_of((False, True))},
     )
+    if case.weighting == "count":
+        case = Case(**{**vars(case), "accumulate": 1})
     if one_of((False, False, True)) and scheduler in (None, "step"):  # the reference ends in the midst of an epoch
         case = Case(**{**vars(case), "max_steps": chance.randint(1, total_steps(case))})
     steps = sum(longest(case, epoch) for epoch in range(epochs))

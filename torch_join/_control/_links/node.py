@@ -21,7 +21,7 @@ from torch_join._control.processes import Process
 
 POST, FAIL, CAME, ADD, ASK, ANSWER, UP, DOWN, CALL, PLACE = range(10)  # kinds of messages
 _POST = struct.Struct("<QI")  # until which record, and bytes of the name that follows, and the value after it
-_BEAT = struct.Struct("<QIqH")  # number, how many have come, their sum, bytes of the set of ranks that follows
+_BEAT = struct.Struct("<QIHH")  # number, how many have come, bytes of their sum, and of the set of ranks, that follow
 _BEAT_BYTES = _BEAT.size
 # Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
 SUMS, GATHERS = 1 << 62, 1 << 63
@@ -52,14 +52,19 @@ def values_of(said: bytes) -> dict[int, bytes]:
 
 
 def _pack(beat: int, came: int, total: int, ranks: int, notices: bytes) -> bytes:
-    bits = ranks.to_bytes((ranks.bit_length() + 7) // 8, "little") if ranks else b""
-    return _BEAT.pack(beat, came, total, len(bits)) + bits + notices
+    added, bits = _bytes_of(total), _bytes_of(ranks)
+    return _BEAT.pack(beat, came, len(added), len(bits)) + added + bits + notices
+
+
+def _bytes_of(number: int) -> bytes:
+    return number.to_bytes((number.bit_length() + 7) // 8, "little") if number else b""
 
 
 def _unpack(payload: bytes) -> tuple[int, int, int, int, bytes]:
-    beat, came, total, length = _BEAT.unpack_from(payload)
-    end = _BEAT_BYTES + length
-    return beat, came, total, int.from_bytes(payload[_BEAT_BYTES:end], "little") if length else 0, payload[end:]
+    beat, came, added, bits = _BEAT.unpack_from(payload)
+    middle, end = _BEAT_BYTES + added, _BEAT_BYTES + added + bits
+    total = int.from_bytes(payload[_BEAT_BYTES:middle], "little") if added else 0
+    return beat, came, total, int.from_bytes(payload[middle:end], "little") if bits else 0, payload[end:]
 
 
 class Node:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_join._base.weighting import weighted
 from torch_join._shadow._sharded import compat as _compat
 from torch_join._shadow._sharded.compat import Fsdp1State, HandleTrainingState
-from torch_join._shadow._sharded.unit import SHARD, WHOLE, Gather, Observer, Reduction, out_of_step, scaled
+from torch_join._shadow._sharded.unit import SHARD, WHOLE, Gather, Observer, Reduction, Weigh, out_of_step, scaled
 
 
 class FlatParamUnit:
@@ -145,12 +146,12 @@ class FlatParamUnit:
 
         return undo
 
-    def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
+    def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
         """See `Unit`."""
         flat = self._handle.flat_param
         # Of a frozen one, which may be trained later, torch takes no hook.
         with _compat.requiring_grad(flat):
-            handle = flat.register_hook(partial(scaled, factor))
+            handle = flat.register_hook(partial(scaled, factor, weigh))
         return lambda: handle.remove()
 
     # ------------------------------------------------------------ on a joined rank

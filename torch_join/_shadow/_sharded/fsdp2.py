@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_join._base.weighting import weighted
 from torch_join._shadow._sharded import compat as _compat
 from torch_join._shadow._sharded.gather import AnnouncedGather
 from torch_join._shadow._sharded.unit import (
@@ -17,6 +18,7 @@ from torch_join._shadow._sharded.unit import (
     Gather,
     Observer,
     Reduction,
+    Weigh,
     out_of_step,
     scaled,
     undo_all,
@@ -190,7 +192,7 @@ class ParamGroupUnit:
             for p in group.fsdp_params
         ]
 
-    def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
+    def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
         """See `Unit`."""
         group, known = self._group, set()
         ends: list[Callable[[], None]] = []
@@ -201,8 +203,8 @@ class ParamGroupUnit:
                 whole = getattr(p, "_unsharded_param", None)  # there after the first gather
                 if whole is not None and whole.requires_grad and id(p) not in known:
                     known.add(id(p))
-                    weigh, end = noticed(whole, partial(scaled, factor), lambda: factor() != 1.0)
-                    ends.extend((whole.register_hook(weigh).remove, end))
+                    changes, end = noticed(whole, partial(scaled, factor, weigh), lambda: factor() != 1.0)
+                    ends.extend((whole.register_hook(changes).remove, end))
 
         def waiting() -> None:
             wait()

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from torch_join._base.errors import JoinError
+from torch_join._base.weighting import weighted
 from torch_join._control.codec import closed
 
+Weigh = Callable[[Tensor, float], Tensor]  # a gradient, and its factor
 # The states of a unit's parameters: whole, this rank's shard, or a shard of a smaller mesh.
 WHOLE, SHARD, PART = "whole", "sharded", "sharded over fewer ranks"
 
@@ -104,8 +106,8 @@ class Unit(Protocol):
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
         """Tell `observer`, and return what ends that."""
 
-    def scale(self, factor: Callable[[], float]) -> Callable[[], None]:
-        """Multiply this rank's gradients in each backward, and return what ends that."""
+    def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
+        """Multiply this rank's gradients in each backward, or have `weigh` do it, and return what ends that."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -141,10 +143,10 @@ def out_of_step(name: str, mine: str, theirs: str) -> JoinError:
     )
 
 
-def scaled(factor: Callable[[], float], gradient: Tensor) -> Tensor | None:
+def scaled(factor: Callable[[], float], weigh: Weigh, gradient: Tensor) -> Tensor | None:
     """Return a gradient times the factor, for a tensor's hook."""
     value = factor()
-    return None if value == 1.0 else gradient * value
+    return None if value == 1.0 else weigh(gradient, value)
 
 
 def undo_all(steps: Sequence[Callable[[], Any]]) -> Callable[[], None]:

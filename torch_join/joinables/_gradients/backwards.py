@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch_join._base.errors import UnsupportedError, name_ranks
 from torch_join._base.membership import Membership
+from torch_join._base.weighting import name_of
 from torch_join._collectives.backwards import late
 from torch_join.joinables.part import LoopModel, Part
 
@@ -50,7 +51,7 @@ class ServedBackwards:
 
     def before_collective(self, group: list[int], ddps: bool) -> None:
         """See `Backwards`."""
-        in_tail = self._server.in_tail  # ask this first: it may find out how many samples there are
+        in_tail = self._server.in_tail  # ask this first: it may find out what the batches count
         self.check(group, ddps)
         if not ddps and self._is_apart(group):
             return
@@ -89,9 +90,14 @@ class ServedBackwards:
 
     def weighs(self, group: list[int]) -> bool:
         """See `Backwards`."""
-        if self._members.weighting != "samples" or self._members.serves or self._is_apart(group):
+        if self._members.count is None or self._members.serves or self._is_apart(group):
             return False
         return any(part.is_model and part.in_pieces for part in self._server.parts)
+
+    @property
+    def weighting(self) -> str:
+        """See `Backwards`."""
+        return name_of(self._members.weighting)
 
     @property
     def factor(self) -> float:
@@ -100,6 +106,6 @@ class ServedBackwards:
             return self._members.loss_factor
         raise UnsupportedError(
             "A collective in a backward that does not come to the model's parameters (torch.autograd.grad; gradients of"
-            " detached outputs) under weighting='samples': what it mixes is weighted by ranks' numbers of samples only"
+            f" detached outputs) under {self.weighting}: what it mixes is weighted by what ranks' batches count only"
             " later. Use weighting='world' with a loss that weighs samples itself, or one backward."
         )

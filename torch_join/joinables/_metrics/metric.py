@@ -86,7 +86,7 @@ class MetricPart(Part):
 
     def forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._leads_plain_loops(metric):
-            self.driver.before_forward(0)
+            self.driver.before_forward(float)  # nothing
         self.forwards += 1
         try:
             return forward(*args, **kwargs)

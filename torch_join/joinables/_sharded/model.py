@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError
-from torch_join._base.weighting import count_samples
 from torch_join._shadow._sharded import compat as _compat_sharded
 from torch_join._shadow._sharded.unit import Unit
 from torch_join._shadow.synced_norms import sync_norms
@@ -142,8 +141,7 @@ class ShardedModelPart(Part):
         members, driver = self.members, self.driver
         if members.serves:
             return
-        samples = count_samples((args, kwargs)) if members.weighting == "samples" and not driver.in_loop else 0
-        driver.before_forward(samples)
+        driver.before_forward(lambda: members.count_forward(args, kwargs))
         self.forwards += 1
         self._forwarded_in = driver.loop_number
 

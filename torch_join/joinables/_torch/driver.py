@@ -138,7 +138,7 @@ class HookDriver:
         """Nothing else is mirrored, so that there is nothing to pass over."""
         return nullcontext()
 
-    def before_forward(self, samples: int, waits: bool = True) -> None:
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> None:
         """Begin a step."""
         self.started = True
         with telling_failures(self.channel):
@@ -146,8 +146,8 @@ class HookDriver:
                 self._word(_NO_MORE)
             work = TorchJoin.notify_join_context(self._first)  # type: ignore[arg-type]
             # A rank that has joined sees from the same sum that it is to meet the others.
-            if _compat.reduced(work) < self.members.world_size or self.members.weighting == "samples":
-                self._meet(True, samples)
+            if _compat.reduced(work) < self.members.world_size or self.members.count is not None:
+                self._meet(True, int(count()) if self.members.count is not None else 0)
             if self.members.joined_ranks and not self.members.announces:
                 self.members.role = Role.TAIL
                 for part in self.parts:
@@ -164,6 +164,10 @@ class HookDriver:
         self.channel.append((index, kind, payload, done), leads=self.members.leads)
         if done:
             self._undone.discard(index)
+
+    def announce_alone(self, index: int, kind: str, payload: Any) -> None:
+        """Announce it as anything else: in torch's `Join` all active ranks do the same."""
+        self.announce(index, kind, payload)
 
     # ------------------------------------------------------------ what the hooks call
 
@@ -223,7 +227,7 @@ class HookDriver:
         present, counts = here.tolist()
         self.members.active = tuple(rank for rank, is_active in enumerate(present) if is_active)
         self.members.leader = min(self.members.active, default=0)
-        self.members.samples, self.members.total_samples = samples, sum(counts)
+        self.members.counted, self.members.total = samples, sum(counts)
         self._undone = set(range(len(self.parts)))
 
     def _refuse(self, index: int, kind: str) -> JoinError:

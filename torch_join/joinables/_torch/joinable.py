@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from torch_join._base.errors import JoinValueError, UnsupportedError
-from torch_join._base.weighting import Weighting, resolve_weighting
+from torch_join._base.weighting import Weighting, check_sees_batches, resolve_weighting
 from torch_join.joinables._torch.driver import HookDriver
 from torch_join.joinables.arguments import refuse_misspelt
 from torch_join.joinables.kinds import holds_shards
@@ -51,7 +51,7 @@ class WrappingJoinable(Joinable):
         """Return the hook that torch's `Join` runs; `divide_by_initial_world_size` and `weighting` are read.
 
         Raises:
-            UnsupportedError: What it is for is sharded.
+            UnsupportedError: What it is for is sharded; or the weighting counts batches, which nobody sees here.
         """
         if holds_shards(self.wrapped):
             raise UnsupportedError(
@@ -61,6 +61,7 @@ class WrappingJoinable(Joinable):
         for name in kwargs:
             refuse_misspelt(name)
         self._weighting = resolve_weighting(kwargs.get("weighting"), kwargs.get("divide_by_initial_world_size"))
+        check_sees_batches(self._weighting)
         hook = _Hook(self)
         self._hook = weakref.ref(hook)
         return hook
