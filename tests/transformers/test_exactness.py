@@ -72,19 +72,29 @@ def draw(seed: int) -> Fit:
     )
 
 
-@pytest.mark.parametrize("seed", others_long(range(12), *range(4)))
+@pytest.mark.parametrize("seed", others_long(range(12), *range(3)))
 def test_any_fit_is_as_one_process(workers: Workers, seed: int) -> None:
-    test_as_one_process(workers, draw(seed))
+    check_as_one_process(workers, draw(seed))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
 def test_many_fits_are_as_one_process(workers: Workers, seed: int) -> None:
-    test_as_one_process(workers, draw(seed))
+    check_as_one_process(workers, draw(seed))
 
 
-@pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
-def test_as_one_process(workers: Workers, fit: Fit) -> None:
+SOME = (
+    *("rank 0 has none", "3 ranks", "samples", "sharded by Trainer", "streams", "rebalanced streams"),
+    *("by labels", "by labels, in Trainer's place"),
+)
+
+
+@pytest.mark.parametrize("name", others_long(FITS, *SOME))
+def test_these_fits_are_as_one_process(workers: Workers, name: str) -> None:
+    check_as_one_process(workers, FITS[name])
+
+
+def check_as_one_process(workers: Workers, fit: Fit) -> None:
     found: list[Trained] = workers.run(fit.world_size, train, fit)
     for trained in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(trained.parameters, found[0].parameters, strict=True))

@@ -33,6 +33,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from accelerate_join.transformers import JoinTrainerMixin
+from tests.covering import others_long
 from tests.support.accelerated import accelerator_of
 from tests.support.accelerated_sharded import fsdp_on_cpu
 from tests.support.workers import Workers
@@ -272,8 +273,16 @@ def check(workers: Workers, name: str, lengths: tuple[int, ...], options: dict[s
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("lengths", [(3, 7), (5, 1)])
-def test_other_trainers_are_as_one_process(workers: Workers, name: str, lengths: tuple[int, ...]) -> None:
+def test_other_trainers_are_as_one_process(workers: Workers, name: str) -> None:
+    check_trainer(workers, name, (3, 7))
+
+
+@pytest.mark.parametrize("name", others_long(KINDS, "SFT"))
+def test_rank_0_may_be_the_last_of_them(workers: Workers, name: str) -> None:
+    check_trainer(workers, name, (5, 1))
+
+
+def check_trainer(workers: Workers, name: str, lengths: tuple[int, ...]) -> None:
     # Of means, one process divides by the number of micro-batches, and not by what they count.
     accumulates = lengths[0] < 5 and name != "translating"
     check(workers, name, lengths, {"gradient_accumulation_steps": 2} if accumulates else {}, 1e-7)  # as in float32
@@ -299,7 +308,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", others_long(VARIANTS, "checkpointed", "bf16", "counts tokens"))
 def test_what_may_be_done_to_a_model(workers: Workers, name: str) -> None:
     # Of a static graph DDP wants to see a backward that syncs first.
     options = {**VARIANTS[name], "gradient_accumulation_steps": 1 if name == "static" else 2}
@@ -307,7 +316,7 @@ def test_what_may_be_done_to_a_model(workers: Workers, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", others_long([1, 2], 2))
 def test_a_sharded_model_is_as_in_one_process(workers: Workers, version: int) -> None:
     config: dict[str, Any] = {"version": version, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
     config |= {"use_orig_params": True, "sync_module_states": False} if version == 1 else {}
