@@ -59,7 +59,7 @@ check_names(
     SEEN,
     {
         hf: "skip_first_batches",
-        hf.Trainer: "_inner_training_loop _get_num_items_in_batch set_initial_training_values",
+        hf.Trainer: "_inner_training_loop _maybe_log_save_evaluate _get_num_items_in_batch set_initial_training_values",
         GradientState: "_add_dataloader _remove_dataloader",
     },
 )

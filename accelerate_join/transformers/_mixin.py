@@ -54,6 +54,7 @@ class JoinTrainerMixin:
     args: Any
     accelerator: Any
     train_dataset: Any
+    control: Any
 
     def __init__(
         self,
@@ -188,10 +189,12 @@ class JoinTrainerMixin:
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
             return EvalLoopOutput(output.predictions, output.label_ids, output.metrics, sum(samples))
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        if self._join_run is not None:
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        control = self.control
+        looks = control.should_log or control.should_evaluate or control.should_save
+        if self._join_run is not None and (looks or control.should_epoch_stop or control.should_training_stop):
             self._join_run.hand_over_kept()
-        super().log(*args, **kwargs)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
 
 def _warn_of_filled(name: str) -> None:
