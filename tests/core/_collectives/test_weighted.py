@@ -130,6 +130,7 @@ class Weights:
     """Tells a tap that gradients are multiplied by a factor later."""
 
     in_pieces = True
+    weighting = "weighting='samples'"
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
