@@ -117,14 +117,18 @@ def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], It
     def iterate(loader: Any) -> Iterator[Any]:
         iterator: Any = own_iter(loader)
         for first in iterator:
-            frame = iterator.gi_frame  # these are generators
-            if "current_batch" in frame.f_code.co_varnames and "current_batch" not in frame.f_locals:
+            # No variable holds the generator's frame: once that ends, it keeps all that were called above it (Python 3.13).
+            if _is_unset("current_batch", iterator.gi_frame):  # these are generators
                 loader.end()
                 return
             yield first
             yield from iterator
 
     return iterate
+
+
+def _is_unset(variable: str, frame: Any) -> bool:
+    return variable in frame.f_code.co_varnames and variable not in frame.f_locals
 
 
 @contextmanager
