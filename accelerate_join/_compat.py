@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_join.integration import check_names
 
-SEEN = "1.13 to 1.15"
+SEEN = "1.5 to 1.15"
 
 
 def parallelism(accelerator: accelerate.Accelerator) -> Any:
