@@ -117,7 +117,7 @@ def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], It
     def iterate(loader: Any) -> Iterator[Any]:
         iterator: Any = own_iter(loader)
         for first in iterator:
-            # No variable holds the generator's frame: once that ends, it keeps all that were called above it (Python 3.13).
+            # No variable holds the generator's frame, which keeps all that were called above it (Python 3.13).
             if _is_unset("current_batch", iterator.gi_frame):  # these are generators
                 loader.end()
                 return
