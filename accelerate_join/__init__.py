@@ -7,7 +7,7 @@ Begin reading with `_context.py`: it imports the other modules, and none of them
 from torch_join import JoinError
 from torch_join.integration import naming_missing as _naming_missing
 
-with _naming_missing("1.13 to 1.15", "accelerate"):
+with _naming_missing("1.5 to 1.15", "accelerate"):
     from accelerate_join._context import Accelerator, join_batches, join_uneven_inputs
 
 __all__ = ["Accelerator", "JoinError", "join_batches", "join_uneven_inputs"]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_join.integration import check_names
 
-SEEN = "1.13 to 1.15"
+SEEN = "1.5 to 1.15"
 
 
 def parallelism(accelerator: accelerate.Accelerator) -> Any:
@@ -117,14 +117,18 @@ def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], It
     def iterate(loader: Any) -> Iterator[Any]:
         iterator: Any = own_iter(loader)
         for first in iterator:
-            frame = iterator.gi_frame  # these are generators
-            if "current_batch" in frame.f_code.co_varnames and "current_batch" not in frame.f_locals:
+            # No variable holds the generator's frame, which keeps all that were called above it (Python 3.13).
+            if _is_unset("current_batch", iterator.gi_frame):  # these are generators
                 loader.end()
                 return
             yield first
             yield from iterator
 
     return iterate
+
+
+def _is_unset(variable: str, frame: Any) -> bool:
+    return variable in frame.f_code.co_varnames and variable not in frame.f_locals
 
 
 @contextmanager

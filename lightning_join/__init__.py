@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from torch_join.integration import naming_missing as _naming_missing
 
-with _naming_missing("2.6.6", "lightning.pytorch", "lightning.fabric"):
+with _naming_missing("2.5.1 to 2.6.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._callback import JoinCallback
     from lightning_join._monitor.monitor import JoinMonitor
     from lightning_join._names import ddp_names as _ddp_names

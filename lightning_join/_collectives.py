@@ -212,4 +212,5 @@ def is_mean(reduce_op: Any) -> bool:
 
 def active_places(ranks: tuple[int, ...], group: Any | None) -> list[int]:
     """Return the places, among the ranks of a group, of those that take part."""
-    return [place for place, rank in enumerate(dist.get_process_group_ranks(group)) if rank in ranks]
+    whole = dist.group.WORLD if group is None else group  # which `None` is not for older torch
+    return [place for place, rank in enumerate(dist.get_process_group_ranks(whole)) if rank in ranks]

@@ -1,6 +1,7 @@
 """Every private name of Lightning and torchmetrics that this package touches.
 
-Seen in lightning 2.6.6 and torchmetrics 1.9.0. `tests/lightning/test_compat.py` notices when one goes.
+Seen in lightning 2.5.1 to 2.6.6, and in torchmetrics 1.0.3 to 1.9.0. `tests/lightning/test_compat.py` notices when one
+goes.
 """
 
 from collections.abc import Iterator
@@ -192,7 +193,7 @@ def ended_parts(loader: CombinedLoader) -> list[bool]:
 
 check_names(
     "lightning.pytorch",
-    "2.6.6",
+    "2.5.1 to 2.6.6",
     {
         call: "_call_callback_hooks _call_lightning_module_hook _call_strategy_hook",
         pl.LightningModule: "_trainer",

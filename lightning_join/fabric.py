@@ -14,7 +14,7 @@ from torch_join import UnsupportedError
 from torch_join.integration import is_sharded_model
 from torch_join.integration import naming_missing as _naming_missing
 
-with _naming_missing("2.6.6", "lightning.fabric"):
+with _naming_missing("2.5.1 to 2.6.6", "lightning.fabric"):
     from lightning_join._collectives import ActiveCollectives
     from lightning_join._fabric.joins import Joins
     from lightning_join._fabric.methods import ask_strategies as _ask_strategies

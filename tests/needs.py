@@ -77,6 +77,11 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "Accelerate's ParallelismConfig": lambda: importlib.util.find_spec("accelerate.parallelism_config") is not None,
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
     "hooks that a checkpoint's second run leaves": lambda: not are_lost(),
+    "a backend of one's own that can be aborted": lambda: hasattr(dist.Backend, "abort"),
+    "a process group that any device is bound to": lambda: (
+        "must be a cuda device" not in inspect.getsource(dist.distributed_c10d)
+    ),
+    "a store that lists its keys": lambda: hasattr(dist.Store, "list_keys"),
     "a record of gloo's collectives": lambda: hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
     "gloo's complex numbers": _gloo_can(
         lambda group: group.allreduce([torch.ones(1, dtype=torch.complex64)], dist.AllreduceOptions())

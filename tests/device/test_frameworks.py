@@ -7,6 +7,7 @@ import torch
 
 from tests.core.backward.programs import Program
 from tests.core.backward.test_exact import assert_exact as assert_exact_programs
+from tests.device.test_exact import skip_where_hooks_are_lost
 from tests.lightning._training import test_backward_collectives as backwards
 from tests.support import accelerated
 from tests.support.accelerated import Script
@@ -34,6 +35,7 @@ def test_lightning(devices: Workers, name: str) -> None:
 def test_lightning_with_collectives_in_backward(devices: Workers, kind: str) -> None:
     options, wrapper = backwards.KINDS[kind]
     program = Program((0, 4, 2), "active", frozenset(options), wrapper=wrapper)
+    skip_where_hooks_are_lost(program)
     assert_exact_programs(program, devices.run(3, backwards.fit, program))
 
 

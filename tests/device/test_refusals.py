@@ -19,6 +19,7 @@ from lightning_join import DDPJoinStrategy
 from tests.core._schedule.test_rebalanced_loops import Sum
 from tests.core.backward.test_exact import train_reentrant
 from tests.core.joinables.test_joinables import step_too_often
+from tests.needs import needs
 from tests.support.cases import Case, build_trainer
 from tests.support.inside import late_records
 from tests.support.workers import WorkerError, Workers
@@ -227,6 +228,7 @@ def fit_heads(rank: int, left: Path) -> None:
         raise
 
 
+@needs("a backend of one's own that can be aborted")
 def test_a_rank_that_waits_for_its_device_hears_of_a_failure(emulated: Workers, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as raised:
         emulated.run(2, fit_heads, tmp_path / "left")

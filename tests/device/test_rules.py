@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 from accelerate_join import Accelerator
 from tests import emulator
 from tests.device.jobs import BLOCKING, SERIAL, Job, assert_one_order, skip_without_functional_gather
+from tests.needs import has
 from tests.support import accelerated, loops
 from tests.support.cases import Case, build_trainer, difference
 from tests.support.loops import Program
@@ -54,6 +55,8 @@ def test_each_rank_stays_on_its_device(emulated: Workers, job: str, name: str, t
     program = PROGRAMS[name]
     if "ZeRO" in name and not JOBS[job].sets_device:
         pytest.skip("torch's own consolidation of ZeRO's shards takes the current device")
+    if JOBS[job].binds_device and not has("a process group that any device is bound to"):
+        pytest.skip("needs a process group that any device is bound to")
     models, _ = loops.reference(program)
     results = JOBS[job].run(emulated, 3, tmp_path, train_and_count, program)
     for rank, ((outcome, contexts), _) in enumerate(results):
@@ -352,7 +355,7 @@ def write_and_read(rank: int, waits: bool) -> list[str]:
     """Write on one stream and read on another one."""
     side, x = torch.Stream(), torch.ones(3)
     side.wait_stream(torch.accelerator.current_stream())
-    with side:
+    with emulator.on_stream(side):
         x.zero_()
     if waits:
         torch.accelerator.current_stream().wait_stream(side)
@@ -369,7 +372,7 @@ def test_a_stream_that_does_not_wait_for_another_one_is_found(emulated: Workers)
 
 def shadow_in_a_stream(rank: int) -> None:
     """Steps of nothing, one after another, of a model that was wrapped in another stream; races raise."""
-    with torch.Stream():
+    with emulator.on_stream(torch.Stream()):
         ddp = DistributedDataParallel(nn.Linear(3, 2))
     torch.accelerator.synchronize()
     shadow = ModelShadow(ddp)
@@ -386,7 +389,7 @@ def wait_for_a_work_that_is_done(rank: int) -> None:
     """Write on one stream, and wait on another one for a work that is done by then."""
     side, x = torch.Stream(), torch.ones(3)
     torch.accelerator.synchronize()
-    with side:
+    with emulator.on_stream(side):
         x.zero_()
         work = unbox_work(finished_work([x]))
     assert work is not None

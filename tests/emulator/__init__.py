@@ -4,7 +4,8 @@
 """
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from tests.emulator.build import build, compiler, load
 from tests.emulator.mode import send_copies
 
-__all__ = ["BACKEND", "DEVICE", "build", "compiler", "install", "installed", "place", "set_timeout", "use"]
+__all__ = ["BACKEND", "DEVICE", "build", "compiler", "install", "installed", "on_stream", "place", "set_timeout", "use"]
 
 DEVICE, BACKEND = "fakegpu", "fakenccl"
 
@@ -69,6 +70,17 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
     installed().set_timeout(group._get_backend(torch.device(DEVICE)), timeout)
 
 
+@contextmanager
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Let what is inside run on a stream, which older torch (2.6) does not take for a context."""
+    before = torch.accelerator.current_stream()
+    torch.accelerator.set_stream(stream or before)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
 def _create_backend(options: Any, _: Any) -> Any:
     store, rank, size = options.store, options.group_rank, options.group_size
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=options.timeout)
@@ -106,7 +118,7 @@ def _device_module(extension: ModuleType) -> ModuleType:
     module.memory_allocated = module.max_memory_allocated = lambda device=None: 0
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.Stream, module.Event = torch.Stream, torch.Event
-    module.stream = lambda stream: nullcontext() if stream is None else stream
+    module.stream = on_stream
     return module
 
 

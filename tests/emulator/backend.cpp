@@ -100,7 +100,7 @@ class EmulatedWork final : public c10d::Work {
       let_device_wait(pending_);
     }
   }
-  void blockCurrentStream() override { let_device_wait(pending_); }
+  void blockCurrentStream() { let_device_wait(pending_); }
   void abort() override {}
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
@@ -137,6 +137,17 @@ Lists dense(const Lists& lists) {
   return all;
 }
 
+// Older torch (2.6) lacks some of what a backend can say and be told: what has no `override` here is not asked for there.
+template <class Options, class Known = c10d::AllreduceOptions>
+bool is_asynchronous(const Options& options) {
+  if constexpr (requires(Known known) { known.asyncOp; }) return options.asyncOp;
+  return true;  // it waits itself
+}
+template <class Gloo>
+void set_timeout(Gloo& gloo, std::chrono::milliseconds timeout) {
+  if constexpr (requires { gloo.setTimeout(timeout); }) gloo.setTimeout(timeout);
+}
+
 class Backend final : public c10d::Backend {
  public:
   Backend(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -154,13 +165,13 @@ class Backend final : public c10d::Backend {
   }
 
   const std::string getBackendName() const override { return "fakenccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  void setTimeout(std::chrono::milliseconds timeout) override {
+  c10::intrusive_ptr<Options> getBackendOptions() { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) {
     options_->timeout = timeout;
-    gloo_->setTimeout(timeout);
+    set_timeout(*gloo_, timeout);
   }
-  void abort() override { abandon(); }
-  bool supportsCoalescing() const override { return true; }
+  void abort() { abandon(); }
+  bool supportsCoalescing() const { return true; }
 
   // What is issued in between is launched by the end, as one.
   void startCoalescing() override {
@@ -183,27 +194,28 @@ class Backend final : public c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     Tensors sent = real(tensors);
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("broadcast", OpType::BROADCAST, sent, tensors,
                        [gloo = gloo_, host = dense(sent), options]() mutable { gloo->broadcast(host, options)->wait(); }));
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     Tensors sent = real(options.reduceOp, tensors);
     check(options.reduceOp, sent);
-    // NCCL averages whole numbers too, and cuts off what is left.
-    bool cuts_off = options.reduceOp == c10d::ReduceOp::AVG && !at::isFloatingType(sent[0].scalar_type());
+    // NCCL averages whole numbers too, and cuts off what is left; older gloo averages nothing.
+    bool averages = options.reduceOp == c10d::ReduceOp::AVG, cuts_off = !at::isFloatingType(sent[0].scalar_type());
     auto known = options;
-    if (cuts_off) known.reduceOp = c10d::ReduceOp::SUM;
-    return given(options.asyncOp,
+    if (averages) known.reduceOp = c10d::ReduceOp::SUM;
+    return given(is_asynchronous(options),
                  issue("allreduce", OpType::ALLREDUCE, sent, tensors,
-                       [gloo = gloo_, host = dense(sent), size = getSize(), cuts_off, known]() mutable {
+                       [gloo = gloo_, host = dense(sent), size = getSize(), averages, cuts_off, known]() mutable {
                          gloo->allreduce(host, known)->wait();
-                         if (cuts_off) host[0].div_(size, "trunc");
+                         if (averages && cuts_off) host[0].div_(size, "trunc");
+                         if (averages && !cuts_off) host[0].div_(size);
                        }));
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     check(options.reduceOp, tensors);
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("allreduce_coalesced", OpType::ALLREDUCE_COALESCED, tensors, tensors,
                        [gloo = gloo_, host = dense(tensors), options]() mutable {
                          for (auto& each : host) {
@@ -215,19 +227,19 @@ class Backend final : public c10d::Backend {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     Tensors sent = real(options.reduceOp, tensors);
     check(options.reduceOp, sent);
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("reduce", OpType::REDUCE, sent, tensors,
                        [gloo = gloo_, host = dense(sent), options]() mutable { gloo->reduce(host, options)->wait(); }));
   }
   WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("allgather", OpType::ALLGATHER, joined(inputs, flat(outputs)), flat(outputs),
                        [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
                          gloo->allgather(to, from, options)->wait();
                        }));
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("allgather_base", OpType::_ALLGATHER_BASE, {input, output}, {output},
                        [gloo = gloo_, to = dense(output), from = dense(input), options]() mutable {
                          gloo->_allgather_base(to, from, options)->wait();
@@ -235,21 +247,21 @@ class Backend final : public c10d::Backend {
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override {
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("allgather_coalesced", OpType::COALESCED, joined(inputs, outputs), outputs,
                        [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
                          for (size_t i = 0; i < to.size(); i++) gloo->_allgather_base(to[i], from[i], options)->wait();
                        }));
   }
   WorkPtr gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("gather", OpType::GATHER, joined(inputs, flat(outputs)), flat(outputs),
                        [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
                          gloo->gather(to, from, options)->wait();
                        }));
   }
   WorkPtr scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override {
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("scatter", OpType::SCATTER, joined(outputs, flat(inputs)), outputs,
                        [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
                          gloo->scatter(to, from, options)->wait();
@@ -257,7 +269,7 @@ class Backend final : public c10d::Backend {
   }
   WorkPtr reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& options) override {
     check(options.reduceOp, outputs);
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("reduce_scatter", OpType::REDUCE_SCATTER, joined(outputs, flat(inputs)), outputs,
                        [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
                          gloo->reduce_scatter(to, from, options)->wait();
@@ -265,7 +277,7 @@ class Backend final : public c10d::Backend {
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     check(options.reduceOp, {output});
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("reduce_scatter_base", OpType::_REDUCE_SCATTER_BASE, {input, output}, {output},
                        [gloo = gloo_, to = dense(output), from = dense(input), options]() mutable {
                          gloo->_reduce_scatter_base(to, from, options)->wait();
@@ -274,7 +286,7 @@ class Backend final : public c10d::Backend {
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
     check(options.reduceOp, outputs);
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("reduce_scatter_coalesced", OpType::_REDUCE_SCATTER_BASE, joined(inputs, outputs), outputs,
                        [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
                          for (size_t i = 0; i < to.size(); i++) gloo->_reduce_scatter_base(to[i], from[i], options)->wait();
@@ -283,14 +295,14 @@ class Backend final : public c10d::Backend {
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& to_sizes, std::vector<int64_t>& from_sizes,
                         const c10d::AllToAllOptions& options) override {
     // Sizes count rows, so that the tensors keep their shapes.
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("alltoall_base", OpType::ALLTOALL_BASE, {input, output}, {output},
                        [gloo = gloo_, to = on_host(output), from = on_host(input), to_sizes, from_sizes, options]() mutable {
                          gloo->alltoall_base(to, from, to_sizes, from_sizes, options)->wait();
                        }));
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    return given(options.asyncOp,
+    return given(is_asynchronous(options),
                  issue("alltoall", OpType::ALLTOALL, joined(inputs, outputs), outputs,
                        [gloo = gloo_, to = dense(outputs), from = dense(inputs), options]() mutable {
                          std::vector<int64_t> to_sizes, from_sizes;
@@ -471,7 +483,7 @@ class Backend final : public c10d::Backend {
 
 void bind_backend(pybind11::module& module) {
   module.def("set_timeout", [](c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout) {
-    backend->setTimeout(timeout);
+    static_cast<Backend&>(*backend).setTimeout(timeout);
   });
   module.def("create_backend", [](c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store, int rank,
                                   int size, std::chrono::milliseconds timeout, std::string name) {

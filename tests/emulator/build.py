@@ -56,6 +56,8 @@ _FLAGS = (
     "-std=c++20", "-O0", "-fPIC", "-w", f"-DTORCH_EXTENSION_NAME={_NAME}", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO",
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{sysconfig.get_paths()['include']}",
     *(f"-I{path}" for path in cpp_extension.include_paths()),
+    # Older torch (2.6) says what its bindings are made with, which others have to be made with too.
+    *(f'-D{name[1:]}="{getattr(torch._C, name)}"' for name in dir(torch._C) if name.startswith("_PYBIND11_")),
 )  # fmt: skip
 
 

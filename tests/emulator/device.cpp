@@ -134,14 +134,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   DeviceIndex deviceCount() const noexcept override { return device_count(); }
 
-  c10::Stream getStream(Device device) const override { return stream(device, streams[index_of(device)]); }
+  c10::Stream getStream(Device device) const noexcept override { return stream(device, streams[index_of(device)]); }
   c10::Stream getDefaultStream(Device device) const override { return stream(device, 0); }
   c10::Stream getNewStream(Device device, int) const override {
     static std::atomic<c10::StreamId> last{0};
     return stream(device, ++last);
   }
   c10::Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
     auto before = getStream(stream.device());
     streams[stream.device_index()] = stream.id();
     return before;
@@ -192,8 +192,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isBuilt() const { return true; }  // older torch asks for neither
+  bool isAvailable() const { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return device_count(); }
   DeviceIndex getCurrentDevice() const override { return current; }
@@ -537,6 +537,11 @@ Tensor on_host(const Tensor& tensor) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace emulator;
   at::RegisterPrivateUse1HooksInterface(new Hooks());
+  static std::optional<torch::Library> autograd;  // of operators that have none, which older torch leaves to the device
+  if (!c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(c10::DispatchKey::AutogradPrivateUse1)) {
+    autograd.emplace(torch::Library::IMPL, "_", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+    autograd->fallback(torch::CppFunction::makeFallthrough());
+  }
   module.def("set_device", [](int index) { current = std::max(index, 0); });
   module.def("current_device", [] { return int(current); });
   module.def("device_count", device_count);

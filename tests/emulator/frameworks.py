@@ -8,7 +8,7 @@ import torch.distributed as dist
 from accelerate.state import DistributedType, PartialState
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
 
-from tests.emulator import BACKEND, DEVICE, place
+from tests.emulator import BACKEND, DEVICE, on_stream, place
 
 
 class _Accelerator(Accelerator):
@@ -61,7 +61,7 @@ def lightning_accelerator() -> Any:
         return place().type
     # Lightning wraps models in a side stream of CUDA's.
     torch.cuda.Stream = torch.Stream  # type: ignore[assignment, misc]
-    torch.cuda.stream = lambda stream: stream  # type: ignore[assignment]
+    torch.cuda.stream = on_stream  # type: ignore[assignment]
     return _Accelerator()
 
 

@@ -124,6 +124,18 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def _as_placed(value: Any, parameter: Tensor) -> Any:
+    """Return a parameter's state, which lies as the parameter does.
+
+    Older torch (2.6) forgets, in what some optimizers compute, how one dimension lies that is sharded twice: its own
+    full state dicts have the rows in another order then.
+    """
+    if not (isinstance(value, DTensor) and isinstance(parameter, DTensor)) or value.shape != parameter.shape:
+        return value
+    mesh, placements, local = parameter.device_mesh, parameter.placements, value.to_local()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+
+
 def full_moments(model: nn.Module, *optimizers: Any) -> dict[str, Tensor]:
     """Gather optimizers' states; all ranks call this."""
     found: dict[str, dict[str, Any]] = {}
@@ -131,7 +143,8 @@ def full_moments(model: nn.Module, *optimizers: Any) -> dict[str, Tensor]:
         if isinstance(model, FSDP):
             found |= get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
         else:
-            found |= {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+            for name, p in model.named_parameters():
+                found[name] = {key: _as_placed(value, p) for key, value in optimizer.state.get(p, {}).items()}
     return {
         f"{name.replace('_checkpoint_wrapped_module.', '')}.{key}": whole(value)
         for name, state in found.items()

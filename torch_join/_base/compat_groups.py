@@ -17,6 +17,9 @@ from torch import Tensor
 from torch_join._base.names import TORCH, check_names
 
 _PROBE_TAG = 0x7001
+# What a broadcast that was given up still has. Were Python's part of such a tensor left to gloo, its thread would wait
+# for Python's lock, which older torch (2.6) holds while it destroys the group and waits for that thread.
+_unfinished: list[Tensor] = []
 
 
 def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
@@ -66,11 +69,15 @@ def broadcast_directly(group: dist.ProcessGroup, tensor: Tensor, look: Callable[
     if is_gloo:
         options.timeout = timedelta(seconds=30)
     work, pause = backend.broadcast([tensor], options), 1e-4
-    while is_gloo and not work.is_completed():  # other backends' works may not say it
-        look()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-    work.wait()
+    try:
+        while is_gloo and not work.is_completed():  # other backends' works may not say it
+            look()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        work.wait()
+    except BaseException:
+        _unfinished.append(tensor)
+        raise
     return tensor
 
 

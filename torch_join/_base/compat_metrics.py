@@ -1,4 +1,4 @@
-"""The private names of torchmetrics that metrics in a join rely on (seen in torchmetrics 1.9.0).
+"""The private names of torchmetrics that metrics in a join rely on (seen in torchmetrics 1.0.3 to 1.9.0).
 
 torchmetrics itself is never imported: a metric is known by what it has. `tests/core/joinables/test_metrics.py` notices
 when one of these names goes.

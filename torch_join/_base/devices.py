@@ -41,7 +41,11 @@ def current_device(group: dist.ProcessGroup) -> torch.device:
 def on_device(group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
     """Make the device on which this rank's part of a group works the current one inside."""
     device = device_of(group)
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+    if device.type == "cpu":
+        return nullcontext()
+    if hasattr(torch.accelerator, "device_index"):
+        return torch.accelerator.device_index(device.index)
+    return cast(AbstractContextManager[Any], torch.get_device_module(device).device(device.index))  # older torch (2.6)
 
 
 def read(tensors: Sequence[Tensor]) -> list[list[Any]]:

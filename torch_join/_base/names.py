@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_join._base.errors import UnsupportedError
 
-TORCH = "2.11 to 2.14"  # seen to have what is needed
+TORCH = "2.6 to 2.14"  # seen to have what is needed
 
 
 def check_names(framework: str, seen: str, needed: Mapping[Any, str]) -> None:

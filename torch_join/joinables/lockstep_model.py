@@ -1,6 +1,6 @@
 """A DDP model in a loop that a framework runs: its forward and backward are shadowed, and need no announcement."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from torch_join._base import compat as _compat
 from torch_join._shadow.buffers import Buffer, take
+from torch_join._shadow.lost_hooks import noticed
 from torch_join._shadow.model import ModelShadow
 from torch_join.joinables._gradients.pieces import FIRED, Pieces
 from torch_join.joinables.part import Driver, Part
@@ -74,14 +75,17 @@ class LockstepModelPart(Part):
             task = _compat.backward_in_progress()
             self._pieces.came(place)
 
-        edges = [(place, get_gradient_edge(p)) for place, p in enumerate(self.shadow.parameters) if p.requires_grad]
-        watches = [edge.node.register_prehook(partial(came, place)) for place, edge in edges]
+        ends: list[Callable[[], None]] = []
+        for place, parameter in enumerate(self.shadow.parameters):
+            if parameter.requires_grad:
+                hook, end = noticed(parameter, partial(came, place))
+                ends += [get_gradient_edge(parameter).node.register_prehook(hook).remove, end]
         try:
             yield
         finally:
             self._pieces.reset()
-            for watch in watches:
-                watch.remove()
+            for end in ends:
+                end()
 
     def before_collective(self, ddps: bool) -> None:
         self._pieces.before_collective(ddps)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from tests.core._handover.test_handover import freeze, mlp
 from tests.emulator import place
+from tests.needs import known
 from tests.support.inside import checksum, transfer_sizes
 from tests.support.workers import Workers
 from torch_join._handover.handover import hand_over
@@ -68,7 +69,7 @@ def hand_several_over(rank: int) -> Any:
     torch.manual_seed(rank)  # nothing is alike at first
     encoder, head = mlp(), nn.Linear(3, 3)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(head, ["bias"])
-    ddp = DistributedDataParallel(head, init_sync=False)
+    ddp = DistributedDataParallel(head, **known(DistributedDataParallel, init_sync=False))
     optimizers = [torch.optim.SGD(encoder.parameters(), 0.1, 0.9), torch.optim.Adam(ddp.parameters())]
     average = Average(encoder)
     if rank == 1:

@@ -142,9 +142,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sharpness": lambda p: Sharpness(SGD(p, 0.1, 0.9)),
     "hooks": hooked,
     "two groups": lambda p: Lookahead(Adam([{"params": [*p][:1], "lr": 0.2}, {"params": [*p][1:]}], 0.1)),
-    "muon": lambda p: torch.optim.Muon([*p][:1], 0.1),
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.1),
 }
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS["muon"] = lambda p: torch.optim.Muon([*p][:1], 0.1)
 EPOCHS = {2: ((1, 3), (2, 2), (0, 4), (3, 3)), 3: ((2, 0, 4), (2, 2, 2), (1, 3, 3), (1, 1, 1))}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from tests.needs import needs
 from tests.support.inside import counted_gifts, exchange_threads
 from tests.support.workers import Workers, connect
 from torch_join import Join
@@ -179,5 +180,6 @@ def count_keys(rank: int) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+@needs("a store that lists its keys")
 def test_no_key_is_left(workers: Workers) -> None:
     assert workers.run(2, count_keys, store="tcp") == [(0, 0)] * 2

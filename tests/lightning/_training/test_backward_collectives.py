@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy, ModelParallelJoinStrategy
 from tests.core.backward.programs import ROWS, Net, Program, contrast, optimizer_of
-from tests.core.backward.test_exact import OnlyBackward, assert_exact
+from tests.core.backward.test_exact import OnlyBackward, assert_exact, loses_hooks
 from tests.emulator.frameworks import lightning_accelerator
 from tests.support.sharded_fits import KINDS as SHARDED
 from tests.support.sharded_fits import build_strategy, on_cpus, whole
@@ -91,6 +91,10 @@ def test_parameters_are_those_of_one_process(workers: Workers, kind: str, weight
     options, wrapper = KINDS[kind]
     for lengths in ((2, 5), (0, 4, 2)):
         program = Program(lengths, weighting, frozenset(options), wrapper=wrapper)
+        if loses_hooks(program):
+            outcomes = workers.outcomes(program.world_size, fit, program, timeout=3.0)
+            assert all("has lost the hooks of a parameter" in each.error for each in outcomes), outcomes
+            continue
         assert_exact(program, workers.run(program.world_size, fit, program))
 
 

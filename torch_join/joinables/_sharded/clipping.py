@@ -67,7 +67,9 @@ class ClippingPart(Part):
             )
         self.announce("norm", (which, float(norm_type), foreach, [model.check() for model in self._sharded]))
         with self.server.own_collectives():
-            self._norm = _compat.replicated(self._own_norm(given, norm_type, error_if_nonfinite, foreach))
+            self._norm = _compat.replicated(self._own_norm(given, norm_type, False, foreach))
+        if error_if_nonfinite:  # older torch asks a part of the norm, which takes collectives that nobody follows
+            self._own_norm([self._norm], norm_type, True, foreach)
         return self._norm
 
     def _clip_grads(
