@@ -3,7 +3,7 @@
 `tests/transformers/test_compat.py` notices when one of them goes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +23,10 @@ GENERATING = ("GRPOTrainer", "RLOOTrainer")
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the number of rows of a batch, as Trainer finds it."""
+    """Return the number of rows of a batch, as Trainer finds it, or that of a list in it where there is no tensor."""
     found: int | None = find_batch_size(batch)  # type: ignore[no-untyped-call]
-    return found
+    lists = batch.values() if isinstance(batch, Mapping) else [batch]
+    return next((len(each) for each in lists if isinstance(each, list)), None) if found is None else found
 
 
 def skip_first_batches(loader: Any, number: int) -> Any:
@@ -59,7 +60,8 @@ check_names(
     SEEN,
     {
         hf: "skip_first_batches",
-        hf.Trainer: "_inner_training_loop _maybe_log_save_evaluate _get_num_items_in_batch set_initial_training_values",
+        hf.Trainer: "_inner_training_loop _maybe_log_save_evaluate _get_num_items_in_batch set_initial_training_values"
+        " _get_train_sampler _get_eval_sampler",
         GradientState: "_add_dataloader _remove_dataloader",
     },
 )

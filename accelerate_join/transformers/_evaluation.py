@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from accelerate_join.transformers import _compat
@@ -17,15 +16,19 @@ class Evaluation:
 
     Args:
         driver: Of the steps.
-        device: Where outputs are.
-        averages: Whether a loss that is divided by a number of items is so by that of all ranks.
+        trainer: Whose loop it is.
 
     Attributes:
         rows: How many samples this rank has had.
+        gathers_objects: Whether outputs are gathered as objects: lists of what each sample has.
     """
 
-    def __init__(self, driver: StepDriver, device: torch.device, averages: bool) -> None:
-        self._driver, self._device, self._averages = driver, device, averages
+    def __init__(self, driver: StepDriver, trainer: Any) -> None:
+        self._driver, self._device = driver, trainer.args.device
+        self._averages = trainer.args.average_tokens_across_devices  # where a loss is divided by a number of items
+        self.gathers_objects = bool(trainer.args.eval_use_gather_object)
+        self._gather_tensors = trainer.accelerator.gather_for_metrics
+        self._joined = False
         self._world_size = driver.members.world_size
         self._loss_rows: int | None = None  # of the step whose loss is about to be gathered
         self._kinds: Any = None  # of what a step returns, without rows
@@ -47,7 +50,7 @@ class Evaluation:
     ) -> tuple[Any, Any, Any]:
         """Do what `Trainer.prediction_step` does: return loss, logits and labels."""
         rank, active = self._driver.members.rank, step.active_ranks
-        joined = rank not in active
+        self._joined = joined = rank not in active
         rows = 0 if joined else _compat.rows_of(inputs) or 1
         self.rows += rows
         outputs: Any = None
@@ -56,6 +59,8 @@ class Evaluation:
         else:
             with self._driver.step(active):
                 outputs = own(model, inputs, *args, **kwargs)
+            if outputs[0] is not None and outputs[0].ndim:  # one for each sample
+                outputs, self._divides = (outputs[0].mean(), *outputs[1:]), False
         if len(active) < self._world_size:
             if self._kinds is None:
                 mine = (map_tensors(outputs, _without_rows), self._divides) if rank == active[0] else None
@@ -74,7 +79,11 @@ class Evaluation:
         """
         rows, self._loss_rows = self._loss_rows, None
         if rows is None:
+            if self.gathers_objects and self._joined and isinstance(data, (list, tuple)):
+                data = data[:0]  # each thing in it would count as a sample
             return own(data, *args, **kwargs)
+        if self.gathers_objects:
+            own = self._gather_tensors  # of losses there are no others
         if not self._divides:
             return own(data[:1].repeat(rows), *args, **kwargs)
         gathered = own((data[:1] / (self._world_size * max(1, rows))).repeat(rows), *args, **kwargs)

@@ -93,6 +93,12 @@ class EvenedLoader:
         rest.everyone = ()
         return rest
 
+    def own_batches(self) -> Iterator[Any]:
+        """Return this rank's batches, whatever others do, and a loop that goes on is left as it is."""
+        alone = copy(self.loader)
+        alone.rng_types = None  # which ranks exchange
+        return iter(alone)
+
     def __len__(self) -> int:
         lengths = [said.length for said in self.everyone or [self.said]]
         if None in lengths:

@@ -3,18 +3,22 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import FunctionType
 from typing import Any, ClassVar
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, prepare_data_loader
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from accelerate_join.transformers import _compat
 from accelerate_join.transformers._loader import EvenedLoader, length_of
-from accelerate_join.transformers._run import Run, check_supported
-from torch_join import UnsupportedError, Weighting
+from accelerate_join.transformers._run import Run, check_supported, have_wrapped, set_back
+from torch_join import JoinTypeError, UnsupportedError, Weighting
 from torch_join.integration import check_can_rebalance, resolve_weighting
+
+_LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
 
 
 class JoinTrainerMixin:
@@ -53,8 +57,20 @@ class JoinTrainerMixin:
     _join_run: Run | None = None
     args: Any
     accelerator: Any
-    train_dataset: Any
     control: Any
+    train_dataset: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        bases = cls.__mro__
+        if Trainer in bases and bases.index(Trainer) < bases.index(JoinTrainerMixin):
+            raise JoinTypeError(
+                f"{cls.__name__}: JoinTrainerMixin comes after Trainer among its bases, and so changes nothing. Put it"
+                " before the trainer's class."
+            )
+        for name, trains in _LOADERS.items():
+            if name in vars(cls):  # what a subclass makes of its own is evened, too
+                setattr(cls, name, _evening(trains, vars(cls)[name]))
 
     def __init__(
         self,
@@ -80,6 +96,8 @@ class JoinTrainerMixin:
         self.weighting = resolve_weighting(own if takes_batch else self.weighting)
         if self.rebalance:
             check_can_rebalance(heartbeat=False, throw_on_early_termination=self.throw_on_early_termination)
+        if self.own_shards:
+            _check_own_shards([*args, *kwargs.values()])
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------ loaders
@@ -104,16 +122,22 @@ class JoinTrainerMixin:
         if self.args.world_size == 1:
             return get(*args, **kwargs)
         accelerator = self.accelerator
-        before = accelerator.even_batches
+        before, own = accelerator.even_batches, vars(accelerator).get("prepare_data_loader")
         accelerator.even_batches = False
         if self.own_shards:
-            accelerator.prepare = self._prepare_own
+            accelerator.prepare_data_loader = self._prepare_own
         try:
             loader = get(*args, **kwargs)
         finally:
             accelerator.even_batches = before
-            vars(accelerator).pop("prepare", None)
-        if type(loader) is DataLoaderDispatcher or isinstance(loader.dataset, IterableDatasetShard):
+            if self.own_shards:
+                set_back(accelerator, "prepare_data_loader", own)
+        if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+            # A subclass has not prepared it, and so shards by itself.
+            loader = self._prepare_own(loader, use_seedable_sampler=False)
+        if isinstance(loader, EvenedLoader):
+            return loader
+        if type(loader) is DataLoaderDispatcher or isinstance(getattr(loader, "dataset", None), IterableDatasetShard):
             _warn_of_filled(type(self).__name__)
         if not isinstance(loader, DataLoaderShard):
             return loader
@@ -121,9 +145,12 @@ class JoinTrainerMixin:
             loader.device = None  # batches are counted first
         return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards, trains and self.rebalance)
 
-    def _prepare_own(self, loader: Any) -> Any:
-        """Do what `Accelerator.prepare` does with a loader, as if there were no other rank."""
+    def _prepare_own(self, loader: Any, *_: Any, use_seedable_sampler: bool | None = None, **__: Any) -> Any:
+        """Do what `Accelerator.prepare_data_loader` does, as if there were no other rank."""
         accelerator = self.accelerator
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
+        seedable = accelerator.use_seedable_sampler if use_seedable_sampler is None else use_seedable_sampler
         return prepare_data_loader(
             loader,
             accelerator.device,
@@ -132,7 +159,7 @@ class JoinTrainerMixin:
             put_on_device=accelerator.device_placement,
             rng_types=None,
             dispatch_batches=False,
-            use_seedable_sampler=accelerator.use_seedable_sampler,
+            use_seedable_sampler=seedable,
             data_seed=accelerator.dataloader_config.data_seed,
             non_blocking=accelerator.non_blocking,
         )
@@ -149,6 +176,11 @@ class JoinTrainerMixin:
         if self._join_run is None or self._join_run.evaluates:
             return found
         return self._join_run.begin_window(batch_samples, found)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        if self.own_shards and length_of(eval_dataset) == 0:
+            return SequentialSampler(eval_dataset)  # by whose first sample no length is found
+        return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
 
     def num_examples(self, dataloader: Any) -> int:
         if isinstance(dataloader, EvenedLoader) and dataloader.examples is not None:
@@ -179,6 +211,8 @@ class JoinTrainerMixin:
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._joining():
+            if self._join_run is not None:
+                have_wrapped(self)
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,12 +223,40 @@ class JoinTrainerMixin:
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
             return EvalLoopOutput(output.predictions, output.label_ids, output.metrics, sum(samples))
 
+    def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:  # of transformers 4: the same, for all ranks' samples
+        return self.evaluation_loop(*args, **kwargs)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         control = self.control
         looks = control.should_log or control.should_evaluate or control.should_save
         if self._join_run is not None and (looks or control.should_epoch_stop or control.should_training_stop):
             self._join_run.hand_over_kept()
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+
+
+def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a trainer's method that makes a loader; what it returns has as many steps on all ranks."""
+
+    @wraps(get)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._evened(trains, get.__get__(self), *args, **kwargs)
+
+    return call
+
+
+def _check_own_shards(given: list[Any]) -> None:
+    """Raise if a trainer of these arguments makes something of a dataset that it takes for that of all ranks.
+
+    Raises:
+        UnsupportedError: So it is.
+    """
+    arguments = next((each for each in given if isinstance(each, TrainingArguments)), None)
+    if arguments is not None and arguments.world_size > 1 and getattr(arguments, "precompute_ref_log_probs", False):
+        raise UnsupportedError(
+            "precompute_ref_log_probs=True computes them for one dataset that all ranks have, and with own_shards=True"
+            " each rank has its own, which would get those of others' samples. Compute them in one process before, as"
+            " columns of each shard, or leave one of the two out."
+        )
 
 
 def _warn_of_filled(name: str) -> None:

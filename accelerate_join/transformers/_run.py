@@ -60,6 +60,15 @@ def check_supported(trainer: Any) -> None:
         )
 
 
+def have_wrapped(trainer: Any) -> None:
+    """Have Accelerate wrap a model that it has prepared for an evaluation, and takes for wrapped since."""
+    wrapped = trainer.model_wrapped
+    if isinstance(_unwrapped(wrapped), DistributedDataParallel) or is_sharded_model(wrapped):
+        return
+    trainer.model_wrapped = trainer.model
+    vars(trainer.model).pop("_is_accelerate_prepared", None)
+
+
 class StepOperations(ActiveOperations, Part):
     """Accelerate's operations in a trainer: of the ranks that have a batch in a step, and of all between steps."""
 
@@ -98,6 +107,7 @@ class Run:
         self._model: Any = None  # what `compute_loss` gets
         self._follows_evaluation = False
         self._reading: dict[bool, Reading] = {}  # by whether what is read is trained on
+        self._begins: dict[bool, bool] = {}  # by the same: whether Trainer is about to go through its loader
         self._computed = self._backwards = 0  # in the step that is trained on
         self._window_total = 0.0  # of what all ranks' micro-batches of the optimizer's step count
         self._factor: float | None = None  # of the loss, inside of such a step
@@ -129,10 +139,12 @@ class Run:
             (trainer, "prediction_step", self._prediction_step),
             (trainer, "compute_loss", self._compute_loss),
             (trainer.accelerator, "backward", self._backward),
+            (trainer.accelerator, "pad_across_processes", self._pad),
+            (trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin),
         ):
             before = vars(owner).get(name)
             setattr(owner, name, partial(ours, getattr(owner, name)))
-            stack.callback(_set_back, owner, name, before)
+            stack.callback(set_back, owner, name, before)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -159,9 +171,14 @@ class Run:
 
     def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
         """Return this rank's batches, and for as long as other ranks have some a batch without rows."""
-        if loader.trains and not self._has_wrapped():
-            return iter(loader.loader)  # Trainer counts tokens before it begins
+        if not self._begins.pop(loader.trains, False):
+            return loader.own_batches()  # for a callback, perhaps of one rank, or for Trainer, which counts tokens
         return self._reading[loader.trains].go_through(loader)
+
+    def _on_epoch_begin(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        control = own(*args, **kwargs)
+        self._begins[True] = True
+        return control
 
     def _begin_training(self, mine: Any) -> Any:
         return self._find_join().begin(0, None if mine[0] else 0, 0, mine)
@@ -192,10 +209,6 @@ class Run:
 
     # ------------------------------------------------------------ training
 
-    def _has_wrapped(self) -> bool:
-        model = self._trainer.model_wrapped
-        return isinstance(_unwrapped(model), DistributedDataParallel) or is_sharded_model(model)
-
     def _find_join(self) -> Lockstep:
         """Return what trains the wrapped model, which is made where it is wrapped (anew)."""
         trainer = self._trainer
@@ -209,6 +222,12 @@ class Run:
             self._follows_evaluation = True
             return self._join
         ddp = _unwrapped(wrapper)
+        if not isinstance(ddp, DistributedDataParallel):
+            raise JoinError(
+                f"{type(trainer).__name__} trains a {type(ddp).__name__} that no DistributedDataParallel wraps, so that"
+                " nobody averages the ranks' gradients. Give it a model with parameters that are trained, and that"
+                " nobody has prepared before."
+            )
         self._model = ddp.module
         if wrapper is not ddp:  # compiled, and so is what runs inside
             plugin = trainer.accelerator.state.dynamo_plugin
@@ -244,6 +263,8 @@ class Run:
                 f"{type(self._trainer).__name__}.training_step called compute_loss {self._computed} times and"
                 f" accelerator.backward {self._backwards} times; a rank without a batch takes part in one of each."
             )
+        if loss.dtype == torch.float64:
+            loss = loss.float()  # of which Trainer makes a sum that all ranks gather, in the type that it has on each
         return loss if shown == 1.0 else loss * shown
 
     def _serve(self, join: Lockstep) -> None:
@@ -306,7 +327,8 @@ class Run:
                 raise UnsupportedError(
                     f"weighting={weighting!r}: {type(trainer).__name__} divides the loss by the number of items in all"
                     " ranks' batches (num_items_in_batch) already. Use weighting='world', or a function that counts a"
-                    " batch in Trainer's place."
+                    " batch in Trainer's place. If a compute_loss of your own does not, set"
+                    " model_accepts_loss_kwargs = False on the trainer."
                 )
             if trainer.args.average_tokens_across_devices:
                 return 1.0, 1.0
@@ -375,10 +397,13 @@ class Run:
         self.hand_over_kept()
         if isinstance(self._join, LockstepJoin):
             self._join.sync_buffers()  # each rank has its own since the last training step
-        averages = trainer.args.average_tokens_across_devices
         begin = time.monotonic()
-        before, self._evaluation = self._evaluation, Evaluation(self.driver, trainer.args.device, averages)
-        trainer.gather_function = partial(self._evaluation.gather, trainer.gather_function)
+        before, self._evaluation = self._evaluation, Evaluation(self.driver, trainer)
+        own = trainer.gather_function
+        if self._evaluation.gathers_objects:  # else it does in the first evaluation only
+            own = partial(trainer.accelerator.gather_for_metrics, use_gather_object=True)
+        trainer.gather_function = partial(self._evaluation.gather, own)
+        self._begins[False] = True
         try:
             yield samples
             samples += self.channel.gather(self._evaluation.rows, of=int)
@@ -396,6 +421,13 @@ class Run:
         """Log as the trainer does."""
         self._trainer.log(values)
 
+    def _pad(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pad as Accelerate does, but no list of what each sample has: ranks have different numbers of samples."""
+        evaluation = self._evaluation
+        if evaluation is not None and evaluation.gathers_objects and isinstance(data, list):
+            return data
+        return own(data, *args, **kwargs)
+
     def _prediction_step(
         self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
@@ -411,7 +443,13 @@ class Run:
 
 
 def _rows_of(batch: Any) -> int:
-    return _compat.rows_of(batch) or 0
+    rows = _compat.rows_of(batch)
+    if rows is None:
+        raise UnsupportedError(
+            f"weighting='samples': a {type(batch).__name__} without tensors or lists does not say how many samples are"
+            " in the batch. Put one of its tensors with a row for each sample into it, or use another weighting."
+        )
+    return rows
 
 
 def _skip(loader: Any, number: int) -> Any:
@@ -423,7 +461,8 @@ def _unwrapped(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)  # `torch.compile`'s
 
 
-def _set_back(owner: Any, name: str, before: Any) -> None:
+def set_back(owner: Any, name: str, before: Any) -> None:
+    """Set back an attribute of an object, which had none of its own if it was `None`."""
     if before is None:
         delattr(owner, name)
     else:

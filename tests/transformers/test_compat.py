@@ -26,7 +26,10 @@ def test_trainers_loop() -> None:
     for call in (
         "self._inner_training_loop",
         "self.set_initial_training_values(",
-        "skip_first_batches(train_dataloader",
+        "_dataloader = skip_first_batches(",
+        "self.callback_handler.on_epoch_begin(",
+        "self._maybe_log_save_evaluate(",
+        "self.accelerator.pad_across_processes(labels",
         "self.training_step(model, inputs, num_items_in_batch)",
         "self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)",
         "self.accelerator.backward(loss",

@@ -11,14 +11,23 @@ import torch
 
 from tests.covering import others_long
 from tests.support.workers import Workers
-from tests.transformers.recipe import TOLERANCE, Fit, Trained, count_labels, reference, train
+from tests.transformers.recipe import (
+    LOSS_TOLERANCE,
+    SMOOTHING,
+    TOLERANCE,
+    Fit,
+    Trained,
+    count_labels,
+    reference,
+    train,
+)
 
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", 200))
 
 FITS = {
     "rank 0 first": Fit((2, 5), arguments={"lr_scheduler_type": "cosine", "warmup_steps": 2}),
-    "rank 0 has none": Fit((0, 4), accumulate=2, arguments={"label_smoothing_factor": 0.1}),
+    "rank 0 has none": Fit((0, 4), accumulate=2, arguments={"label_smoothing_factor": SMOOTHING}),
     "3 ranks": Fit((3, 0, 5), world_size=3, accumulate=3),
     "means": Fit((2, 5), counts=False, accumulate=2),
     "active": Fit((5, 2), counts=False, weighting="active", arguments={"max_grad_norm": 0.0}),
@@ -51,7 +60,7 @@ def draw(seed: int) -> Fit:
         "optim": random.choice(["adamw_torch", "sgd"]),
         "max_grad_norm": random.choice([0.0, 0.05, 1.0]),
         "lr_scheduler_type": random.choice(["linear", "cosine", "constant_with_warmup"]),
-        "label_smoothing_factor": random.choice([0.0, 0.0, 0.1]) if counts else 0.0,
+        "label_smoothing_factor": random.choice([0.0, 0.0, SMOOTHING]) if counts else 0.0,
         "logging_steps": random.choice([1, 3]),
         "weight_decay": random.choice([0.0, 0.1]),
     }
@@ -105,4 +114,4 @@ def check_as_one_process(workers: Workers, fit: Fit) -> None:
         assert (mine - theirs).abs().max() < TOLERANCE
     losses = [[log["loss"] for log in each.logs if "loss" in log] for each in (found[0], expected)]
     if fit.weighting != "world" or fit.counts:  # else the mean of the ranks that had a batch is shown
-        assert losses[0] == pytest.approx(losses[1], abs=1e-6)  # in float32
+        assert losses[0] == pytest.approx(losses[1], abs=LOSS_TOLERANCE)
