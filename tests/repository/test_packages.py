@@ -39,11 +39,11 @@ def test_packages_are_typed(package: object) -> None:
     assert (Path(package.__file__).parent / "py.typed").exists()  # type: ignore[attr-defined]
 
 
-# Of torch, Lightning, torchmetrics and named tuples: ours have attributes of these names too, which a scan cannot tell
-# apart.
+# Of torch, Lightning, torchmetrics, TRL and named tuples: ours have attributes of these names too, which a scan cannot
+# tell apart.
 THEIRS = {
     *("_join_config", "_on_after_fetch", "_on_before_fetch", "_results", "_timeout", "_update_count"),
-    *("_all_gather_comm", "_config", "_handle", "_replace", "_setup_model", "_should_accumulate"),
+    *("_all_gather_comm", "_config", "_handle", "_metrics", "_replace", "_setup_model", "_should_accumulate"),
 }
 
 
