@@ -95,10 +95,12 @@ def build_strategy(kind: str, case: Case, sharded: bool = False, **options: Any)
         options.setdefault("precision_plugin", Double("32-true"))
         saves: dict[str, Any] = {"state_dict_type": "sharded" if sharded else "full"}
         wraps = ModuleWrapPolicy({nn.Linear})
-        return FSDPJoinStrategy(auto_wrap_policy=wraps, weighting=case.option, **saves, **options)
+        return FSDPJoinStrategy(
+            auto_wrap_policy=wraps, weighting=getattr(case, "option", case.weighting), **saves, **options
+        )
     sizes = {"data_parallel_size": case.world_size, "tensor_parallel_size": 1}
     saves = {"save_distributed_checkpoint": sharded}
-    return ModelParallelJoinStrategy(**{**sizes, **saves, **options}, weighting=case.option)
+    return ModelParallelJoinStrategy(**{**sizes, **saves, **options}, weighting=getattr(case, "option", case.weighting))
 
 
 def plain(strategy: Any) -> Any:

@@ -48,12 +48,12 @@ class Agreement:
         checksum, count, kind, compared = self._noted
         return checksum, count, kind if compared is None else f"{kind} {compared}"
 
-    def note(self, said: Announcement, leads: bool) -> _codec.Encoded:
+    def note(self, said: Announcement, leads: bool, in_window: bool = False) -> _codec.Encoded:
         """Add an announcement; return it as the rank that `leads` sends it."""
         index, kind, payload = said
         # Other payloads hold what only the first rank needs to know, or may know.
         compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
-        if kind == "forward":  # a first one syncs, in its way, in a window of one batch only
+        if kind == "forward" and in_window:  # a first one syncs, in its way, in a window of one batch only
             compared = payload[0], *payload[3:]
         encoded = _codec.encode((index, kind, compared))
         checksum, count, *_ = self._noted

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch_join._base.devices import use_device
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.membership import Membership
+from torch_join._base.weighting import Window
 from torch_join._collectives.compat import in_backward
 from torch_join._control.channel import Channel
 from torch_join._tail import nesting as _nesting
@@ -244,6 +245,7 @@ class LoopDriver(Meetings):
                             break
                     mine.stepped = not has_models
                     batch = self._planned.take(reader)
+                    self.server.in_window = type(batch) is Window
                 yield batch
                 mine.reads_ahead = mine.reads_ahead or not mine.forwarded
                 if not self._is_in(mine):

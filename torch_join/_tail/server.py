@@ -67,6 +67,7 @@ class Server:
         """Begin anew, as before the first step."""
         self._said: list[_codec.Encoded] = []  # announced, and not yet written
         self._is_due = False  # whether all active ranks have announced some of it
+        self.in_window = False  # whether the batch of the step is a window of micro-batches
         self._heard: deque[_records.Announcement] = deque()  # read, and not yet answered
         self._asides = 0  # answered, before the next record of the log
         self.on_all = 0
@@ -121,14 +122,19 @@ class Server:
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
         """Tell the joined ranks, if there are any, what comes next; see `Driver.announce`."""
         if self.in_tail:
-            self._said.append(self.agreement.note((index, kind, payload), self.members.leads))
+            self._said.append(self.agreement.note((index, kind, payload), self.members.leads, self.in_window))
             self._is_due = True
             if not hold:
                 self.tell()
 
-    def announce_alone(self, index: int, kind: str, payload: Any) -> None:
-        """Tell the joined ranks, with the next announcement, what the lowest active rank does; see `Announcer`."""
-        if self.in_tail and self.members.leads:
+    def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
+        """Tell the joined ranks, in a window with the next announcement, what the lowest active rank does.
+
+        See `Announcer`.
+        """
+        if not self.in_window:
+            self.announce(index, kind, payload, hold)
+        elif self.in_tail and self.members.leads:
             self._said.append(_codec.encode((index, kind, payload)))
 
     def announce_aside(self, index: int, kind: str, payload: Any) -> None:

@@ -110,8 +110,7 @@ class ModelPart(Part):
     # ------------------------------------------------------------ on an active rank
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._parameters[0].is_cuda:
-            _compat.check_not_captured(self._parameters[0])
+        _compat.check_not_captured(self._parameters[0])
         self._shadow.first.settle()
         driver = self.driver
         if self.members.serves:
@@ -164,7 +163,7 @@ class ModelPart(Part):
     def _announce_deferred(self) -> None:
         while self.deferred:
             self.deferred -= 1
-            self.server.announce_alone(self.index, "forward", (True, True, 0, self._frozen, None))
+            self.server.announce_alone(self.index, "forward", (True, True, 0, self._frozen, None), hold=True)
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

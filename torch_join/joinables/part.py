@@ -51,10 +51,11 @@ class Announcer(Protocol):
             hold: Whether to tell them together with the next announcement.
         """
 
-    def announce_alone(self, index: int, kind: str, payload: Any) -> None:
-        """Tell the joined ranks, with the next announcement, what the lowest active rank does.
+    def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
+        """Tell the joined ranks what comes next, and has no collective.
 
-        It has no collective, and the other active ranks may do the same more or less often.
+        Where a batch is a window of `windows`, the other active ranks may do the same more or less often: then the
+        lowest one tells, with its next announcement.
         """
 
     def own_collectives(self) -> AbstractContextManager[None]:

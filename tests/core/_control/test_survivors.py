@@ -279,8 +279,17 @@ def ragged(rank: int, lengths: tuple[int, ...], size: int) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("lengths", [(8, 4, 2), (2, 8, 8), (0, 6, 4), (8, 5, 1), (5, 8, 1), (1, 7, 8), (1, 8, 7)])
-def test_last_steps_of_fewer_batches_are_fine(workers: Workers, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("lengths", [(8, 5, 1), (5, 8, 1), (1, 7, 8), (1, 8, 7)])
+def test_a_last_step_that_differs_is_told(workers: Workers, lengths: tuple[int, ...]) -> None:
+    outcomes = workers.outcomes(3, ragged, lengths, 2, timeout=8.0)
+    for outcome in outcomes:
+        assert re.match("JoinError|PeerFailedError", outcome.error), outcomes
+        assert "The active ranks do different things in the tail of a loop" in outcome.error, outcomes
+        assert outcome.seconds < 20, outcomes
+
+
+@pytest.mark.parametrize("lengths", [(8, 4, 2), (2, 8, 8), (0, 6, 4)])
+def test_last_steps_that_agree_are_fine(workers: Workers, lengths: tuple[int, ...]) -> None:
     workers.run(3, ragged, lengths, 2)
 
 

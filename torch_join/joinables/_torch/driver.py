@@ -165,7 +165,7 @@ class HookDriver:
         if done:
             self._undone.discard(index)
 
-    def announce_alone(self, index: int, kind: str, payload: Any) -> None:
+    def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
         """Announce it as anything else: in torch's `Join` all active ranks do the same."""
         self.announce(index, kind, payload)
 
