@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import accelerate
+import torch
 from accelerate.state import PartialState
 from accelerate.utils import operations
 from torch.nn.parallel import DistributedDataParallel
@@ -75,6 +76,16 @@ def set_overflows(accelerator: accelerate.Accelerator, values: list[bool]) -> No
     """Set what `overflows` returns."""
     for optimizer, value in zip(optimizers(accelerator), values, strict=True):
         optimizer._is_overflow = value
+
+
+def has_prepared(thing: Any) -> bool:
+    """Whether Accelerate takes a model or a loader for one that it has prepared."""
+    return bool(getattr(thing, "_is_accelerate_prepared", False))
+
+
+def forget_prepared(model: torch.nn.Module) -> None:
+    """Have Accelerate prepare a model anew."""
+    vars(model).pop("_is_accelerate_prepared", None)
 
 
 def gather(tensor: Any) -> Any:

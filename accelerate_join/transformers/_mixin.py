@@ -1,22 +1,26 @@
 """What comes before a `transformers.Trainer`: loaders with as many steps on all ranks, and a run around its loops."""
 
 import inspect
-from collections.abc import Callable, Iterator
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
 from typing import Any, ClassVar
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, prepare_data_loader
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from accelerate_join._compat import has_prepared
 from accelerate_join.transformers import _compat
 from accelerate_join.transformers._loader import EvenedLoader, length_of
 from accelerate_join.transformers._run import Run, check_supported, have_wrapped, set_back
 from torch_join import JoinTypeError, UnsupportedError, Weighting
-from torch_join.integration import check_can_rebalance, resolve_weighting
+from torch_join.integration import check_can_rebalance, factor_of_count, resolve_weighting
 
 _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
 
@@ -58,7 +62,11 @@ class JoinTrainerMixin:
     args: Any
     accelerator: Any
     control: Any
+    current_gradient_accumulation_steps: int
     train_dataset: Any
+    # In one process.
+    _counts: Sequence[tuple[Any, float]] = ()  # what each micro-batch of the window counts
+    _evaluates = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,7 +128,10 @@ class JoinTrainerMixin:
     def _evened(self, trains: bool, get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what `get` returns, sharded without padding, or not at all where each rank has its own dataset."""
         if self.args.world_size == 1:
-            return get(*args, **kwargs)
+            loader = get(*args, **kwargs)
+            if trains and callable(self.weighting) and isinstance(loader, DataLoaderShard):
+                loader.device = None  # batches are counted first
+            return loader
         accelerator = self.accelerator
         before, own = accelerator.even_batches, vars(accelerator).get("prepare_data_loader")
         accelerator.even_batches = False
@@ -148,7 +159,7 @@ class JoinTrainerMixin:
     def _prepare_own(self, loader: Any, *_: Any, use_seedable_sampler: bool | None = None, **__: Any) -> Any:
         """Do what `Accelerator.prepare_data_loader` does, as if there were no other rank."""
         accelerator = self.accelerator
-        if getattr(loader, "_is_accelerate_prepared", False):
+        if has_prepared(loader):
             return loader
         seedable = accelerator.use_seedable_sampler if use_seedable_sampler is None else use_seedable_sampler
         return prepare_data_loader(
@@ -173,9 +184,30 @@ class JoinTrainerMixin:
 
     def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
-        if self._join_run is None or self._join_run.evaluates:
+        if self._join_run is not None:
+            return found if self._join_run.evaluates else self._join_run.begin_window(batch_samples, found)
+        if not callable(self.weighting) or self._evaluates:
             return found
-        return self._join_run.begin_window(batch_samples, found)
+        # In one process what a window counts is no other's.
+        self._counts = [(batch, self.weighting(batch)) for batch in batch_samples]
+        return found if found is None else torch.as_tensor(self._counted_alone, device=self.args.device)
+
+    @property
+    def _counted_alone(self) -> float:
+        return math.fsum(float(count) for _, count in self._counts)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        step = super().training_step  # type: ignore[misc]
+        if self._join_run is not None or not callable(self.weighting) or num_items_in_batch is not None:
+            return step(model, inputs, num_items_in_batch, **kwargs)
+        mine = next(float(count) for batch, count in self._counts if batch is inputs)
+        factor = self.current_gradient_accumulation_steps * factor_of_count(1, mine, self._counted_alone)
+        own, backward = vars(self.accelerator).get("backward"), self.accelerator.backward
+        self.accelerator.backward = lambda loss, **more: backward(loss * factor, **more)
+        try:
+            return step(model, inputs, num_items_in_batch, **kwargs) * factor
+        finally:
+            set_back(self.accelerator, "backward", own)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if self.own_shards and length_of(eval_dataset) == 0:
@@ -218,7 +250,11 @@ class JoinTrainerMixin:
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         with self._joining():
             if self._join_run is None or not isinstance(dataloader, EvenedLoader):
-                return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+                self._evaluates = True
+                try:
+                    return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+                finally:
+                    self._evaluates = False
             with self._join_run.evaluation(dataloader) as samples:
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
             return EvalLoopOutput(output.predictions, output.label_ids, output.metrics, sum(samples))
@@ -260,8 +296,6 @@ def _check_own_shards(given: list[Any]) -> None:
 
 
 def _warn_of_filled(name: str) -> None:
-    import warnings
-
     warnings.warn(
         f"{name}: Accelerate deals out this stream, and fills up its last batches with samples that are there already:"
         " they are trained on twice. To train on each sample once, give each rank a dataset of its own"

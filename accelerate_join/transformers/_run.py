@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import _prepared
 from accelerate_join._active import ActiveOperations
-from accelerate_join._compat import gather
+from accelerate_join._compat import forget_prepared, gather
 from accelerate_join.transformers import _compat
 from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader, Said
@@ -52,7 +52,10 @@ def check_supported(trainer: Any) -> None:
             " incomplete. Give all ranks equally many prompts, and use it without JoinTrainerMixin."
         )
     if getattr(trainer, "get_tp_size", lambda: 1)() > 1:
-        raise UnsupportedError(f"{name}: several ranks compute each batch of a tensor-parallel model together.")
+        raise UnsupportedError(
+            f"{name}: several ranks compute each batch of a tensor-parallel model together. Shard it by"
+            " FSDP, or give all ranks equally many batches and leave JoinTrainerMixin out."
+        )
     if trainer.args.auto_find_batch_size:
         raise UnsupportedError(
             f"{name}: auto_find_batch_size=True begins again with smaller batches on the rank that has run out of"
@@ -66,7 +69,7 @@ def have_wrapped(trainer: Any) -> None:
     if isinstance(_unwrapped(wrapped), DistributedDataParallel) or is_sharded_model(wrapped):
         return
     trainer.model_wrapped = trainer.model
-    vars(trainer.model).pop("_is_accelerate_prepared", None)
+    forget_prepared(trainer.model)
 
 
 class StepOperations(ActiveOperations, Part):

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -240,5 +240,26 @@ def reference(fit: Fit, found: list[Trained], **more: Any) -> Trained:
 
     with accelerator_of(0), tempfile.TemporaryDirectory() as folder:
         trainer = Reference(model=Net(fit.counts, fit.batch_norm), args=arguments_of(fit, folder, **more))
+        trainer.train()
+        return outcome(trainer)
+
+
+def in_one_process(fit: Fit, found: list[Trained]) -> Trained:
+    """Train by a `JoinTrainer` in one process on the unions, in which a batch counts in it what it does on its rank."""
+    epochs = unions(replace(fit, counts=True), found)
+    if not fit.counts:
+        for each, batches in zip(zip(*(trained.seen for trained in found), strict=True), epochs, strict=True):
+            for step, batch in enumerate(batches):
+                parts = [seen[step] for seen in each if step < len(seen)]
+                counts = [fit.weighting(part) / len(part["x"]) for part in parts]
+                rows = [torch.full((len(part["x"]),), n) for part, n in zip(parts, counts, strict=True)]
+                batch["weight"] = torch.cat(rows).double() / fit.weighting(batch)
+
+    class OnUnions(JoinTrainer):
+        def get_train_dataloader(self) -> Any:
+            return Unions(epochs, not fit.stream)
+
+    with accelerator_of(0), tempfile.TemporaryDirectory() as folder:
+        trainer = OnUnions(model=Net(fit.counts), args=arguments_of(fit, folder), weighting=fit.weighting)
         trainer.train()
         return outcome(trainer)

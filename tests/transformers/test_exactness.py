@@ -18,6 +18,7 @@ from tests.transformers.recipe import (
     Fit,
     Trained,
     count_labels,
+    in_one_process,
     reference,
     train,
 )
@@ -116,3 +117,12 @@ def check_as_one_process(workers: Workers, fit: Fit) -> None:
     losses = [[log["loss"] for log in each.logs if "loss" in log] for each in (found[0], expected)]
     if fit.weighting != "world" or fit.counts:  # else the mean of the ranks that had a batch is shown
         assert losses[0] == pytest.approx(losses[1], abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_one_process_counts_as_several_do(workers: Workers, counts: bool) -> None:
+    fit = Fit((2, 5), accumulate=2, counts=counts, weighting=count_labels)
+    found = workers.run(2, train, fit)
+    one = in_one_process(fit, found)
+    for mine, theirs in zip(found[0].parameters, one.parameters, strict=True):
+        assert (mine - theirs).abs().max() < TOLERANCE
