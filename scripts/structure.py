@@ -62,7 +62,7 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # The files beside these folders, which may import all of them.
 FACE = {
-    "torch_join": ("__init__", "integration", "join", "lockstep", "own_loops", "sharded_lockstep"),
+    "torch_join": ("__init__", "engine_lockstep", "integration", "join", "lockstep", "own_loops", "sharded_lockstep"),
     "lightning_join": ("__init__", "_callback", "_joining", "_sharded", "_strategy", "fabric"),
     "pytorch_lightning_join": ("__init__",),
     "accelerate_join": ("__init__", "_context"),

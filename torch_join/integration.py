@@ -38,7 +38,7 @@ from torch_join._tail.steps import StepDriver
 from torch_join.join import Join
 from torch_join.joinables import ModuleMetrics, Part
 from torch_join.joinables.arguments import listed
-from torch_join.joinables.kinds import is_sharded_model
+from torch_join.joinables.kinds import is_engine, is_sharded_model
 from torch_join.joinables.part import Driver
 from torch_join.lockstep import LockstepJoin
 
@@ -70,12 +70,15 @@ __all__ = [
     "draws_exactly",
     "driver_of",
     "early_termination",
+    "engine_lockstep_join",
     "factor_of_count",
+    "follow_engine",
     "follow_sharded_model",
     "group_options",
     "in_backward",
     "is_closed",
     "is_communication_error",
+    "is_engine",
     "is_length_certain",
     "is_sharded_model",
     "join_rows",
@@ -101,6 +104,20 @@ def sharded_lockstep_join(driver: StepDriver, model: nn.Module, **kwargs: Any) -
     from torch_join.sharded_lockstep import ShardedLockstepJoin  # FSDP takes long to import
 
     return ShardedLockstepJoin(driver, model, **kwargs)
+
+
+def engine_lockstep_join(driver: StepDriver, engine: Any, **kwargs: Any) -> Lockstep:
+    """Return the `Lockstep` of a DeepSpeed engine: see `EngineLockstepJoin`."""
+    from torch_join.engine_lockstep import EngineLockstepJoin  # DeepSpeed takes long to import
+
+    return EngineLockstepJoin(driver, engine, **kwargs)
+
+
+def follow_engine(driver: StepDriver, engine: Any) -> Part:
+    """Have joined ranks replay, in steps that evaluate, what a DeepSpeed engine gathers."""
+    from torch_join.joinables._deepspeed.lockstep import LockstepEnginePart
+
+    return driver.add(partial(LockstepEnginePart, engine=engine))
 
 
 def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Part:

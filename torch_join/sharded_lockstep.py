@@ -5,12 +5,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.weighting import finite
 from torch_join._handover.buffers import StepBuffers
-from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.steps import StepDriver
 from torch_join.joinables._sharded.following import Following
@@ -72,22 +71,6 @@ class ShardedLockstepJoin(Lockstep):
         with self._giving_buffers():
             yield
         self._sync_norms(self._module)
-
-    @contextmanager
-    def active_step(self) -> Iterator[None]:
-        self._has_trained = True
-        if not self.in_tail:
-            yield
-            return
-        with self.driver.step(self.active_ranks):
-            yield
-
-    def shadow_forward(self) -> Tensor:
-        self._follow()
-        return following_zero(self._follow, self._device)
-
-    def _follow(self) -> None:
-        self.driver.follow(self.active_ranks)
 
     def backward(self, backward: Callable[[], None]) -> bool:
         with ExitStack() as stack:

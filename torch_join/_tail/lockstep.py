@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
@@ -19,6 +20,7 @@ from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer, Source
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._shadow.synced_norms import sync_norms
+from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.planned import refuse_teams
 from torch_join._tail.steps import StepDriver
 from torch_join.joinables._torch.joinable import WrappingJoinable
@@ -263,7 +265,9 @@ class Lockstep:
             self._plan.end()
         self._buffers.end()
 
-    # ------------------------------------------------------------ the model's
+    # ------------------------------------------------------------ the model's; what it does with others is followed
+
+    _device: torch.device
 
     @property
     def _forwards_alone(self) -> bool:
@@ -279,7 +283,8 @@ class Lockstep:
 
     def active_step(self) -> AbstractContextManager[None]:
         """Put around an active rank's forward and whatever else its step does before backward."""
-        raise NotImplementedError
+        self._has_trained = True
+        return self.driver.step(self.active_ranks) if self.in_tail else nullcontext()
 
     def shadow_forward(self) -> Tensor:
         """Run a joined rank's counterpart of a forward, and serve until the active ranks are done with theirs.
@@ -287,7 +292,11 @@ class Lockstep:
         Returns:
             A scalar zero, whose backward takes part in that of the active ranks.
         """
-        raise NotImplementedError
+        self._follow()
+        return following_zero(self._follow, self._device)
+
+    def _follow(self) -> None:
+        self.driver.follow(self.active_ranks)
 
     def backward(self, backward: Callable[[], None]) -> bool:
         """Run the backward of a step, real or not.

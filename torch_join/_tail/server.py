@@ -254,6 +254,18 @@ class Server:
         finally:
             self.members.role = Role.EVEN
 
+    def follow_to(self, index: int, kind: str) -> None:
+        """Do, in the midst of an answer, what the active ranks announce, until a part announces this.
+
+        Raises:
+            JoinError: No active rank can have written what is there.
+        """
+        while True:
+            of, what, payload = self._next()
+            if (of, what) == (index, kind):
+                return
+            self._answer(of, what, payload)
+
     def _next(self) -> _records.Announcement:
         """Wait for the next announcement."""
         while not self._heard:
@@ -325,6 +337,8 @@ class Server:
 
     def _announce_collective(self, call: Call) -> None:
         notice_metric(call.operation)
+        for part in self.parts:
+            part.before_mirrored(call)
         if self._subgroups.holds(call):
             self._subgroups.announce(call, self.members.active)
         else:

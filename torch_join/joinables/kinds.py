@@ -37,14 +37,31 @@ def holds_shards(thing: Any) -> bool:
     return any(any(map(_compat.is_shard, group["params"])) for group in groups)
 
 
+def is_engine(thing: Any) -> bool:
+    """Whether `thing` is a DeepSpeed engine."""
+    deepspeed = sys.modules.get("deepspeed")  # it takes long to import
+    return deepspeed is not None and isinstance(thing, deepspeed.DeepSpeedEngine)
+
+
+def of_engines(objects: Sequence[Any]) -> set[int]:
+    """Return the `id` of each engine among `objects`, and of what steps its parameters: each rank has its own state."""
+    return {id(part) for engine in filter(is_engine, objects) for part in (engine, engine.optimizer)}
+
+
 def stateful(objects: Sequence[Any]) -> list[Any]:
     """Return what is handed over of `objects`; of what is sharded, and of a metric's state, each rank has its own."""
-    return [thing for thing in objects if has_state(thing) and not (holds_metrics(thing) or holds_shards(thing))]
+    own = of_engines(objects)
+    return [
+        thing
+        for thing in objects
+        if has_state(thing) and not (id(thing) in own or holds_metrics(thing) or holds_shards(thing))
+    ]
 
 
 def unsynced_models(objects: Sequence[Any]) -> list[Unsynced]:
     """Return the models of which no wrapper keeps all buffers alike."""
     found: list[Unsynced] = [(thing, None) for thing in objects if is_sharded_model(thing)]
+    found += [(thing.module, None) for thing in objects if is_engine(thing)]
     for ddp in (thing for thing in objects if isinstance(thing, DistributedDataParallel)):
         if not ddp.broadcast_buffers:
             found.append((ddp.module, None))

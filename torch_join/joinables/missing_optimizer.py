@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_join.joinables.hook import untraced
+from torch_join.joinables.kinds import is_engine
 from torch_join.joinables.part import Driver, LoopModel, Part
 
 _warned: WeakSet[Any] = WeakSet()  # the optimizers that there has been a warning about, in this process
@@ -65,6 +66,9 @@ class MissingOptimizerPart(Part):
         if _is_scheduler(thing):
             self._scheduled.update(id(group) for optimizer in _scheduled_by(thing) for group in optimizer.param_groups)
             return
+        if is_engine(thing):
+            self._take(thing.optimizer)
+            self._take(thing.lr_scheduler)
         if isinstance(thing, nn.Module) or id(thing) in self._given:
             return  # a module's state is its tensors
         if hasattr(thing, "param_groups"):

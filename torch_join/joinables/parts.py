@@ -10,7 +10,7 @@ from torch_join._base.errors import JoinTypeError
 from torch_join._handover.compat import is_sharded
 from torch_join.joinables._metrics.metric import MetricPart
 from torch_join.joinables.custom import CustomPart
-from torch_join.joinables.kinds import holds_metrics, holds_shards
+from torch_join.joinables.kinds import holds_metrics, holds_shards, is_engine, of_engines
 from torch_join.joinables.missing_model import MissingModelPart
 from torch_join.joinables.missing_optimizer import MissingOptimizerPart
 from torch_join.joinables.model import ModelPart
@@ -29,6 +29,7 @@ def make_parts(driver: Driver, joinables: Sequence[Any], options: dict[str, Any]
         UnsupportedError: One of them is of a kind that cannot be trained exactly.
     """
     parts: list[Part] = []
+    engines = of_engines(joinables)
     sharded = {id(thing) for thing in joinables if holds_shards(thing)}
     if sharded:
         from torch_join.joinables._sharded.make import make_sharded_parts  # FSDP takes long to import
@@ -36,6 +37,12 @@ def make_parts(driver: Driver, joinables: Sequence[Any], options: dict[str, Any]
         parts += make_sharded_parts(driver, joinables)
     for thing in joinables:
         if id(thing) in sharded:
+            continue
+        if is_engine(thing):
+            from torch_join.joinables._deepspeed.loop import LoopEnginePart  # DeepSpeed takes long to import
+
+            parts.append(LoopEnginePart(driver, len(parts), thing))
+        if id(thing) in engines:
             continue
         check_supported(thing, joinables)
         if isinstance(thing, DistributedDataParallel):

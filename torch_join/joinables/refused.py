@@ -31,9 +31,9 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
     if what := _sharded_elsewhere(thing):
         raise UnsupportedError(
             f"{name} is sharded by {what}, with collectives of its own, which need the shards of ranks that have"
-            " joined: zeros in their place would be wrong. Use fully_shard, FullyShardedDataParallel or"
-            " ZeroRedundancyOptimizer (with DeepSpeed also ZeRO stage 0), or leave Join out and give every rank the"
-            " same number of batches."
+            " joined: zeros in their place would be wrong. Of DeepSpeed give Join the engine, and its optimizer only"
+            " beside that; else use fully_shard, FullyShardedDataParallel or ZeroRedundancyOptimizer, or leave Join out"
+            " and give every rank the same number of batches."
         )
     if isinstance(thing, nn.DataParallel):
         raise UnsupportedError(

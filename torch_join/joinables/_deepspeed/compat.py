@@ -1,0 +1,166 @@
+"""DeepSpeed's private names, and what is refused of it. Imported only where there is an engine: it takes seconds."""
+
+import warnings
+from importlib.metadata import version
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_join._base.errors import UnsupportedError
+from torch_join._base.names import check_names, naming_missing
+
+SEEN = "0.19"
+_FAMILY = SEEN.split(".")
+
+with naming_missing(SEEN, "deepspeed"):
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# The begin and the end of a module's forward, and of its backward.
+PHASES = (
+    "pre_sub_module_forward_function",
+    "post_sub_module_forward_function",
+    "pre_sub_module_backward_function",
+    "post_sub_module_backward_function",
+)
+FORWARD_ENDS = 1
+# What reduces a full bucket in stage 3; Python has put the class's name in front.
+REDUCE_BUCKET_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+
+check_names(
+    "deepspeed",
+    SEEN,
+    {
+        DeepSpeedEngine: (
+            "_backward_epilogue _backward_prologue backward step zero_grad set_gradient_accumulation_boundary"
+            " save_checkpoint load_checkpoint inside_no_sync_ctxt pipeline_parallelism has_moe_layers autotp_size"
+            " sequence_parallel_size zenflow_config is_deepcompile_enabled is_compiled managed_gradient_accumulation"
+            " enable_backward_allreduce gradient_average zero_quantized_gradients flops_profiler_enabled"
+            " random_ltd_enabled curriculum_learning_enabled zero_optimization_stage"
+            " zero_nvme_offload_optimizer zero_offload_param"
+        ),
+        ZeROOptimizer: "clear_backward_seen_flag reenter_backward_if_needed _grad_acc_post_hooks",
+        DeepSpeedZeroOptimizer: "process_gradients reduce_ipg_grads bit16_groups _grad_acc_hooks",
+        DeepSpeedZeroOptimizer_Stage3: f"reduce_ready_partitions_and_remove_grads parameter_offload {REDUCE_BUCKET_3}",
+        DeepSpeedZeRoOffload: f"get_param_coordinator {' '.join(PHASES)}",
+        PartitionedParameterCoordinator: "reset_step",
+        parameter_offload: "FWD_MODULE_STACK",
+    },
+)
+
+
+def check_engine(engine: Any) -> None:
+    """Raise if what an engine does with other ranks is not a function of its events, and of its own state.
+
+    Raises:
+        UnsupportedError: So it is.
+    """
+    offload = engine.zero_offload_param()
+    refused = {
+        "pipeline parallelism": engine.pipeline_parallelism,
+        "mixture-of-experts layers, whose exchange is of each rank's tokens": engine.has_moe_layers,
+        "tensor parallelism": engine.autotp_size() > 1,
+        "sequence parallelism": engine.sequence_parallel_size > 1,
+        "ZenFlow": bool(engine.zenflow),
+        "DeepCompile": engine.is_deepcompile_enabled(),
+        "engine.compile()": engine.is_compiled,
+        "sparse gradients": any(getattr(module, "sparse", False) for module in engine.module.modules()),
+        "managed_gradient_accumulation=False": not engine.managed_gradient_accumulation(),
+        "a 1-bit optimizer, which communicates in its step": not engine.enable_backward_allreduce,
+        'gradient_allreduce_op "sum"': not engine.gradient_average,
+        "quantized gradients": engine.zero_quantized_gradients(),
+        "a curriculum, which counts forwards": engine.curriculum_learning_enabled(),
+        "random-LTD, which counts forwards": engine.random_ltd_enabled(),
+        "the flops profiler": engine.flops_profiler_enabled(),
+        "NVMe": engine.zero_nvme_offload_optimizer() or getattr(offload, "device", None) == "nvme",
+        "a hybrid engine": "Hybrid" in type(engine).__name__,
+    }
+    for what, is_used in refused.items():
+        if is_used:
+            raise UnsupportedError(
+                f"DeepSpeed with {what} cannot train on uneven inputs: a rank that has run out of batches could not"
+                " take part in what the others do. Leave that out, or leave Join out and give every rank the same"
+                " number of batches."
+            )
+    if version("deepspeed").split(".")[:2] != _FAMILY:
+        warnings.warn(
+            f"DeepSpeed {version('deepspeed')} has what Join needs of it, but it has not been tried, as {SEEN}.* has"
+            " been. Compare a short training with one on even inputs first.",
+            stacklevel=3,
+        )
+
+
+def optimizer_of(engine: Any) -> Any:
+    """Return what steps an engine's parameters: ZeRO's, the user's own, or, to evaluate, what gathers them."""
+    return engine.optimizer
+
+
+def offload_of(engine: Any) -> Any:
+    """Return what gathers parameters in stage 3; an engine without an optimizer has it in place of one."""
+    return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+
+
+def modules_of(engine: Any) -> dict[int, nn.Module]:
+    """Return what stage 3 gathers the parameters of, by DeepSpeed's number."""
+    return {module.ds_id: module for module in engine.module.modules() if hasattr(module, "ds_id")}
+
+
+def externals_of(module: Any) -> list[tuple[Any, bool]]:
+    """Return the parameters of others that a module uses, and whether they come from its output."""
+    return [(p, bool(p.is_external_param)) for p in getattr(module, "_external_params", {}).values()]
+
+
+def add_external(module: Any, parameter: Any, dangles: bool) -> None:
+    """Have a module's parameters be gathered with one of another's."""
+    parameter.is_external_param = dangles
+    if id(parameter) not in getattr(module, "_external_params", {}):
+        register_external_parameter(module, parameter)
+
+
+def end_forward(module: Any) -> None:
+    """Do what the hook after a module's forward does besides the function of its phase."""
+    parameter_offload.FWD_MODULE_STACK.pop()
+
+
+def has_gradient_hooks(engine: Any) -> bool:
+    """Whether gradients are taken as they come: in stage 1, by some options, the epilogue takes all that are there."""
+    return bool(getattr(engine.optimizer, "_grad_acc_hooks", True))
+
+
+def take_gradient(engine: Any, parameter: Tensor, group: int) -> None:
+    """Do what DeepSpeed's hook on a gradient does, but for counting it, which only torch-style backwards need."""
+    optimizer = engine.optimizer
+    optimizer.reenter_backward_if_needed()
+    if engine.zero_optimization_stage() == 3:
+        optimizer.reduce_ready_partitions_and_remove_grads(parameter)
+    else:
+        optimizer.process_gradients(parameter, group)
+
+
+def groups_of(engine: Any) -> dict[int, int]:
+    """Return, by the `id` of each parameter, the group that stages 1 and 2 have it in."""
+    return {id(p): index for index, group in enumerate(engine.optimizer.bit16_groups) for p in group}
+
+
+def schedulers_of(engine: Any) -> list[Any]:
+    """Return the LR schedulers that the engine steps itself."""
+    return [] if engine.lr_scheduler is None else [engine.lr_scheduler]
+
+
+def issued_by_deepspeed(frame: FrameType | None) -> str:
+    """Return what of DeepSpeed has issued a collective, if it has, and not a user through `deepspeed.comm`."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("deepspeed.") and not name.startswith(("deepspeed.comm", "deepspeed.utils.nvtx")):
+            return f"{name}.{frame.f_code.co_name}"
+        if not name.startswith(("deepspeed", "torch.", "torch_join.")) and name != "contextlib":
+            return ""
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,248 @@
+"""An engine's events: announced on an active rank, replayed on a joined one with zeros for gradients.
+
+Between the begin of a forward and the end of its backward, all that an engine does with other ranks is a function of
+
+    the engine's forward begins                  optimizer.clear_backward_seen_flag()                stages 1 to 3
+    the root module's forward begins             coordinator.reset_step()                            stage 3
+    a module's forward, or backward, begins/ends parameter_offload.{pre,post}_sub_module_*_function  stage 3
+    parameters are gathered, or let go, apart    parameter.all_gather(), .partition()                stage 3
+    the engine's backward begins                 engine._backward_prologue()                         all
+    a parameter's gradient is there              optimizer.process_gradients, or                     stages 1, 2
+                                                 optimizer.reduce_ready_partitions_and_remove_grads  stage 3
+
+and of the engine's own state: traces, what is fetched ahead, buckets, micro steps. A joined rank that runs the same
+calls in the same order issues the same collectives, by its own shards, and its engine is in the same state afterwards.
+What comes then (the epilogue of the backward, overflows, the norm, the step, its scheduler) every rank runs itself.
+
+To follow the collectives alone would leave that state stale, by which stage 3 decides what to gather next. A graph of
+zeros in place of the model's would bring gradients in another order; and by their order stages 1 and 2 fill a bucket,
+whose n-th slice is added to the other ranks' n-th.
+
+Seen in DeepSpeed 0.19.8.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
+from torch import nn
+
+from torch_join._base.errors import UnsupportedError
+from torch_join._collectives.call import Call
+from torch_join._control.codec import foreign
+from torch_join.joinables._deepspeed import compat as _compat
+from torch_join.joinables.part import Announcer, Part
+
+
+class _Server(Announcer, Protocol):
+    """What an engine's part asks of a loop's server, besides."""
+
+    def tell(self) -> None: ...
+
+
+class EngineEvents:
+    """The events of a `DeepSpeedEngine`, which a part announces and answers.
+
+    Args:
+        part: The part.
+        engine: The engine.
+
+    Attributes:
+        parameters: All, in an order that is the same on all ranks.
+        is_inside: Whether this rank is in what joined ranks know of.
+        before_epilogue: Called where autograd's part of a backward ends, before what all ranks do alike.
+
+    Raises:
+        UnsupportedError: The engine does something that no joined rank could take part in.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "forward": type(None),
+        "reset": type(None),
+        "module": tuple[int, int, list[tuple[int, bool]]],  # which of the phases, which module, what it uses of others'
+        "gather": list[int],
+        "partition": list[int],
+        "prologue": type(None),
+        "gradient": int,
+        "present": list[int],
+    }
+
+    def __init__(self, part: Part, engine: Any) -> None:
+        _compat.check_engine(engine)
+        self._part = part
+        self.engine = engine
+        self.stage = int(engine.zero_optimization_stage())
+        self.before_epilogue: Callable[[], None] | None = None
+        self.parameters: list[Any] = list(engine.module.parameters())
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self._modules: dict[int, nn.Module] = {}
+        self._groups: dict[int, int] = {}
+        self.is_inside = False
+
+    @property
+    def device(self) -> torch.device:
+        """The parameters' device."""
+        device: torch.device = self.parameters[0].device
+        return device
+
+    def watch(self) -> None:
+        """Announce from now on, until the part exits."""
+        engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
+        if self.stage == 3:
+            offload = _compat.offload_of(engine)
+            self._modules = _compat.modules_of(engine)
+            for phase, name in enumerate(_compat.PHASES):
+                self.say(offload, name, "module", partial(self._of_module, phase), hold=True)
+            self.say(offload.get_param_coordinator(), "reset_step", "reset")
+            for parameter in self.parameters:
+                self.say(parameter, "all_gather", "gather", partial(self._listed, parameter))
+                self.say(parameter, "partition", "partition", partial(self._listed, parameter), hold=True)
+                self._tell_before(parameter, "all_gather_coalesced")
+            if hasattr(optimizer, _compat.REDUCE_BUCKET_3):  # else it evaluates
+                name = "reduce_ready_partitions_and_remove_grads"
+                self.say(optimizer, name, "gradient", self._number, hold=True)
+                self._tell_before(optimizer, _compat.REDUCE_BUCKET_3)
+        elif self.stage:
+            self._groups = _compat.groups_of(engine)
+            self.say(
+                optimizer, "process_gradients", "gradient", lambda parameter, _: self._number(parameter), hold=True
+            )
+            self._tell_before(optimizer, "reduce_ipg_grads")
+        if self.stage and hasattr(optimizer, "clear_backward_seen_flag"):
+            self.say(optimizer, "clear_backward_seen_flag", "forward", hold=True)
+        self.say(engine, "_backward_prologue", "prologue", hold=True)
+        self.replace(engine, "_backward_epilogue", self._epilogue)
+
+    # ------------------------------------------------------------ on an active rank
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody is to hear of what this rank does."""
+        return self._part.members.serves or self.is_inside or self._part.server.is_quiet
+
+    def say(
+        self, owner: Any, name: str, kind: str, payload: Callable[..., Any] = lambda *_: None, hold: bool = False
+    ) -> None:
+        """Announce a function's calls; `hold` what may do nothing with others until the next one that does."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def saying(*args: Any, **kwargs: Any) -> Any:
+                if self.is_quiet:
+                    return original(*args, **kwargs)
+                self._part.announce(kind, payload(*args, **kwargs), hold)
+                return self.inside(partial(original, *args, **kwargs))
+
+            return saying
+
+        self.replace(owner, name, make)
+
+    def _tell_before(self, owner: Any, name: str) -> None:
+        """Tell what is held before a function's collectives, and not before all of it is said."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def telling(*args: Any, **kwargs: Any) -> Any:
+                if self._part.members.announces:
+                    cast(_Server, self._part.server).tell()
+                return original(*args, **kwargs)
+
+            return telling
+
+        self.replace(owner, name, make)
+
+    def inside(self, run: Callable[[], Any]) -> Any:
+        """Run what joined ranks run too: its collectives, and the events in it, they know of."""
+        self.is_inside = True
+        try:
+            with self._part.server.own_collectives():
+                return run()
+        finally:
+            self.is_inside = False
+
+    def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
+        def epilogue() -> None:
+            if not self.is_quiet:
+                self.say_present()
+            if self.before_epilogue is not None:
+                self.before_epilogue()
+            original()
+
+        return epilogue
+
+    def say_present(self) -> None:
+        """Announce, before the epilogue, which gradients there are, if nothing has heard of them as they came."""
+        if self.stage == 1 and not _compat.has_gradient_hooks(self.engine):
+            self._part.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
+
+    def before_mirrored(self, call: Call) -> None:
+        """See `Part`: a shard of a rank that has joined is no neutral contribution."""
+        if what := _compat.issued_by_deepspeed(sys._getframe(1)):
+            raise UnsupportedError(
+                f"{what} issued {call.operation} while ranks {self._part.members.joined_names} have run out of batches:"
+                " they do not know of it, and it needs their shards. Do it before the loop, or after it, on all ranks."
+                " What ranks that have joined follow are an engine's forward, backward, step and checkpoints, and"
+                " GatheredParameters without a modifier_rank."
+            )
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Put what `make` makes of an object's method in its place; the engine looks it up at each call."""
+        was_own = name in vars(owner)
+        old = getattr(owner, name)
+        setattr(owner, name, make(old))
+        self._part._undo.append(partial(setattr, owner, name, old) if was_own else partial(delattr, owner, name))
+
+    def _number(self, parameter: Any) -> int:
+        return self._numbers[id(parameter)]
+
+    def _listed(self, parameter: Any, param_list: Any = None, *_: Any, **__: Any) -> list[int]:
+        return [self._number(each) for each in ([parameter] if param_list is None else param_list)]
+
+    def _of_module(self, phase: int, module: Any) -> tuple[int, int, list[tuple[int, bool]]]:
+        return phase, module.ds_id, [(self._number(p), dangles) for p, dangles in _compat.externals_of(module)]
+
+    # ------------------------------------------------------------ on a joined rank
+
+    @torch.no_grad()
+    def answer(self, kind: str, payload: Any) -> None:
+        """Do, on a joined rank, what was announced."""
+        if kind == "module":
+            self._pass_module(*payload)
+        elif kind == "gradient":
+            parameter = self._parameter(payload)
+            self._fill(parameter)
+            _compat.take_gradient(self.engine, parameter, self._groups.get(id(parameter), 0))
+        elif kind == "present":
+            for number in payload:
+                self._fill(self._parameter(number))
+        elif kind in ("gather", "partition"):
+            parameters = [self._parameter(number) for number in payload]
+            run = parameters[0].all_gather if kind == "gather" else parameters[0].partition
+            run(param_list=parameters)
+        elif kind == "reset":
+            _compat.offload_of(self.engine).get_param_coordinator().reset_step()
+        elif kind == "forward":
+            _compat.optimizer_of(self.engine).clear_backward_seen_flag()
+        else:
+            self.engine._backward_prologue()
+
+    def _parameter(self, number: int) -> Any:
+        if not 0 <= number < len(self.parameters):
+            raise foreign("a record of an engine", f"parameter {number} of {len(self.parameters)}")
+        return self.parameters[number]
+
+    def _fill(self, parameter: Any) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)  # whole, also in stage 3: its module is gathered now
+
+    def _pass_module(self, phase: int, number: int, externals: list[tuple[int, bool]]) -> None:
+        if number not in self._modules or not 0 <= phase < len(_compat.PHASES):
+            raise foreign("a record of an engine", f"phase {phase} of module {number}")
+        module = self._modules[number]
+        # That a module uses another's parameter shows in its forward, and is known from then on. This rank may have had
+        # none, and would fetch fewer than the others.
+        for parameter, dangles in externals:
+            _compat.add_external(module, self._parameter(parameter), dangles)
+        getattr(_compat.offload_of(self.engine), _compat.PHASES[phase])(module)
+        if phase == _compat.FORWARD_ENDS:
+            _compat.end_forward(module)

@@ -1,0 +1,249 @@
+"""An engine in a loop of the user's.
+
+Besides its events four calls are announced, and a joined rank makes them itself: `backward`, `step`,
+`set_gradient_accumulation_boundary` and `zero_grad`; and so are checkpoints. So micro steps, accumulation, clipping,
+loss scales, the engine's scheduler and what a checkpoint holds are the same on every rank, and nothing is handed over.
+
+`engine.backward` sees the loss, whose gradient is weighted right there.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, ClassVar, Protocol, cast
+
+from torch import nn
+
+from torch_join._base import compat as _compat_torch
+from torch_join._base.errors import UnsupportedError
+from torch_join._base.hyperparameters import group_options, take_group_options
+from torch_join._base.weighting import finite
+from torch_join._collectives.call import Call
+from torch_join._handover import objects as _objects
+from torch_join._shadow.zero_gradient import following_zero
+from torch_join.joinables._deepspeed import compat as _compat
+from torch_join.joinables._deepspeed.events import EngineEvents
+from torch_join.joinables._gradients.watch import Watch
+from torch_join.joinables.hook import Hook
+from torch_join.joinables.part import Announcer, Driver, Part
+
+Options = list[dict[str, Any]]
+_NOTHING = type(None)
+
+
+class _Server(Announcer, Protocol):
+    """What this part asks of a loop's server, besides."""
+
+    def follow_to(self, index: int, kind: str) -> Any: ...
+
+    def on_all_ranks(self) -> AbstractContextManager[None]: ...
+
+    def together(self, announce: Callable[[], None]) -> AbstractContextManager[None]: ...
+
+
+class LoopEnginePart(Part):
+    """A `DeepSpeedEngine` that was given to `Join`."""
+
+    kinds: ClassVar[dict[str, Any]] = {
+        **EngineEvents.kinds,
+        "backward": bool,  # whether inside of no_sync
+        "epilogue": _NOTHING,
+        "step": Options,
+        "boundary": bool,
+        "zero_grad": tuple[bool, dict[str, Any]],  # whether of the engine, and its arguments
+        "checkpoint": str,  # what to do with one
+    }
+    # Its groups' hyperparameters; which parameters train, and which modules are in training mode.
+    closing: ClassVar[Any] = tuple[Options, list[bool], list[bool]]
+
+    is_model = True
+    in_backward = will_accumulate = accumulates = forwards_alone = False  # see `LoopModel`
+    is_prepared = True
+    deferred = 0
+
+    def __init__(self, driver: Driver, index: int, engine: Any) -> None:
+        super().__init__(driver, index)
+        self.engine = engine
+        self._events = EngineEvents(self, engine)
+        if not hasattr(_compat.optimizer_of(engine), "param_groups"):
+            raise UnsupportedError(
+                "A DeepSpeed engine without an optimizer was given to Join, which is for training. Give"
+                " deepspeed.initialize an optimizer; an engine that only evaluates needs no Join, if each rank calls it"
+                " as often as the others."
+            )
+        self.forwards = self.synced = 0
+        self._forwarded_in = 0  # the loop of the last forward
+        self._watch = Watch([parameter for parameter in self._events.parameters if parameter.requires_grad])
+
+    @property
+    def _loop_server(self) -> _Server:
+        return cast(_Server, self.server)
+
+    def enter(self) -> None:
+        self._events.watch()
+        engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
+        hook = engine.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
+        self._undo += [hook.remove, self._watch.end]
+        self._events.replace(engine, "_backward_epilogue", self._epilogue)
+        self._events.replace(engine, "backward", self._backward)
+        self._events.replace(engine, "step", self._step)
+        self._events.say(
+            engine, "set_gradient_accumulation_boundary", "boundary", lambda is_boundary: bool(is_boundary)
+        )
+        for owner in (engine, optimizer):
+            of_engine = owner is engine
+            self._events.say(owner, "zero_grad", "zero_grad", partial(self._of_clearing, of_engine))
+        self._events.replace(engine, "save_checkpoint", partial(self._checkpoint, "save"))
+        self._events.replace(engine, "load_checkpoint", partial(self._checkpoint, "load"))
+
+    def before_mirrored(self, call: Call) -> None:
+        self._events.before_mirrored(call)
+
+    # ------------------------------------------------------------ what the loop knows
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """See `LoopModel`."""
+        return [self.engine, self.engine.module]
+
+    def check_can_train(self, has_batch: Callable[[], bool]) -> None:
+        """See `LoopModel`."""
+
+    def begin_loop(self) -> None:
+        """See `LoopModel`."""
+
+    def remember(self) -> None:
+        """See `LoopModel`."""
+
+    def prepare(self) -> None:
+        """See `LoopModel`."""
+
+    # ------------------------------------------------------------ on an active rank
+
+    def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.members.serves:
+            return
+        if _compat_torch.backward_in_progress() == -1:
+            self.driver.before_forward(lambda: self.members.count_forward(args, kwargs))
+        self.forwards += 1
+        self._forwarded_in = self.driver.loop_number
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.members.serves:
+                return original(loss, *args, **kwargs)
+            self.driver.before_backward(self.index, self._forwarded_in)
+            self.synced += 1
+            if self.server.in_tail:  # ask this first: it may find out what the batches count
+                if kwargs.get("retain_graph") or (args and args[0]):
+                    raise UnsupportedError(
+                        f"engine.backward(retain_graph=True) while ranks {self.members.joined_names} have run out of"
+                        " batches: they cannot follow another backward of the same graph. Add the losses up, and run"
+                        " one backward."
+                    )
+                self.announce("backward", bool(self.engine.inside_no_sync_ctxt))
+            factor = self.members.loss_factor
+            hook = loss.register_hook(lambda gradient: gradient * factor) if factor != 1.0 else None
+            if factor == 0.0:  # of a loss over nothing: what it brings may be infinite
+                self._watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
+            try:
+                return original(loss, *args, **kwargs)
+            finally:
+                self._watch.end()
+                if hook is not None:
+                    hook.remove()
+
+        return backward
+
+    def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
+        def epilogue() -> None:
+            if self._events.is_quiet:
+                original()
+            else:
+                self._events.say_present()
+                self.announce("epilogue")
+                self._events.inside(original)
+
+        return epilogue
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._events.is_quiet:
+                return original(*args, **kwargs)
+            if self.server.in_tail and (args or kwargs):
+                raise UnsupportedError(
+                    f"engine.step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
+                    " step their shards without. Set what they say in the optimizer's param_groups."
+                )
+            self.announce_open("step", group_options(_compat.optimizer_of(self.engine)))
+            return self._events.inside(partial(original, *args, **kwargs))
+
+        return step
+
+    def _of_clearing(self, of_engine: bool, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any]]:
+        return of_engine, {**kwargs, **dict(zip(("set_to_none",), args, strict=False))}
+
+    def _checkpoint(self, which: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if self.members.serves or self._events.is_inside:
+                return original(*args, **kwargs)
+            with self._loop_server.together(partial(self._say_checkpoint, which, args, kwargs)):
+                return original(*args, **kwargs)
+
+        return checkpoint
+
+    def _say_checkpoint(self, which: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        packed = None
+        if self.members.leads:
+            packed = _objects.pack((args, kwargs), f"What engine.{which}_checkpoint was given")
+        self.announce("checkpoint", which)
+        with self.server.own_collectives():
+            _objects.broadcast(packed, self.members.leader, self.members.group)
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def answer(self, kind: str, payload: Any) -> None:
+        engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
+        if kind == "backward":
+            self.driver.note_backward(self.index)
+            self.synced += 1
+            with engine.no_sync() if payload else nullcontext():
+                engine.backward(following_zero(self._follow_backward, self._events.device))
+        elif kind == "step":
+            take_group_options(optimizer, payload)
+            engine.step()
+        elif kind == "boundary":
+            engine.set_gradient_accumulation_boundary(payload)
+        elif kind == "zero_grad":
+            of_engine, options = payload
+            (engine if of_engine else optimizer).zero_grad(**options)
+        elif kind == "checkpoint":
+            args, kwargs = _objects.broadcast(None, self.members.leader, self.members.group)
+            with self._loop_server.on_all_ranks():
+                getattr(engine, f"{payload}_checkpoint")(*args, **kwargs)
+        else:
+            self._events.answer(kind, payload)
+
+    def _follow_backward(self) -> None:
+        self._loop_server.follow_to(self.index, "epilogue")
+
+    # ------------------------------------------------------------ at the end
+
+    def closing_message(self) -> tuple[Options, list[bool], list[bool]]:
+        trains = [parameter.requires_grad for parameter in self._events.parameters]
+        return (
+            group_options(_compat.optimizer_of(self.engine)),
+            trains,
+            [module.training for module in self.engine.module.modules()],
+        )
+
+    def close(self, message: tuple[Options, list[bool], list[bool]], source: int) -> None:
+        options, trains, modes = message
+        if self.members.rank != source:
+            take_group_options(_compat.optimizer_of(self.engine), options)
+        # What the active ranks' code has set; here none has run.
+        for parameter, trained in zip(self._events.parameters, trains, strict=True):
+            parameter.requires_grad_(trained)
+        for module, mode in zip(self.engine.module.modules(), modes, strict=True):
+            module.training = mode
+        self.forwards = self.synced = 0
