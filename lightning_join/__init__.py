@@ -21,14 +21,21 @@ with _naming_missing("2.5.1 to 2.6.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._callback import JoinCallback
     from lightning_join._monitor.monitor import JoinMonitor
     from lightning_join._names import ddp_names as _ddp_names
-    from lightning_join._sharded import FSDPJoinStrategy, ModelParallelJoinStrategy
+    from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
     from lightning_join._strategy import DDPJoinStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["DDPJoinStrategy", "FSDPJoinStrategy", "JoinCallback", "JoinMonitor", "ModelParallelJoinStrategy"]
+__all__ = [
+    "DDPJoinStrategy",
+    "DeepSpeedJoinStrategy",
+    "FSDPJoinStrategy",
+    "JoinCallback",
+    "JoinMonitor",
+    "ModelParallelJoinStrategy",
+]
 
-for _strategy in (DDPJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy):
+for _strategy in (DDPJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy, DeepSpeedJoinStrategy):
     _strategy.register_strategies(StrategyRegistry)
 
 

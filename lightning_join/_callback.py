@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import (
     DDPStrategy,
+    DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
@@ -19,7 +20,7 @@ from lightning_join import _compat
 from lightning_join._joining import Joining
 from lightning_join._loops.takeover import give_back
 from lightning_join._packages import check_trainer
-from lightning_join._sharded import FSDPJoinStrategy, ModelParallelJoinStrategy
+from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
 from lightning_join._strategy import DDPJoinStrategy
 from torch_join import JoinTypeError, JoinValueError, Weighting
 
@@ -28,6 +29,7 @@ JOINING: dict[type[Strategy], type[Joining]] = {
     DDPStrategy: DDPJoinStrategy,
     FSDPStrategy: FSDPJoinStrategy,
     ModelParallelStrategy: ModelParallelJoinStrategy,
+    DeepSpeedStrategy: DeepSpeedJoinStrategy,
 }
 
 

@@ -1,13 +1,13 @@
-"""The strategies of sharded models: `Trainer(strategy="fsdp_join")` and `"model_parallel_join"`."""
+"""The strategies of sharded models: `Trainer(strategy="fsdp_join")`, `"model_parallel_join"`, `"deepspeed_join"`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_join import _compat
@@ -17,7 +17,10 @@ from lightning_join._names import start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
+    Part,
     StepDriver,
+    engine_lockstep_join,
+    follow_engine,
     follow_sharded_model,
     is_sharded_model,
     leads_to,
@@ -35,6 +38,9 @@ class Sharded(ParallelStrategy):
     backward_of_join: Callable[..., Tensor]
     throw_on_early_termination: bool
     hand_over_buffers: bool | None
+    # How joined ranks follow the model, in steps that train and in others.
+    _make_join: Callable[..., Lockstep] = staticmethod(sharded_lockstep_join)
+    _follow: Callable[..., Part] = staticmethod(follow_sharded_model)
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
@@ -46,27 +52,31 @@ class Sharded(ParallelStrategy):
         model, module = self.model, self.lightning_module
         assert model is not None
         assert module is not None
-        if not is_sharded_model(model):
-            raise UnsupportedError(
-                f"{type(self).__name__} finds nothing in {type(module).__name__} that FSDP has sharded: nobody averages"
-                " its gradients. Call `fully_shard` in configure_model (over the data-parallel dimension of"
-                " self.device_mesh), or use strategy='ddp_join'."
-            )
+        self.check_sharded(model)
         if not fitting:
-            follow_sharded_model(self.driver, model)
+            self._follow(self.driver, model)
             return
         if not module.automatic_optimization:
             raise UnsupportedError(
                 f"{type(module).__name__} optimizes manually, which a rank without a batch cannot follow where the"
                 " model is sharded. Use automatic optimization, or strategy='ddp_join'."
             )
-        self.join = sharded_lockstep_join(
+        self.join = self._make_join(
             self.driver,
             model,
             throw_on_early_termination=self.throw_on_early_termination,
             joinables=self.take_joinables(),
             hand_over_buffers=self.hand_over_buffers,
         )
+
+    def check_sharded(self, model: nn.Module) -> None:
+        """Raise if nobody averages the gradients of a model."""
+        if not is_sharded_model(model):
+            raise UnsupportedError(
+                f"{type(self).__name__} finds nothing in {type(self.lightning_module).__name__} that FSDP has sharded:"
+                " nobody averages its gradients. Call `fully_shard` in configure_model (over the data-parallel"
+                " dimension of self.device_mesh), or use strategy='ddp_join'."
+            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.join is None:
@@ -168,3 +178,45 @@ class ModelParallelJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollect
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
         strategy_registry.register("model_parallel_join", cls, description="fully_shard on uneven dataloaders")
+
+
+_ENGINES: dict[str, dict[str, Any]] = {
+    "": {},
+    "_stage_1": {"stage": 1},
+    "_stage_2": {"stage": 2},
+    "_stage_3": {"stage": 3},
+    "_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+}
+
+
+class DeepSpeedJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollectives, DeepSpeedStrategy):
+    """DeepSpeed that trains exactly on uneven dataloaders, in ZeRO's stages 0 to 3, with offload to the CPU.
+
+    A rank that runs out of batches stays in the fit loop, in step with the others: it replays what the others' engines
+    do, with zeros for gradients, and steps its shards, until the last rank is done.
+
+    Args:
+        *args: `DeepSpeedStrategy`'s positional arguments.
+        **kwargs: `DDPJoinStrategy`'s own (`weighting`, ...), and `DeepSpeedStrategy`'s keyword arguments.
+
+    Raises:
+        JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
+
+    Limits:
+        `docs/deepspeed.md` lists what raises.
+    """
+
+    strategy_name = "deepspeed_join"
+    _make_join = staticmethod(engine_lockstep_join)
+    _follow = staticmethod(follow_engine)
+
+    def check_sharded(self, model: nn.Module) -> None:
+        """An engine averages gradients in each stage."""
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
+        for suffix, options in _ENGINES.items():
+            said = ", ".join(f"{name}={value}" for name, value in options.items())
+            described = "DeepSpeed on uneven dataloaders" + (f": {said}" if said else "")
+            strategy_registry.register(cls.strategy_name + suffix, cls, description=described, **options)
