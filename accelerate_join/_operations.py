@@ -11,7 +11,7 @@ import accelerate
 
 from accelerate_join import _compat
 from accelerate_join._active import ActiveOperations
-from accelerate_join._prepared import Progress
+from accelerate_join._prepared import Progress, holds_parts
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import (
@@ -19,7 +19,7 @@ from torch_join.integration import (
     Part,
     is_closed,
     is_communication_error,
-    is_sharded_model,
+    is_engine,
     own_loops,
     telling_failures,
 )
@@ -139,12 +139,12 @@ class Operations(ActiveOperations, Part):
     def _saves_alone(self, payload: Any) -> bool:
         """Whether a script may have the main process alone save a checkpoint, as it may without the context."""
         waits = self._accelerator.project_configuration.automatic_checkpoint_naming
-        is_sharded = any(map(is_sharded_model, _compat.models(self._accelerator)))
+        is_sharded = any(holds_parts(model) or is_engine(model) for model in _compat.models(self._accelerator))
         return not waits and not is_sharded and is_closed(payload)
 
     def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model's weights: a sharded one's on all ranks, others on the main process or its stand-in."""
-        if is_sharded_model(model):
+        if holds_parts(model):
             self._call_with(model, "save_model", args, kwargs)
             return
         with self.acting_for_main_process():
@@ -156,7 +156,7 @@ class Operations(ActiveOperations, Part):
         Raises:
             UnsupportedError: That one has joined, so that no active rank would get them.
         """
-        if is_sharded_model(model) and self.main_process_has_joined:
+        if holds_parts(model) and self.main_process_has_joined:
             raise UnsupportedError(
                 "get_state_dict of a sharded model gives the main process what it returns, and the main process (rank"
                 " 0) has run out of batches. Call save_model or save_state, in which it takes part, or get_state_dict"
@@ -166,7 +166,7 @@ class Operations(ActiveOperations, Part):
 
     def _call_with(self, model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method on all ranks, if it needs all shards of a model."""
-        if not (is_sharded_model(model) and self.server.in_tail):
+        if not (holds_parts(model) and self.server.in_tail):
             return self._call(name, (model, *args), kwargs)
         place = next((place for place, mine in enumerate(_compat.models(self._accelerator)) if mine is model), None)
         if place is None:

@@ -14,15 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_join import _compat
 from accelerate_join._protocol import JoinContext, PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import is_sharded_model
+from torch_join.integration import is_engine, is_sharded_model
 
 _INSTEAD = (
     "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
-    " state, use FSDP to shard the model too, or give all processes equally many batches (even_batches=True) and leave"
-    " the context out"
+    " state, use FSDP or DeepSpeed to shard the model too, or give all processes equally many batches"
+    " (even_batches=True) and leave the context out"
 )
 _REASONS = {
-    DistributedType.DEEPSPEED: "DeepSpeed's engine runs collectives of its own in forward, backward and step",
     DistributedType.MEGATRON_LM: "Megatron-LM's pipeline and tensor parallelism need every rank in every step",
     DistributedType.XLA: "XLA compiles each step with its collectives, and no joined rank can issue them alone",
 }
@@ -57,8 +56,9 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
                 f"{name}: with a parallelism_config and without FSDP the ranks hold replicas on a mesh,"
                 f" which Accelerate does not average over all of them. {_INSTEAD}."
             )
-    if not (kind.value.startswith("MULTI_") or kind == DistributedType.FSDP):  # by DDP, on whatever device
-        reason = _REASONS.get(kind, "it trains neither by DistributedDataParallel nor by FSDP")
+    # `MULTI_`: by DDP, on whatever device.
+    if not (kind.value.startswith("MULTI_") or kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)):
+        reason = _REASONS.get(kind, "it trains neither by DistributedDataParallel nor by FSDP or DeepSpeed")
         raise UnsupportedError(f"{name} does not support {kind.value}: {reason}. {_INSTEAD}.")
     return True
 
@@ -79,10 +79,10 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
         gc.collect()  # from an attempt that has failed, perhaps
         wrappers = _compat.wrappers(accelerator)
     trained = {id(p) for one in _compat.optimizers(accelerator) for group in one.param_groups for p in group["params"]}
-    models = [model for model in _compat.models(accelerator) if is_sharded_model(model)]
+    models = list(filter(_is_called_itself, _compat.models(accelerator)))
     for model, found in wrappers:
-        if is_sharded_model(model):
-            continue  # it is called itself
+        if _is_called_itself(model):
+            continue
         if any(model is one for one in known):
             continue
         # One that was prepared for evaluation only is in no optimizer.
@@ -102,6 +102,16 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
     inner = [*_compat.optimizers(accelerator), *_compat.schedulers(accelerator)]
     scaler = [] if accelerator.scaler is None else [accelerator.scaler]
     return [*models, *map(unwrap, inner), *scaler, *_compat.registered(accelerator)]
+
+
+def _is_called_itself(model: Any) -> bool:
+    """Whether no wrapper that Accelerate does not keep is around a model."""
+    return is_sharded_model(model) or is_engine(model)
+
+
+def holds_parts(model: Any) -> bool:
+    """Whether each rank holds a part of a model's parameters."""
+    return is_sharded_model(model) or (is_engine(model) and model.zero_optimization_stage() == 3)
 
 
 def unwrap(thing: Any) -> Any:

@@ -88,7 +88,7 @@ def test_in_one_process_it_is_a_plain_loop(workers: Workers) -> None:
     assert workers.run(1, alone, store="") == [([2, 2, 1], [0, 1, 2, 3, 4], False)]
 
 
-KINDS = [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA]
+KINDS = [DistributedType.MEGATRON_LM, DistributedType.XLA]
 
 
 def refuse(rank: int, kind: DistributedType) -> str:

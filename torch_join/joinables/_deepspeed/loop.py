@@ -49,6 +49,7 @@ class LoopEnginePart(Part):
         "backward": bool,  # whether inside of no_sync
         "epilogue": _NOTHING,
         "step": Options,
+        "options": Options,
         "boundary": bool,
         "zero_grad": tuple[bool, dict[str, Any]],  # whether of the engine, and its arguments
         "checkpoint": str,  # what to do with one
@@ -180,6 +181,10 @@ class LoopEnginePart(Part):
 
         return step
 
+    def before_all_ranks(self) -> None:
+        # A scheduler of the user's may have changed them since the last step; each rank saves those of its own shard.
+        self.announce_open("options", group_options(_compat.optimizer_of(self.engine)))
+
     def _of_clearing(self, of_engine: bool, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any]]:
         return of_engine, {**kwargs, **dict(zip(("set_to_none",), args, strict=False))}
 
@@ -212,6 +217,8 @@ class LoopEnginePart(Part):
         elif kind == "step":
             take_group_options(optimizer, payload)
             engine.step()
+        elif kind == "options":
+            take_group_options(optimizer, payload)
         elif kind == "boundary":
             engine.set_gradient_accumulation_boundary(payload)
         elif kind == "zero_grad":
