@@ -11,12 +11,13 @@ import accelerate
 
 from accelerate_join import _compat
 from accelerate_join._active import ActiveOperations
-from accelerate_join._prepared import Progress, holds_parts
+from accelerate_join._prepared import Progress
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import (
     LoopDriver,
     Part,
+    holds_parts,
     is_closed,
     is_communication_error,
     is_engine,

@@ -109,11 +109,6 @@ def _is_called_itself(model: Any) -> bool:
     return is_sharded_model(model) or is_engine(model)
 
 
-def holds_parts(model: Any) -> bool:
-    """Whether each rank holds a part of a model's parameters."""
-    return is_sharded_model(model) or (is_engine(model) and model.zero_optimization_stage() == 3)
-
-
 def unwrap(thing: Any) -> Any:
     """Return what is inside of Accelerate's own wrappers, or of `torch.compile`'s around a DDP model."""
     if isinstance(thing, AcceleratedOptimizer):

@@ -20,6 +20,7 @@ from torch_join.integration import naming_missing as _naming_missing
 with _naming_missing("2.5.1 to 2.6.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._callback import JoinCallback
     from lightning_join._monitor.monitor import JoinMonitor
+    from lightning_join._names import ENGINES as _ENGINES
     from lightning_join._names import ddp_names as _ddp_names
     from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
     from lightning_join._strategy import DDPJoinStrategy
@@ -57,3 +58,7 @@ _OF_FABRIC.register("fsdp_join", _OnFirstUse("FSDPJoinStrategy"), "FSDP on uneve
 _OF_FABRIC.register(
     "model_parallel_join", _OnFirstUse("ModelParallelJoinStrategy"), "fully_shard on uneven dataloaders"
 )
+for _name, _options in _ENGINES.items():
+    _OF_FABRIC.register(
+        _name, _OnFirstUse("DeepSpeedJoinStrategy"), description="DeepSpeed on uneven dataloaders", **_options
+    )

@@ -10,6 +10,16 @@ def start_methods(name: str) -> list[tuple[str, str]]:
     return [(name + suffix, method) for suffix, method in methods.items()]
 
 
+ENGINES: dict[str, dict[str, Any]] = {  # the names of strategies of DeepSpeed engines, and what each is called with
+    "deepspeed_join": {},
+    "deepspeed_join_stage_1": {"stage": 1},
+    "deepspeed_join_stage_2": {"stage": 2},
+    "deepspeed_join_stage_3": {"stage": 3},
+    "deepspeed_join_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "deepspeed_join_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+}
+
+
 def ddp_names(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Go through the names of a strategy that trains by DDP, and what each is called with."""
     for called, start_method in start_methods(name):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_join import _compat
 from lightning_join._collectives import ActiveCollectives, StepCollectives
 from lightning_join._joining import Joining
-from lightning_join._names import start_methods
+from lightning_join._names import ENGINES, start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
@@ -180,16 +180,6 @@ class ModelParallelJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollect
         strategy_registry.register("model_parallel_join", cls, description="fully_shard on uneven dataloaders")
 
 
-_ENGINES: dict[str, dict[str, Any]] = {
-    "": {},
-    "_stage_1": {"stage": 1},
-    "_stage_2": {"stage": 2},
-    "_stage_3": {"stage": 3},
-    "_stage_2_offload": {"stage": 2, "offload_optimizer": True},
-    "_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
-}
-
-
 class DeepSpeedJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollectives, DeepSpeedStrategy):
     """DeepSpeed that trains exactly on uneven dataloaders, in ZeRO's stages 0 to 3, with offload to the CPU.
 
@@ -216,7 +206,5 @@ class DeepSpeedJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollectives
 
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
-        for suffix, options in _ENGINES.items():
-            said = ", ".join(f"{name}={value}" for name, value in options.items())
-            described = "DeepSpeed on uneven dataloaders" + (f": {said}" if said else "")
-            strategy_registry.register(cls.strategy_name + suffix, cls, description=described, **options)
+        for name, options in ENGINES.items():
+            strategy_registry.register(name, cls, description="DeepSpeed on uneven dataloaders", **options)

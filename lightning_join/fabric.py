@@ -7,8 +7,9 @@ has set up, and serves in its end the ranks that have more batches. Nothing else
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.optim import Optimizer
 
 from torch_join import UnsupportedError
 from torch_join.integration import is_sharded_model
@@ -19,7 +20,7 @@ with _naming_missing("2.5.1 to 2.6.6", "lightning.fabric"):
     from lightning_join._fabric.joins import Joins
     from lightning_join._fabric.methods import ask_strategies as _ask_strategies
 
-__all__ = ["DDPJoinStrategy", "FSDPJoinStrategy", "ModelParallelJoinStrategy"]
+__all__ = ["DDPJoinStrategy", "DeepSpeedJoinStrategy", "FSDPJoinStrategy", "ModelParallelJoinStrategy"]
 
 
 class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
@@ -88,6 +89,28 @@ class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy)
                 " gradients. Call `fully_shard` in parallelize_fn, or before the set-up (over the data-parallel"
                 " dimension of fabric.strategy.device_mesh), or use strategy='ddp_join'."
             )
+        return found
+
+
+class DeepSpeedJoinStrategy(Joins, ActiveCollectives, DeepSpeedStrategy):
+    """DeepSpeed for Fabric, on uneven dataloaders, in ZeRO's stages 0 to 3.
+
+    Args:
+        *args: `DeepSpeedStrategy`'s positional arguments.
+        **kwargs: `DDPJoinStrategy`'s own, and `DeepSpeedStrategy`'s keyword arguments.
+
+    Raises:
+        JoinValueError: See `DDPJoinStrategy`.
+
+    Limits:
+        `docs/deepspeed.md` lists what raises.
+    """
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
+        """Set up a model and its optimizer."""
+        found = super().setup_module_and_optimizers(module, optimizers, *scheduler)
+        for one in (found[0], *found[1]):
+            self.note_set_up(one)
         return found
 
 

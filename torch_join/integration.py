@@ -38,7 +38,7 @@ from torch_join._tail.steps import StepDriver
 from torch_join.join import Join
 from torch_join.joinables import ModuleMetrics, Part
 from torch_join.joinables.arguments import listed
-from torch_join.joinables.kinds import is_engine, is_sharded_model
+from torch_join.joinables.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join.joinables.part import Driver
 from torch_join.lockstep import LockstepJoin
 
@@ -75,6 +75,7 @@ __all__ = [
     "follow_engine",
     "follow_sharded_model",
     "group_options",
+    "holds_parts",
     "in_backward",
     "is_closed",
     "is_communication_error",

@@ -25,8 +25,8 @@ from torch_join.integration import (
     ModelShadow,
     check_can_rebalance,
     driver_of,
+    holds_parts,
     is_length_certain,
-    is_sharded_model,
     own_loops,
     resolve_weighting,
     telling_failures,
@@ -388,7 +388,7 @@ class _Nothing:
 
 
 def _refuse_training(model: nn.Module, _: Any) -> None:
-    if torch.is_grad_enabled() or is_sharded_model(model):
+    if torch.is_grad_enabled() or holds_parts(model):
         raise JoinError(
             "A model that was set up is called, with gradients or while it is sharded, in a loop over a dataloader of"
             " Fabric's inside another one, of which ranks may have different numbers of batches: none serves another"

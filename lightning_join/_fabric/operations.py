@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import nn
 
 from torch_join import UnsupportedError
-from torch_join.integration import LoopDriver, Part, closed, is_closed, is_sharded_model
+from torch_join.integration import LoopDriver, Part, closed, is_closed, is_engine, is_sharded_model
 
 _MAIN = 0
 _LOG, _SAVE = "log", "save"
@@ -67,7 +67,9 @@ class Operations(Part):
     def holds_parts(self, state: dict[str, Any]) -> bool:
         """Whether each rank holds a part of what is saved."""
         return any(
-            is_sharded_model(value) if isinstance(value, nn.Module) else hasattr(value, "consolidate_state_dict")
+            is_sharded_model(value) or is_engine(value)
+            if isinstance(value, nn.Module)
+            else hasattr(value, "consolidate_state_dict")
             for value in state.values()
         )
 

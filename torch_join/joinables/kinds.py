@@ -43,6 +43,11 @@ def is_engine(thing: Any) -> bool:
     return deepspeed is not None and isinstance(thing, deepspeed.DeepSpeedEngine)
 
 
+def holds_parts(thing: Any) -> bool:
+    """Whether `thing` is a model of which each rank holds a part of the parameters."""
+    return is_sharded_model(thing) or (is_engine(thing) and thing.zero_optimization_stage() == 3)
+
+
 def of_engines(objects: Sequence[Any]) -> set[int]:
     """Return the `id` of each engine among `objects`, and of what steps its parameters: each rank has its own state."""
     return {id(part) for engine in filter(is_engine, objects) for part in (engine, engine.optimizer)}

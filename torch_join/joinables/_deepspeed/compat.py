@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_join._base.errors import UnsupportedError
+from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.names import check_names, naming_missing
 
 SEEN = "0.19"
@@ -100,6 +101,18 @@ def check_engine(engine: Any) -> None:
 def optimizer_of(engine: Any) -> Any:
     """Return what steps an engine's parameters: ZeRO's, the user's own, or, to evaluate, what gathers them."""
     return engine.optimizer
+
+
+def options_of(engine: Any) -> list[dict[str, Any]]:
+    """Return the hyperparameters with which an engine steps; none, if it only evaluates."""
+    optimizer = engine.optimizer
+    return group_options(optimizer) if hasattr(optimizer, "param_groups") else []
+
+
+def take_options(engine: Any, options: list[dict[str, Any]]) -> None:
+    """Take another rank's `options_of`."""
+    if options:
+        take_group_options(engine.optimizer, options)
 
 
 def offload_of(engine: Any) -> Any:

@@ -16,7 +16,6 @@ from torch import nn
 
 from torch_join._base import compat as _compat_torch
 from torch_join._base.errors import UnsupportedError
-from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.weighting import finite
 from torch_join._collectives.call import Call
 from torch_join._handover import objects as _objects
@@ -66,12 +65,6 @@ class LoopEnginePart(Part):
         super().__init__(driver, index)
         self.engine = engine
         self._events = EngineEvents(self, engine)
-        if not hasattr(_compat.optimizer_of(engine), "param_groups"):
-            raise UnsupportedError(
-                "A DeepSpeed engine without an optimizer was given to Join, which is for training. Give"
-                " deepspeed.initialize an optimizer; an engine that only evaluates needs no Join, if each rank calls it"
-                " as often as the others."
-            )
         self.forwards = self.synced = 0
         self._forwarded_in = 0  # the loop of the last forward
         self._watch = Watch([parameter for parameter in self._events.parameters if parameter.requires_grad])
@@ -91,9 +84,9 @@ class LoopEnginePart(Part):
         self._events.say(
             engine, "set_gradient_accumulation_boundary", "boundary", lambda is_boundary: bool(is_boundary)
         )
-        for owner in (engine, optimizer):
-            of_engine = owner is engine
-            self._events.say(owner, "zero_grad", "zero_grad", partial(self._of_clearing, of_engine))
+        self._events.say(engine, "zero_grad", "zero_grad", partial(self._of_clearing, True))
+        if hasattr(optimizer, "zero_grad"):  # else it evaluates
+            self._events.say(optimizer, "zero_grad", "zero_grad", partial(self._of_clearing, False))
         self._events.replace(engine, "save_checkpoint", partial(self._checkpoint, "save"))
         self._events.replace(engine, "load_checkpoint", partial(self._checkpoint, "load"))
 
@@ -176,14 +169,14 @@ class LoopEnginePart(Part):
                     f"engine.step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
                     " step their shards without. Set what they say in the optimizer's param_groups."
                 )
-            self.announce_open("step", group_options(_compat.optimizer_of(self.engine)))
+            self.announce_open("step", _compat.options_of(self.engine))
             return self._events.inside(partial(original, *args, **kwargs))
 
         return step
 
     def before_all_ranks(self) -> None:
         # A scheduler of the user's may have changed them since the last step; each rank saves those of its own shard.
-        self.announce_open("options", group_options(_compat.optimizer_of(self.engine)))
+        self.announce_open("options", _compat.options_of(self.engine))
 
     def _of_clearing(self, of_engine: bool, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any]]:
         return of_engine, {**kwargs, **dict(zip(("set_to_none",), args, strict=False))}
@@ -215,10 +208,10 @@ class LoopEnginePart(Part):
             with engine.no_sync() if payload else nullcontext():
                 engine.backward(following_zero(self._follow_backward, self._events.device))
         elif kind == "step":
-            take_group_options(optimizer, payload)
+            _compat.take_options(engine, payload)
             engine.step()
         elif kind == "options":
-            take_group_options(optimizer, payload)
+            _compat.take_options(engine, payload)
         elif kind == "boundary":
             engine.set_gradient_accumulation_boundary(payload)
         elif kind == "zero_grad":
@@ -239,7 +232,7 @@ class LoopEnginePart(Part):
     def closing_message(self) -> tuple[Options, list[bool], list[bool]]:
         trains = [parameter.requires_grad for parameter in self._events.parameters]
         return (
-            group_options(_compat.optimizer_of(self.engine)),
+            _compat.options_of(self.engine),
             trains,
             [module.training for module in self.engine.module.modules()],
         )
@@ -247,7 +240,7 @@ class LoopEnginePart(Part):
     def close(self, message: tuple[Options, list[bool], list[bool]], source: int) -> None:
         options, trains, modes = message
         if self.members.rank != source:
-            take_group_options(_compat.optimizer_of(self.engine), options)
+            _compat.take_options(self.engine, options)
         # What the active ranks' code has set; here none has run.
         for parameter, trained in zip(self._events.parameters, trains, strict=True):
             parameter.requires_grad_(trained)
