@@ -5,7 +5,7 @@ from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.hyperparameters import group_options, take_group_options
@@ -118,11 +118,6 @@ def take_options(engine: Any, options: list[dict[str, Any]]) -> None:
 def offload_of(engine: Any) -> Any:
     """Return what gathers parameters in stage 3; an engine without an optimizer has it in place of one."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
-
-
-def modules_of(engine: Any) -> dict[int, nn.Module]:
-    """Return what stage 3 gathers the parameters of, by DeepSpeed's number."""
-    return {module.ds_id: module for module in engine.module.modules() if hasattr(module, "ds_id")}
 
 
 def externals_of(module: Any) -> list[tuple[Any, bool]]:

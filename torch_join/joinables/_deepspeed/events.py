@@ -77,7 +77,8 @@ class EngineEvents:
         self.before_epilogue: Callable[[], None] | None = None
         self.parameters: list[Any] = list(engine.module.parameters())
         self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        self._modules: dict[int, nn.Module] = {}
+        self._modules: list[nn.Module] = list(engine.module.modules())
+        self._places = {id(module): place for place, module in enumerate(self._modules)}
         self._groups: dict[int, int] = {}
         self.is_inside = False
 
@@ -92,7 +93,6 @@ class EngineEvents:
         engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
         if self.stage == 3:
             offload = _compat.offload_of(engine)
-            self._modules = _compat.modules_of(engine)
             for phase, name in enumerate(_compat.PHASES):
                 self.say(offload, name, "module", partial(self._of_module, phase), hold=True)
             self.say(offload.get_param_coordinator(), "reset_step", "reset")
@@ -199,7 +199,12 @@ class EngineEvents:
         return [self._number(each) for each in ([parameter] if param_list is None else param_list)]
 
     def _of_module(self, phase: int, module: Any) -> tuple[int, int, list[tuple[int, bool]]]:
-        return phase, module.ds_id, [(self._number(p), dangles) for p, dangles in _compat.externals_of(module)]
+        # Not by DeepSpeed's own number: it counts through all engines that a process has made.
+        return (
+            phase,
+            self._places[id(module)],
+            [(self._number(p), dangles) for p, dangles in _compat.externals_of(module)],
+        )
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -236,7 +241,7 @@ class EngineEvents:
             parameter.grad = torch.zeros_like(parameter)  # whole, also in stage 3: its module is gathered now
 
     def _pass_module(self, phase: int, number: int, externals: list[tuple[int, bool]]) -> None:
-        if number not in self._modules or not 0 <= phase < len(_compat.PHASES):
+        if not 0 <= number < len(self._modules) or not 0 <= phase < len(_compat.PHASES):
             raise foreign("a record of an engine", f"phase {phase} of module {number}")
         module = self._modules[number]
         # That a module uses another's parameter shows in its forward, and is known from then on. This rank may have had
