@@ -144,6 +144,8 @@ def deepspeed_of(rank: int) -> Iterator[Any]:
         warnings.simplefilter("ignore")
         import deepspeed
         from deepspeed.comm import comm
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
         from deepspeed.utils import groups
 
         # Its compiled all-reduce, of shared memory, goes past `torch.distributed`; a killed run leaves a lock behind.
@@ -151,10 +153,15 @@ def deepspeed_of(rank: int) -> Iterator[Any]:
         deepspeed.utils.logging.logger.setLevel("ERROR")
         kept = {name: value for name, value in vars(groups).items() if not callable(value)}
         comm.cdb = None
+        # What a process has made before, other ranks may have not. Stage 3 counts it, compares the numbers over ranks,
+        # and has another `linear` from then on, in whose backward gradients come in another order.
+        numbered = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0]
+        Init.param_id, numbered[0], linear = 0, 0, functional.linear
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         try:
             yield deepspeed
         finally:
+            functional.linear = linear
             vars(groups).update(kept)
             comm.cdb = None
             os.environ.clear()
