@@ -68,9 +68,9 @@ _DTENSOR = Refusal(
     "`torch.nn.utils.clip_grad_norm_` to clip, or do it after the loop, on all ranks",
 )
 _ZERO = Refusal(
-    "what DeepSpeed's ZeRO does to gather parameters or to share out gradients and steps",
+    "what DeepSpeed does besides the forwards, backwards, steps and checkpoints of an engine that was given",
     "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
-    "`fully_shard` or `ZeroRedundancyOptimizer`, ZeRO stage 0, or the same number of batches on every rank",
+    "the engine itself, `Join([engine])`; and do before or after the loop what reads or writes whole parameters",
 )
 _MODEL_AVERAGING = Refusal(
     "the averaging of parameters by `torch.distributed.algorithms.model_averaging`",

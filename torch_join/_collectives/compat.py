@@ -367,9 +367,10 @@ class Origin(NamedTuple):
 
     @property
     def is_zero(self) -> bool:
-        """Whether DeepSpeed's ZeRO called (seen in DeepSpeed 0.19.8)."""
-        folder = os.path.join("deepspeed", "runtime", "zero", "")
-        return any(folder in frame.f_code.co_filename for frame in _all_callers(self.caller))
+        """Whether DeepSpeed called, and not a user through `deepspeed.comm` (seen in DeepSpeed 0.19.8)."""
+        names = (str(frame.f_globals.get("__name__", "")) for frame in _all_callers(self.caller))
+        nearest = next((name for name in names if not name.startswith(("torch.", "deepspeed.comm"))), "")
+        return nearest.startswith("deepspeed.")
 
     @property
     def is_model_averaging(self) -> bool:

@@ -337,8 +337,6 @@ class Server:
 
     def _announce_collective(self, call: Call) -> None:
         notice_metric(call.operation)
-        for part in self.parts:
-            part.before_mirrored(call)
         if self._subgroups.holds(call):
             self._subgroups.announce(call, self.members.active)
         else:

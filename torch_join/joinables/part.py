@@ -9,7 +9,6 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base import compat as _compat
 from torch_join._base.membership import Membership
-from torch_join._collectives.call import Call
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
 from torch_join._handover import objects as _objects
@@ -293,13 +292,6 @@ class Part:
 
         Raises:
             UnsupportedError: Joined ranks cannot take part in it there.
-        """
-
-    def before_mirrored(self, call: Call) -> None:
-        """Hear, on an active rank in the tail, of a collective that joined ranks mirror with a neutral contribution.
-
-        Raises:
-            UnsupportedError: That would be wrong.
         """
 
     def before_all_ranks(self) -> None:

@@ -62,7 +62,7 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
         premul_sum: [lambda: dist.all_reduce(one, factor, group)],
         fsdp: [lambda: issue_from("fsdp", one, group)],
         dtensor: [lambda: issue_from("tensor", one, group)],
-        zero: [lambda: issue_from("/site-packages/deepspeed/runtime/zero", one, group)],
+        zero: [lambda: issue_from("x", one, group, "deepspeed.runtime.zero.x")],
         model_averaging: [lambda: average_parameters(iter([nn.Parameter(one)]), group)],
         checkpoint: [
             lambda: dcp.save({"one": one}, checkpoint_id="nowhere", process_group=group),
@@ -71,9 +71,9 @@ def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
     }
 
 
-def issue_from(folder: str, tensor: Tensor, group: Any) -> None:
+def issue_from(folder: str, tensor: Tensor, group: Any, module: str = "x") -> None:
     """Issue a collective from where FSDP, `DTensor` or DeepSpeed does; `tests/core/sharded` has real ones."""
-    scope = {"dist": dist, "tensor": tensor, "group": group}
+    scope = {"dist": dist, "tensor": tensor, "group": group, "__name__": module}
     exec(compile("dist.all_reduce(tensor, group=group)", os.path.join(dist.__path__[0], folder, "x.py"), "exec"), scope)
 
 

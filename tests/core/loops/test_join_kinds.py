@@ -52,7 +52,7 @@ def refuse(rank: int, kind: str) -> str:
     ("kind", "says"),
     [
         ("DataParallel", "DataParallel uses the devices of one process .*Use DistributedDataParallel"),
-        ("engine", "Engine is sharded by ZeRO stage 2, .* ZeRO stage 0"),
+        ("engine", "Engine is sharded by ZeRO stage 2, .* give Join the engine"),
         ("its optimizer alone", "DeepSpeedZeroOptimizer is sharded by deepspeed"),
         ("its inner model", "Linear is sharded by ZeRO stage 3"),
         ("held DDP", "ModuleList holds a DistributedDataParallel .*Give Join the DistributedDataParallel itself"),

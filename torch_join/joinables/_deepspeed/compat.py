@@ -2,7 +2,6 @@
 
 import warnings
 from importlib.metadata import version
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -160,15 +159,3 @@ def groups_of(engine: Any) -> dict[int, int]:
 def schedulers_of(engine: Any) -> list[Any]:
     """Return the LR schedulers that the engine steps itself."""
     return [] if engine.lr_scheduler is None else [engine.lr_scheduler]
-
-
-def issued_by_deepspeed(frame: FrameType | None) -> str:
-    """Return what of DeepSpeed has issued a collective, if it has, and not a user through `deepspeed.comm`."""
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith("deepspeed.") and not name.startswith(("deepspeed.comm", "deepspeed.utils.nvtx")):
-            return f"{name}.{frame.f_code.co_name}"
-        if not name.startswith(("deepspeed", "torch.", "torch_join.")) and name != "contextlib":
-            return ""
-        frame = frame.f_back
-    return ""

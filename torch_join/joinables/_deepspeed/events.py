@@ -21,16 +21,13 @@ whose n-th slice is added to the other ranks' n-th.
 Seen in DeepSpeed 0.19.8.
 """
 
-import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
 
-from torch_join._base.errors import UnsupportedError
-from torch_join._collectives.call import Call
 from torch_join._control.codec import foreign
 from torch_join.joinables._deepspeed import compat as _compat
 from torch_join.joinables.part import Announcer, Part
@@ -175,21 +172,11 @@ class EngineEvents:
         if self.stage == 1 and not _compat.has_gradient_hooks(self.engine):
             self._part.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
 
-    def before_mirrored(self, call: Call) -> None:
-        """See `Part`: a shard of a rank that has joined is no neutral contribution."""
-        if what := _compat.issued_by_deepspeed(sys._getframe(1)):
-            raise UnsupportedError(
-                f"{what} issued {call.operation} while ranks {self._part.members.joined_names} have run out of batches:"
-                " they do not know of it, and it needs their shards. Do it before the loop, or after it, on all ranks."
-                " What ranks that have joined follow are an engine's forward, backward, step and checkpoints, and"
-                " GatheredParameters without a modifier_rank."
-            )
-
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Put what `make` makes of an object's method in its place; the engine looks it up at each call."""
         was_own = name in vars(owner)
         old = getattr(owner, name)
-        setattr(owner, name, make(old))
+        setattr(owner, name, wraps(old)(make(old)))  # LR schedulers leave a mark on `step`
         self._part._undo.append(partial(setattr, owner, name, old) if was_own else partial(delattr, owner, name))
 
     def _number(self, parameter: Any) -> int:

@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-from torch_join._collectives.call import Call
 from torch_join.joinables._deepspeed.events import EngineEvents
 from torch_join.joinables.part import Driver, Part
 
@@ -22,9 +21,6 @@ class LockstepEnginePart(Part):
 
     def enter(self) -> None:
         self.events.watch()
-
-    def before_mirrored(self, call: Call) -> None:
-        self.events.before_mirrored(call)
 
     def answer(self, kind: str, payload: Any) -> None:
         self.events.answer(kind, payload)

@@ -17,7 +17,6 @@ from torch import nn
 from torch_join._base import compat as _compat_torch
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.weighting import finite
-from torch_join._collectives.call import Call
 from torch_join._handover import objects as _objects
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join.joinables._deepspeed import compat as _compat
@@ -47,7 +46,7 @@ class LoopEnginePart(Part):
         **EngineEvents.kinds,
         "backward": bool,  # whether inside of no_sync
         "epilogue": _NOTHING,
-        "step": Options,
+        "step": tuple[bool, Options],  # whether of the engine
         "options": Options,
         "boundary": bool,
         "zero_grad": tuple[bool, dict[str, Any]],  # whether of the engine, and its arguments
@@ -80,18 +79,16 @@ class LoopEnginePart(Part):
         self._undo += [hook.remove, self._watch.end]
         self._events.replace(engine, "_backward_epilogue", self._epilogue)
         self._events.replace(engine, "backward", self._backward)
-        self._events.replace(engine, "step", self._step)
+        self._events.replace(engine, "step", partial(self._step, True))
         self._events.say(
             engine, "set_gradient_accumulation_boundary", "boundary", lambda is_boundary: bool(is_boundary)
         )
         self._events.say(engine, "zero_grad", "zero_grad", partial(self._of_clearing, True))
         if hasattr(optimizer, "zero_grad"):  # else it evaluates
+            self._events.replace(optimizer, "step", partial(self._step, False))  # as Fabric does
             self._events.say(optimizer, "zero_grad", "zero_grad", partial(self._of_clearing, False))
         self._events.replace(engine, "save_checkpoint", partial(self._checkpoint, "save"))
         self._events.replace(engine, "load_checkpoint", partial(self._checkpoint, "load"))
-
-    def before_mirrored(self, call: Call) -> None:
-        self._events.before_mirrored(call)
 
     # ------------------------------------------------------------ what the loop knows
 
@@ -160,16 +157,16 @@ class LoopEnginePart(Part):
 
         return epilogue
 
-    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _step(self, of_engine: bool, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._events.is_quiet:
                 return original(*args, **kwargs)
             if self.server.in_tail and (args or kwargs):
                 raise UnsupportedError(
-                    f"engine.step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
+                    f"step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
                     " step their shards without. Set what they say in the optimizer's param_groups."
                 )
-            self.announce_open("step", _compat.options_of(self.engine))
+            self.announce_open("step", (of_engine, _compat.options_of(self.engine)))
             return self._events.inside(partial(original, *args, **kwargs))
 
         return step
@@ -208,8 +205,9 @@ class LoopEnginePart(Part):
             with engine.no_sync() if payload else nullcontext():
                 engine.backward(following_zero(self._follow_backward, self._events.device))
         elif kind == "step":
-            _compat.take_options(engine, payload)
-            engine.step()
+            of_engine, options = payload
+            _compat.take_options(engine, options)
+            (engine if of_engine else optimizer).step()
         elif kind == "options":
             _compat.take_options(engine, payload)
         elif kind == "boundary":

@@ -1,0 +1,41 @@
+"""Engines in Lightning, Fabric and Accelerate against one process on the union of the batches."""
+
+from typing import Any
+
+import pytest
+
+from tests.deepspeed.fronts import all_of
+from tests.deepspeed.recipe import Recipe, check, reference
+from tests.support.workers import Workers
+
+# Lightning divides a loss by the window, and the engine does so again, on even inputs too; and what is left of an
+# epoch's last window is lost in some stages. With the end of its loop Accelerate ends a window, and it steps a
+# scheduler once for each process.
+EXPECTED: dict[str, dict[str, Any]] = {
+    "lightning": {"divides": 2},
+    "fabric": {},
+    "accelerate": {"ends_windows": True, "scheduled": 2},
+}
+CASES = {
+    "lightning 0": ("lightning", Recipe((4, 1), 0, clip=0.05)),
+    "lightning 1": ("lightning", Recipe((2, 4), 1, window=2, clip=0.02, weighting="samples", optimizer="adamw")),
+    "lightning 2": ("lightning", Recipe((0, 3), 2, weighting="count")),
+    "lightning 3": ("lightning", Recipe((1, 4), 3, window=2, weighting="active")),
+    "fabric 1": ("fabric", Recipe((0, 3), 1, weighting="samples", optimizer="adamw")),
+    "fabric 2": ("fabric", Recipe((4, 1), 2, clip=0.05)),
+    "fabric 3": ("fabric", Recipe((1, 4), 3, weighting="count")),
+    "accelerate 1": ("accelerate", Recipe((2, 5), 1, window=2, optimizer="adamw")),
+    "accelerate 2": ("accelerate", Recipe((0, 3), 2, clip=0.05, weighting="active")),
+    "accelerate 3": ("accelerate", Recipe((4, 1), 3, window=2)),
+    "accelerate samples": ("accelerate", Recipe((1, 3), 3, weighting="samples")),
+}
+
+
+@pytest.mark.parametrize("front", ["lightning", "fabric", "accelerate"])
+def test_a_framework_trains_as_one_process_does(workers: Workers, front: str) -> None:
+    cases = [case for case in CASES.values() if case[0] == front]
+    outcomes = workers.outcomes(2, all_of, cases, deadline=150.0)
+    failed = [f"rank {rank}: {one.error}\n{one.trace[-2500:]}" for rank, one in enumerate(outcomes) if one.error]
+    assert not failed, "\n".join(failed)
+    for place, (_, recipe) in enumerate(cases):
+        check([one.value[place] for one in outcomes], reference(recipe, **EXPECTED[front]))
