@@ -10,12 +10,11 @@ import torch
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import GradientState
 
-from accelerate_join import _compat
 from accelerate_join._loaders import remainder
 from accelerate_join._operations import Operations
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import own_loops
+from torch_join.integration import own_loops, setting
 
 _Method = Callable[..., Any]
 
@@ -150,10 +149,8 @@ def class_replaced(accelerator: accelerate.Accelerator, context: JoinContext, op
     accelerator.__class__ = type(own.__name__, (_InContext, own), {"_operations": operations})
     try:
         with (
-            _compat.replaced(
-                GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)
-            ),
-            _compat.replaced(LocalSGD, step=_refuse_local_sgd),
+            setting(GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)),
+            setting(LocalSGD, step=_refuse_local_sgd),
         ):
             yield
     finally:

@@ -5,7 +5,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import accelerate
@@ -14,7 +14,7 @@ from accelerate.state import PartialState
 from accelerate.utils import operations
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join.integration import check_names
+from torch_join.integration import check_names, setting
 
 SEEN = "1.5 to 1.15"
 
@@ -106,19 +106,6 @@ def current_gather_object(data: Any) -> list[Any]:
     return operations._gpu_gather_object(data)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of a class or module, and set them back."""
-    before = {name: vars(owner)[name] for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
 def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
     """Return Accelerate's `__iter__` for loaders without batches too.
 
@@ -142,17 +129,12 @@ def _is_unset(variable: str, frame: Any) -> bool:
     return variable in frame.f_code.co_varnames and variable not in frame.f_locals
 
 
-@contextmanager
-def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> Iterator[None]:
+def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> AbstractContextManager[None]:
     """Have a loop over `loader` that begins inside go through others than those of the loader that it has wrapped.
 
     Accelerate calls that one's `__iter__` by name, once, when its first batch is asked for.
     """
-    vars(loader.base_dataloader)["__iter__"] = batches
-    try:
-        yield
-    finally:
-        del vars(loader.base_dataloader)["__iter__"]
+    return setting(loader.base_dataloader, __iter__=batches)
 
 
 @contextmanager
@@ -171,7 +153,7 @@ def operations_replaced(
     names = operations.reduce.__code__.co_freevars
     cell = operations.reduce.__closure__[names.index("function")]
     own_reduce = cell.cell_contents
-    with replaced(
+    with setting(
         operations,
         _gpu_gather=gather,
         _gpu_gather_object=gather_object,
@@ -184,27 +166,14 @@ def operations_replaced(
             cell.cell_contents = own_reduce
 
 
-@contextmanager
-def unsaved(loader: Any) -> Iterator[None]:
+def unsaved(loader: Any) -> AbstractContextManager[None]:
     """Have `save_state` leave out the state of `loader`."""
-    before = vars(loader).get("use_stateful_dataloader", False)
-    loader.use_stateful_dataloader = False
-    try:
-        yield
-    finally:
-        loader.use_stateful_dataloader = before
+    return setting(loader, use_stateful_dataloader=False)
 
 
-@contextmanager
-def standing_in_for_main() -> Iterator[None]:
+def standing_in_for_main() -> AbstractContextManager[None]:
     """Have this process do what only the main process does."""
-    state = PartialState()
-    before = state.process_index, state.local_process_index
-    state.process_index = state.local_process_index = 0
-    try:
-        yield
-    finally:
-        state.process_index, state.local_process_index = before
+    return setting(PartialState(), process_index=0, local_process_index=0)
 
 
 check_names(

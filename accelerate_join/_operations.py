@@ -21,6 +21,7 @@ from torch_join.integration import (
     is_communication_error,
     is_sharded_model,
     own_loops,
+    setting,
     telling_failures,
 )
 
@@ -96,14 +97,9 @@ class Operations(ActiveOperations, Part):
         """Finish a loop in the `with` that this rank has left by `break`."""
         self._loop.finish_left()
 
-    @contextmanager
-    def gathering_for_metrics(self) -> Iterator[None]:
+    def gathering_for_metrics(self) -> AbstractContextManager[None]:
         """Within, what is gathered is for metrics, and a rank that misses some of it is told so."""
-        self._for_metrics = True
-        try:
-            yield
-        finally:
-            self._for_metrics = False
+        return setting(self, _for_metrics=True)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Have each rank load a checkpoint; a rank that has joined does so too."""
@@ -186,14 +182,10 @@ class Operations(ActiveOperations, Part):
         """Whether this rank is active, and the main process is not."""
         return self.server.in_tail and _MAIN not in self._loop.met.active
 
-    @contextmanager
-    def acting_for_main_process(self) -> Iterator[None]:
+    def acting_for_main_process(self) -> AbstractContextManager[None]:
         """Within, the lowest active rank stands in for a main process that has joined."""
-        if self.main_process_has_joined and self.members.rank == self.members.leader:
-            with _compat.standing_in_for_main():
-                yield
-        else:
-            yield
+        stands_in = self.main_process_has_joined and self.members.leads
+        return _compat.standing_in_for_main() if stands_in else nullcontext()
 
     # ------------------------------------------------------------ on a joined rank
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from torch_join import own_loops
+from torch_join._base.attributes import setting
 from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
 from torch_join._base.errors import DECIDE, name_ranks
@@ -88,6 +89,7 @@ __all__ = [
     "refuse_position",
     "resolve_weighting",
     "say_farewell",
+    "setting",
     "sharded_lockstep_join",
     "steps_of",
     "take_group_options",

@@ -29,6 +29,7 @@ from torch_join.integration import (
     is_sharded_model,
     own_loops,
     resolve_weighting,
+    setting,
     telling_failures,
 )
 
@@ -272,22 +273,15 @@ class Joins:
     def _apart(self, driver: LoopDriver) -> Iterator[None]:
         """Put around a loop in which ranks may have different numbers of batches, and none serves another."""
         models: list[Any] = [part.modules[0] for part in driver.server.models()]
-        broadcast = [ddp for ddp in models if getattr(ddp, "broadcast_buffers", False)]
-        for ddp in broadcast:  # once, and not in each forward
-            ModelShadow(ddp, watches=False).sync_buffers(0)
-            ddp.broadcast_buffers = False
-        handles = [model.register_forward_pre_hook(_refuse_training) for model in models]
-        self._within = (
-            "a loop over a dataloader of Fabric's, inside another one, of which ranks may have different numbers"
-        )
-        try:
+        within = "a loop over a dataloader of Fabric's, inside another one, of which ranks may have different numbers"
+        with ExitStack() as stack:
+            for model in models:
+                if getattr(model, "broadcast_buffers", False):  # once, and not in each forward
+                    ModelShadow(model, watches=False).sync_buffers(0)
+                    stack.enter_context(setting(model, broadcast_buffers=False))
+                stack.callback(model.register_forward_pre_hook(_refuse_training).remove)
+            stack.enter_context(setting(self, _within=within))
             yield
-        finally:
-            self._within = None
-            for handle in handles:
-                handle.remove()
-            for ddp in broadcast:
-                ddp.broadcast_buffers = True
 
     def _check_outside(self, what: str) -> None:
         own_loops.finish(self)

@@ -5,6 +5,7 @@ not know of another class. With any other strategy each is what it was.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -62,10 +63,7 @@ def _log_dict(
 
 
 def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    if not tail.stands_in:
-        own(fabric, *args, **kwargs)
-        return
-    with _compat.acting_for_main():
+    with _compat.acting_for_main() if tail.stands_in else nullcontext():
         own(fabric, *args, **kwargs)
 
 
