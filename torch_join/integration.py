@@ -38,7 +38,7 @@ from torch_join._tail.refills import RefillGuard
 from torch_join._tail.steps import StepDriver
 from torch_join.join import Join
 from torch_join.joinables import ModuleMetrics, Part
-from torch_join.joinables.arguments import listed
+from torch_join.joinables.arguments import check_timeout, listed
 from torch_join.joinables.kinds import is_sharded_model
 from torch_join.joinables.part import Driver
 from torch_join.lockstep import LockstepJoin
@@ -67,6 +67,7 @@ __all__ = [
     "StepMirror",
     "check_can_rebalance",
     "check_names",
+    "check_timeout",
     "closed",
     "draws_exactly",
     "driver_of",
