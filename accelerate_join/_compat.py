@@ -6,7 +6,8 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import accelerate
 import torch
@@ -24,34 +25,13 @@ def parallelism(accelerator: accelerate.Accelerator) -> Any:
     return getattr(accelerator, "parallelism_config", None)
 
 
-def loaders(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return the loaders that `accelerator` has prepared."""
-    found: list[Any] = accelerator._dataloaders
-    return found
-
-
-def optimizers(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return the optimizers that `accelerator` has prepared, each as an `AcceleratedOptimizer`."""
-    found: list[Any] = accelerator._optimizers
-    return found
-
-
-def schedulers(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return the LR schedulers that `accelerator` has prepared, each as an `AcceleratedScheduler`."""
-    found: list[Any] = accelerator._schedulers
-    return found
-
-
-def registered(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return what was given to `register_for_checkpointing`."""
-    found: list[Any] = accelerator._custom_objects
-    return found
-
-
-def models(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return the models that `accelerator` has prepared: sharded ones as they are called, others mostly unwrapped."""
-    found: list[Any] = accelerator._models
-    return found
+_Prepared: TypeAlias = Callable[[accelerate.Accelerator], list[Any]]
+# What an accelerator has prepared, or was given for its checkpoints.
+loaders: _Prepared = attrgetter("_dataloaders")
+models: _Prepared = attrgetter("_models")  # sharded ones as they are called, others mostly unwrapped
+optimizers: _Prepared = attrgetter("_optimizers")  # each as an `AcceleratedOptimizer`
+schedulers: _Prepared = attrgetter("_schedulers")  # each as an `AcceleratedScheduler`
+registered: _Prepared = attrgetter("_custom_objects")
 
 
 def wrappers(accelerator: accelerate.Accelerator) -> list[tuple[Any, list[DistributedDataParallel]]]:

@@ -337,7 +337,7 @@ class Joins:
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  Fabric's name
     ) -> None:
         tail = self.find_tail()
-        if tail is not None and (tail.main_has_joined or tail.holds_parts(state)):
+        if tail is not None and (tail.driver.main_has_joined or tail.holds_parts(state)):
             tail.save(path, state, storage_options, filter)
         else:
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]

@@ -11,7 +11,6 @@ from torch import nn
 from torch_join import UnsupportedError
 from torch_join.integration import LoopDriver, Part, closed, is_closed, is_sharded_model
 
-_MAIN = 0
 _LOG, _SAVE = "log", "save"
 
 
@@ -49,20 +48,17 @@ class Operations(Part):
         _SAVE: tuple[str, dict[str, Any], Any],
     }
 
+    driver: LoopDriver
+
     def __init__(self, strategy: OwnFabric, driver: LoopDriver, index: int) -> None:
         super().__init__(driver, index)
-        self._loop, self._strategy = driver, strategy
+        self._strategy = strategy
         driver.server.hears_asides = True
-
-    @property
-    def main_has_joined(self) -> bool:
-        """Whether this rank is active, and rank 0 is not."""
-        return self.server.in_tail and _MAIN not in self._loop.met.active
 
     @property
     def is_on_all(self) -> bool:
         """Whether ranks that have joined do the same now."""
-        return self._loop.server.on_all > 0
+        return self.driver.server.on_all > 0
 
     def holds_parts(self, state: dict[str, Any]) -> bool:
         """Whether each rank holds a part of what is saved."""
@@ -71,15 +67,10 @@ class Operations(Part):
             for value in state.values()
         )
 
-    @property
-    def stands_in(self) -> bool:
-        """Whether this rank does what rank 0 would, which has joined."""
-        return self.main_has_joined and self.members.leads
-
     def log(self, metrics: dict[str, Any], step: int | None) -> None:
         """Have rank 0, which has joined, log the lowest active rank's values; other ranks may call this or not."""
         if is_closed((metrics, step)):
-            self._loop.server.announce_aside(self.index, _LOG, (metrics, step))
+            self.driver.server.announce_aside(self.index, _LOG, (metrics, step))
         else:
             self.announce_open(_LOG, (metrics, step))
 
@@ -92,7 +83,7 @@ class Operations(Part):
         Raises:
             UnsupportedError: The state of something sharded is to be filtered.
         """
-        places = {id(thing): index for index, thing in enumerate(self._loop.given)}
+        places = {id(thing): index for index, thing in enumerate(self.driver.given)}
         if only and self.holds_parts(state):
             raise UnsupportedError(
                 "fabric.save(filter=...) of what is sharded, while some rank has run out of batches: such a rank has"
@@ -113,11 +104,11 @@ class Operations(Part):
             self._save(*payload)
 
     def _together(self, announce: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-        return self._loop.server.together(announce)
+        return self.driver.server.together(announce)
 
     def _save(self, path: Any, sent: dict[str, Any], storage_options: Any) -> None:
-        self._loop.tails.hand_over_states()
+        self.driver.tails.hand_over_states()
         state = {
-            key: self._loop.given[value.place] if isinstance(value, Taking) else value for key, value in sent.items()
+            key: self.driver.given[value.place] if isinstance(value, Taking) else value for key, value in sent.items()
         }
         self._strategy.save_own(path, state, storage_options)

@@ -271,7 +271,7 @@ class Meetings:
 
     def arrive(self, waits: bool = True) -> None:
         """Meet the other ranks, if that has been put off until this rank does something in its step."""
-        self._return_to_loop()
+        self.return_to_loop()
         with self._arriving:  # in a backward on several devices there are several threads: all wait for what one hears
             if (due := self._due) is None:
                 return
@@ -388,7 +388,7 @@ class Meetings:
         """Whether this rank is at the top of a step, before any code of the user's."""
         return self.in_loop and self._loop is not None and self._loop.asked and not self.members.may_break
 
-    def _return_to_loop(self) -> None:
+    def return_to_loop(self) -> None:
         """Finish a loop that this rank has left, before it does anything else with others."""
 
     def _leave(self) -> None:
