@@ -1,7 +1,8 @@
 """How uneven the dataloaders are, and what that costs, in a trainer's logs."""
 
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -10,15 +11,6 @@ from torch_join import JoinTypeError
 from torch_join.integration import Channel, EpochRecord, RankRecord
 
 _logger = logging.get_logger(__name__)
-
-
-class Watched(Protocol):
-    """What runs the steps of a trainer."""
-
-    channel: Channel
-
-    def log(self, values: dict[str, float]) -> None:
-        """Log these values as the trainer does."""
 
 
 class JoinMonitor(TrainerCallback):
@@ -39,12 +31,12 @@ class JoinMonitor(TrainerCallback):
 
     def __init__(self) -> None:
         self.epochs: list[EpochRecord] = []
-        self._watched: Watched | None = None
+        self._channel: Channel | None = None
         self._begin()
 
-    def watch(self, watched: Watched | None) -> None:
-        """A run begins, or ends."""
-        self._watched = watched
+    def watch(self, channel: Channel | None, log: Callable[[dict[str, float]], None] = lambda _: None) -> None:
+        """A run begins, whose trainer logs by `log`; or one ends."""
+        self._channel, self._log = channel, log
 
     def note_step(self, joined: bool) -> None:
         """A step of training begins."""
@@ -63,7 +55,7 @@ class JoinMonitor(TrainerCallback):
         self._begin()
 
     def on_epoch_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        if self._watched is None:
+        if self._channel is None:
             if args.world_size > 1:
                 raise JoinTypeError(
                     "JoinMonitor shows how ranks join, and in this trainer none does. Use"
@@ -74,11 +66,11 @@ class JoinMonitor(TrainerCallback):
         if self._joined_at is not None:
             active = self._joined_time - self._start if self._batches else 0.0
         mine = RankRecord(self._batches, self._shadow_steps, self._joined_at, active, seconds)
-        record = EpochRecord(len(self.epochs), tuple(self._watched.channel.gather(mine, of=RankRecord)))
+        record = EpochRecord(len(self.epochs), tuple(self._channel.gather(mine, of=RankRecord)))
         self.epochs.append(record)
         if state.is_world_process_zero:
             _logger.warning(f"JoinMonitor: {record}")
-        self._watched.log(record.metrics())
+        self._log(record.metrics())
 
     def _begin(self) -> None:
         self._batches = self._shadow_steps = 0

@@ -301,7 +301,7 @@ class Joins:
         """
         own_loops.finish(self)
         found = self._operations
-        return found if found is not None and found.server.in_tail and not found.is_on_all else None
+        return found if found is not None and found.server.in_tail else None
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
         """See `ActiveCollectives`, and `find_tail`."""
@@ -354,10 +354,6 @@ class Joins:
     def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
         """See `OwnFabric`."""
         super().save_checkpoint(path, state, storage_options)  # type: ignore[misc]
-
-    def convert(self, state: dict[str, Any], only: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
-        """See `OwnFabric`."""
-        return _compat.convert_state(self, state, only)
 
     def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
         """See `OwnFabric`."""

@@ -1,13 +1,13 @@
 """What Fabric does on one rank only, which may have joined."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import nn
 
+from lightning_join._fabric.compat import convert_state
 from torch_join import UnsupportedError
 from torch_join.integration import LoopDriver, Part, closed, is_closed, is_sharded_model
 
@@ -26,9 +26,6 @@ class OwnFabric(Protocol):
 
     def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
         """Save a checkpoint; each rank that Fabric has save calls this."""
-
-    def convert(self, state: dict[str, Any], only: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
-        """Return a checkpoint's contents, with state dicts in place of objects, and what passes a filter."""
 
     def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
         """Log values by this rank's loggers."""
@@ -54,11 +51,6 @@ class Operations(Part):
         super().__init__(driver, index)
         self._strategy = strategy
         driver.server.hears_asides = True
-
-    @property
-    def is_on_all(self) -> bool:
-        """Whether ranks that have joined do the same now."""
-        return self.driver.server.on_all > 0
 
     def holds_parts(self, state: dict[str, Any]) -> bool:
         """Whether each rank holds a part of what is saved."""
@@ -91,20 +83,17 @@ class Operations(Part):
             )
         whole = {k: v for k, v in state.items() if id(v) not in places or k in (only or {})}
         sent = {key: Taking(places[id(value)]) for key, value in state.items() if key not in whole}
-        sent |= self._strategy.convert(whole, only or {})
+        sent |= convert_state(self._strategy, whole, only or {})
         sent = {key: sent[key] for key in state if key in sent}
-        with self._together(partial(self.announce_open, _SAVE, (str(Path(path)), sent, storage_options))):
+        with self.driver.server.together(partial(self.announce_open, _SAVE, (str(Path(path)), sent, storage_options))):
             self._save(path, sent, storage_options)
 
     def answer(self, kind: str, payload: Any) -> None:
         if kind == _LOG:
             self._strategy.log_own(*payload)
             return
-        with self._together():
+        with self.driver.server.together():
             self._save(*payload)
-
-    def _together(self, announce: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-        return self.driver.server.together(announce)
 
     def _save(self, path: Any, sent: dict[str, Any], storage_options: Any) -> None:
         self.driver.tails.hand_over_states()

@@ -185,11 +185,6 @@ def options(kind: Any) -> Any:
     return made
 
 
-def reduce_op(name: str) -> Any:
-    """Return the reduce operation of this name."""
-    return getattr(dist.ReduceOp, name)
-
-
 def group_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the global ranks of a group's members, or nothing for a group that is not `torch.distributed`'s."""
     return list(distributed_c10d._world.pg_group_ranks.get(group, ()))

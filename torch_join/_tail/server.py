@@ -327,7 +327,8 @@ class Server(Announcer):
 
     def _compare_counts(self, theirs: list[int]) -> None:
         if (mine := [part.synced for part in self.models()]) != theirs:
-            raise JoinError(explain_counts({self.members.name: mine, self.members.leader_name: theirs}))
+            me, leader = self.members.named((self.members.rank, self.members.leader))
+            raise JoinError(explain_counts({me: mine, leader: theirs}))
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None

@@ -64,7 +64,7 @@ class ModelPart(Part, LoopModel):
         self._plumbing = ExitStack()
 
     def enter(self) -> None:
-        self.configure(self.ddp)
+        self._undo.append(_compat.configure(self.ddp))
         self._shadow.first.watch()
         self._undo.append(self._shadow.first.unwatch)
         self._undo.append(self.ddp.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove)
