@@ -11,6 +11,7 @@ from torch_join import JoinTypeError
 from torch_join.integration import Channel, EpochRecord, RankRecord
 
 _logger = logging.get_logger(__name__)
+_Watched = tuple[Channel, Callable[[dict[str, float]], None]]  # of a run: and what logs values as its trainer does
 
 
 class JoinMonitor(TrainerCallback):
@@ -31,12 +32,12 @@ class JoinMonitor(TrainerCallback):
 
     def __init__(self) -> None:
         self.epochs: list[EpochRecord] = []
-        self._channel: Channel | None = None
+        self._watched: _Watched | None = None
         self._begin()
 
-    def watch(self, channel: Channel | None, log: Callable[[dict[str, float]], None] = lambda _: None) -> None:
-        """A run begins, whose trainer logs by `log`; or one ends."""
-        self._channel, self._log = channel, log
+    def watch(self, watched: _Watched | None) -> None:
+        """A run begins, or ends."""
+        self._watched = watched
 
     def note_step(self, joined: bool) -> None:
         """A step of training begins."""
@@ -55,7 +56,7 @@ class JoinMonitor(TrainerCallback):
         self._begin()
 
     def on_epoch_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        if self._channel is None:
+        if self._watched is None:
             if args.world_size > 1:
                 raise JoinTypeError(
                     "JoinMonitor shows how ranks join, and in this trainer none does. Use"
@@ -65,12 +66,13 @@ class JoinMonitor(TrainerCallback):
         seconds = active = self._now() - self._start
         if self._joined_at is not None:
             active = self._joined_time - self._start if self._batches else 0.0
+        channel, log = self._watched
         mine = RankRecord(self._batches, self._shadow_steps, self._joined_at, active, seconds)
-        record = EpochRecord(len(self.epochs), tuple(self._channel.gather(mine, of=RankRecord)))
+        record = EpochRecord(len(self.epochs), tuple(channel.gather(mine, of=RankRecord)))
         self.epochs.append(record)
         if state.is_world_process_zero:
             _logger.warning(f"JoinMonitor: {record}")
-        self._log(record.metrics())
+        log(record.metrics())
 
     def _begin(self) -> None:
         self._batches = self._shadow_steps = 0

@@ -181,7 +181,7 @@ def misuse(rank: int, kind: str) -> None:
         ("loader", "Leave it out, and loop over it in the context: `for batch in loader`"),
         ("misspelt", "There is no argument 'hearbeat'. Did you mean 'heartbeat'?"),
         ("unknown", "There is no argument 'colour'"),
-        ("seconds", "timeout=timedelta(seconds=300)"),
+        ("seconds", "timeout=timedelta(seconds=5)"),
     ],
 )
 def test_the_same_with_accelerate(workers: Workers, kind: str, text: str) -> None:
