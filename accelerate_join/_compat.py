@@ -6,6 +6,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -133,17 +134,16 @@ def operations_replaced(
     names = operations.reduce.__code__.co_freevars
     cell = operations.reduce.__closure__[names.index("function")]
     own_reduce = cell.cell_contents
-    with setting(
-        operations,
-        _gpu_gather=gather,
-        _gpu_gather_object=gather_object,
-        _gpu_broadcast=lambda *args, **kwargs: broadcast(own_broadcast, *args, **kwargs),
+    with (
+        setting(cell, cell_contents=partial(reduce, own_reduce)),
+        setting(
+            operations,
+            _gpu_gather=gather,
+            _gpu_gather_object=gather_object,
+            _gpu_broadcast=partial(broadcast, own_broadcast),
+        ),
     ):
-        cell.cell_contents = lambda *args, **kwargs: reduce(own_reduce, *args, **kwargs)
-        try:
-            yield
-        finally:
-            cell.cell_contents = own_reduce
+        yield
 
 
 def unsaved(loader: Any) -> AbstractContextManager[None]:
