@@ -129,18 +129,16 @@ def operations_replaced(
 
     `broadcast` and `reduce` get Accelerate's own function as their first argument.
     """
-    own_broadcast = operations._gpu_broadcast
     # There is no private function behind `reduce`: what it wraps is replaced.
     names = operations.reduce.__code__.co_freevars
     cell = operations.reduce.__closure__[names.index("function")]
-    own_reduce = cell.cell_contents
     with (
-        setting(cell, cell_contents=partial(reduce, own_reduce)),
+        setting(cell, cell_contents=partial(reduce, cell.cell_contents)),
         setting(
             operations,
             _gpu_gather=gather,
             _gpu_gather_object=gather_object,
-            _gpu_broadcast=partial(broadcast, own_broadcast),
+            _gpu_broadcast=partial(broadcast, operations._gpu_broadcast),
         ),
     ):
         yield
