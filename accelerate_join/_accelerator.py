@@ -1,7 +1,7 @@
 """What an accelerator does differently in the context."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, ClassVar
 
@@ -10,12 +10,11 @@ import torch
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import GradientState
 
-from accelerate_join import _compat
 from accelerate_join._loaders import remainder
 from accelerate_join._operations import Operations
 from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import own_loops
+from torch_join.integration import own_loops, setting
 
 _Method = Callable[..., Any]
 
@@ -38,12 +37,22 @@ def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
     return call
 
 
-def _naming_failures(name: str) -> _Method:
-    """Return Accelerate's method of this name; its errors say which rank has failed, as no `with` may see them."""
+def _own(name: str, within: Callable[[Operations], AbstractContextManager[None]]) -> _Method:
+    """Return Accelerate's method of this name, within something that the operations do."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._operations.naming_failures():
+        with within(self._operations):
             return getattr(super(_InContext, self), name)(*args, **kwargs)
+
+    call.__name__ = name
+    return _after_the_loop(call)
+
+
+def _operation(name: str) -> _Method:
+    """Return the operation of this name, in place of Accelerate's method."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._operations, name)(*args, **kwargs)
 
     call.__name__ = name
     return _after_the_loop(call)
@@ -57,48 +66,28 @@ class _InContext:
 
     _operations: ClassVar[Operations]
 
-    backward = _naming_failures("backward")
-    clip_grad_norm_ = _naming_failures("clip_grad_norm_")
-    clip_grad_value_ = _naming_failures("clip_grad_value_")
-    gather = _naming_failures("gather")
-    reduce = _naming_failures("reduce")
-    wait_for_everyone = _naming_failures("wait_for_everyone")
-    check_trigger = _naming_failures("check_trigger")
+    # Their errors say which rank has failed, as no `with` may see them.
+    backward = _own("backward", Operations.naming_failures)
+    clip_grad_norm_ = _own("clip_grad_norm_", Operations.naming_failures)
+    clip_grad_value_ = _own("clip_grad_value_", Operations.naming_failures)
+    gather = _own("gather", Operations.naming_failures)
+    reduce = _own("reduce", Operations.naming_failures)
+    wait_for_everyone = _own("wait_for_everyone", Operations.naming_failures)
+    check_trigger = _own("check_trigger", Operations.naming_failures)
+
+    print = _own("print", Operations.acting_for_main_process)
+    save = _own("save", Operations.acting_for_main_process)
+
+    save_state = _operation("save_state")
+    load_state = _operation("load_state")
+    log = _operation("log")
+    save_model = _operation("save_model")
+    get_state_dict = _operation("get_state_dict")
 
     @_after_the_loop
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
         with self._operations.naming_failures(), self._operations.gathering_for_metrics():
             return super().gather_for_metrics(*args, **kwargs)  # type: ignore[misc]
-
-    @_after_the_loop
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self._operations.save_state(*args, **kwargs)
-
-    @_after_the_loop
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        self._operations.load_state(*args, **kwargs)
-
-    @_after_the_loop
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        self._operations.log(*args, **kwargs)
-
-    @_after_the_loop
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        with self._operations.acting_for_main_process():
-            super().print(*args, **kwargs)  # type: ignore[misc]
-
-    @_after_the_loop
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        with self._operations.acting_for_main_process():
-            super().save(*args, **kwargs)  # type: ignore[misc]
-
-    @_after_the_loop
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        self._operations.save_model(*args, **kwargs)
-
-    @_after_the_loop
-    def get_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._operations.get_state_dict(*args, **kwargs)
 
     @_after_the_loop
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +102,7 @@ class _InContext:
 
     @_after_the_loop
     def unwrap_model(self, *args: Any, **kwargs: Any) -> Any:
-        self._operations.finish_loop()  # what it returns is to be of the last state, and is saved as a rule
+        self._operations.driver.return_to_loop()  # what it returns is to be of the last state, and is saved as a rule
         return super().unwrap_model(*args, **kwargs)  # type: ignore[misc]
 
     @_at_the_end
@@ -150,10 +139,8 @@ def class_replaced(accelerator: accelerate.Accelerator, context: JoinContext, op
     accelerator.__class__ = type(own.__name__, (_InContext, own), {"_operations": operations})
     try:
         with (
-            _compat.replaced(
-                GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)
-            ),
-            _compat.replaced(LocalSGD, step=_refuse_local_sgd),
+            setting(GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)),
+            setting(LocalSGD, step=_refuse_local_sgd),
         ):
             yield
     finally:

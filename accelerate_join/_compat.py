@@ -5,8 +5,10 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import accelerate
 import torch
@@ -14,7 +16,7 @@ from accelerate.state import PartialState
 from accelerate.utils import operations
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join.integration import check_names
+from torch_join.integration import check_names, setting
 
 SEEN = "1.5 to 1.15"
 
@@ -24,34 +26,13 @@ def parallelism(accelerator: accelerate.Accelerator) -> Any:
     return getattr(accelerator, "parallelism_config", None)
 
 
-def loaders(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return the loaders that `accelerator` has prepared."""
-    found: list[Any] = accelerator._dataloaders
-    return found
-
-
-def optimizers(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return the optimizers that `accelerator` has prepared, each as an `AcceleratedOptimizer`."""
-    found: list[Any] = accelerator._optimizers
-    return found
-
-
-def schedulers(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return the LR schedulers that `accelerator` has prepared, each as an `AcceleratedScheduler`."""
-    found: list[Any] = accelerator._schedulers
-    return found
-
-
-def registered(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return what was given to `register_for_checkpointing`."""
-    found: list[Any] = accelerator._custom_objects
-    return found
-
-
-def models(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Return the models that `accelerator` has prepared: sharded ones as they are called, others mostly unwrapped."""
-    found: list[Any] = accelerator._models
-    return found
+_Prepared: TypeAlias = Callable[[accelerate.Accelerator], list[Any]]
+# What an accelerator has prepared, or was given for its checkpoints.
+loaders: _Prepared = attrgetter("_dataloaders")
+models: _Prepared = attrgetter("_models")  # sharded ones as they are called, others mostly unwrapped
+optimizers: _Prepared = attrgetter("_optimizers")  # each as an `AcceleratedOptimizer`
+schedulers: _Prepared = attrgetter("_schedulers")  # each as an `AcceleratedScheduler`
+registered: _Prepared = attrgetter("_custom_objects")
 
 
 def wrappers(accelerator: accelerate.Accelerator) -> list[tuple[Any, list[DistributedDataParallel]]]:
@@ -106,19 +87,6 @@ def current_gather_object(data: Any) -> list[Any]:
     return operations._gpu_gather_object(data)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of a class or module, and set them back."""
-    before = {name: vars(owner)[name] for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
 def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
     """Return Accelerate's `__iter__` for loaders without batches too.
 
@@ -142,17 +110,12 @@ def _is_unset(variable: str, frame: Any) -> bool:
     return variable in frame.f_code.co_varnames and variable not in frame.f_locals
 
 
-@contextmanager
-def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> Iterator[None]:
+def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> AbstractContextManager[None]:
     """Have a loop over `loader` that begins inside go through others than those of the loader that it has wrapped.
 
     Accelerate calls that one's `__iter__` by name, once, when its first batch is asked for.
     """
-    vars(loader.base_dataloader)["__iter__"] = batches
-    try:
-        yield
-    finally:
-        del vars(loader.base_dataloader)["__iter__"]
+    return setting(loader.base_dataloader, __iter__=batches)
 
 
 @contextmanager
@@ -166,45 +129,29 @@ def operations_replaced(
 
     `broadcast` and `reduce` get Accelerate's own function as their first argument.
     """
-    own_broadcast = operations._gpu_broadcast
     # There is no private function behind `reduce`: what it wraps is replaced.
     names = operations.reduce.__code__.co_freevars
     cell = operations.reduce.__closure__[names.index("function")]
-    own_reduce = cell.cell_contents
-    with replaced(
-        operations,
-        _gpu_gather=gather,
-        _gpu_gather_object=gather_object,
-        _gpu_broadcast=lambda *args, **kwargs: broadcast(own_broadcast, *args, **kwargs),
+    with (
+        setting(cell, cell_contents=partial(reduce, cell.cell_contents)),
+        setting(
+            operations,
+            _gpu_gather=gather,
+            _gpu_gather_object=gather_object,
+            _gpu_broadcast=partial(broadcast, operations._gpu_broadcast),
+        ),
     ):
-        cell.cell_contents = lambda *args, **kwargs: reduce(own_reduce, *args, **kwargs)
-        try:
-            yield
-        finally:
-            cell.cell_contents = own_reduce
+        yield
 
 
-@contextmanager
-def unsaved(loader: Any) -> Iterator[None]:
+def unsaved(loader: Any) -> AbstractContextManager[None]:
     """Have `save_state` leave out the state of `loader`."""
-    before = vars(loader).get("use_stateful_dataloader", False)
-    loader.use_stateful_dataloader = False
-    try:
-        yield
-    finally:
-        loader.use_stateful_dataloader = before
+    return setting(loader, use_stateful_dataloader=False)
 
 
-@contextmanager
-def standing_in_for_main() -> Iterator[None]:
+def standing_in_for_main() -> AbstractContextManager[None]:
     """Have this process do what only the main process does."""
-    state = PartialState()
-    before = state.process_index, state.local_process_index
-    state.process_index = state.local_process_index = 0
-    try:
-        yield
-    finally:
-        state.process_index, state.local_process_index = before
+    return setting(PartialState(), process_index=0, local_process_index=0)
 
 
 check_names(

@@ -81,7 +81,7 @@ def join_uneven_inputs(
             stack.enter_context(context.join)
         if distributed:
             stack.enter_context(loops_replaced(context))
-            stack.enter_context(context.operations.installed())
+            stack.enter_context(context.operations.replacing())
             stack.enter_context(class_replaced(accelerator, context, context.operations))
         yield context.join
     context.warn_of_mixed_epochs()
@@ -272,6 +272,3 @@ class AcceleratorContext:
                 " epoch.",
                 stacklevel=4,
             )
-
-    def hand_over_states(self) -> None:
-        self._driver.tails.hand_over_states()

@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate_join import _compat
 from accelerate_join._protocol import JoinContext, PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Begin, Count, Reader, draws_exactly, refuse_position
+from torch_join.integration import Begin, Count, Reader, draws_exactly, refuse_position, setting
 
 _KINDS = get_args(PreparedLoader)
 _Iter: TypeAlias = Callable[[Any], Iterator[Any]]
@@ -183,11 +183,11 @@ def loops_replaced(context: JoinContext) -> Iterator[None]:
         return own_plain(loader)
 
     with ExitStack() as stack:
-        stack.enter_context(_compat.replaced(DataLoader, __iter__=noting))
+        stack.enter_context(setting(DataLoader, __iter__=noting))
         for kind in _KINDS:
-            stack.enter_context(_compat.replaced(kind, __iter__=iterates(_compat.without_none(kind.__iter__))))
+            stack.enter_context(setting(kind, __iter__=iterates(_compat.without_none(kind.__iter__))))
         checking = _checking_sizes(BatchSamplerShard.__iter__)
-        stack.enter_context(_compat.replaced(BatchSamplerShard, __iter__=checking))
+        stack.enter_context(setting(BatchSamplerShard, __iter__=checking))
         yield
 
 

@@ -22,10 +22,10 @@ from torch_join.integration import (
     is_communication_error,
     is_engine,
     own_loops,
+    setting,
     telling_failures,
 )
 
-_MAIN = 0
 _CALL, _SAVE, _OF_MODEL = "call", "save_state", "of a model"
 _CALLED = ("log", "load_state", "save_state", "save_model", "get_state_dict")
 
@@ -48,6 +48,8 @@ class Operations(ActiveOperations, Part):
         _OF_MODEL: tuple[str, int, tuple[Any, ...], dict[str, Any]],
     }
 
+    driver: LoopDriver
+
     def __init__(
         self,
         accelerator: accelerate.Accelerator,
@@ -57,18 +59,11 @@ class Operations(ActiveOperations, Part):
         index: int,
     ) -> None:
         super().__init__(driver, index)
-        self._loop = driver
+        driver.server.hears_asides = True
         self._accelerator, self._context, self._progress = accelerator, context, progress
         self._type = type(accelerator)
         self._device = accelerator.device
         self._has_warned = False
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within, Accelerate's functions do what these methods do."""
-        self._loop.server.hears_asides = True
-        with self.replacing():
-            yield
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
@@ -85,26 +80,17 @@ class Operations(ActiveOperations, Part):
 
     @property
     def active(self) -> Sequence[int]:
-        return self._loop.met.active
+        return self.driver.met.active
 
     def are_over(self) -> bool:
         return own_loops.finish(self._accelerator)
 
     def before_gather(self, name: str) -> None:
-        self._loop.before_collective(name)
+        self.driver.before_collective(name)
 
-    def finish_loop(self) -> None:
-        """Finish a loop in the `with` that this rank has left by `break`."""
-        self._loop.finish_left()
-
-    @contextmanager
-    def gathering_for_metrics(self) -> Iterator[None]:
+    def gathering_for_metrics(self) -> AbstractContextManager[None]:
         """Within, what is gathered is for metrics, and a rank that misses some of it is told so."""
-        self._for_metrics = True
-        try:
-            yield
-        finally:
-            self._for_metrics = False
+        return setting(self, _for_metrics=True)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Have each rank load a checkpoint; a rank that has joined does so too."""
@@ -113,7 +99,7 @@ class Operations(ActiveOperations, Part):
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log on the main process, with the values of the lowest active rank if it has joined."""
-        if self.main_process_has_joined:
+        if self.driver.main_has_joined:
             self.announce_open(_CALL, ("log", args, kwargs))
         self._call("log", args, kwargs)
 
@@ -126,15 +112,15 @@ class Operations(ActiveOperations, Part):
         if not self.server.in_tail:
             return self._save(args, kwargs, False)
         args, kwargs = tuple(map(_as_text, args)), {name: _as_text(arg) for name, arg in kwargs.items()}
-        everywhere = self._accelerator.project_configuration.save_on_each_node or self.main_process_has_joined
+        everywhere = self._accelerator.project_configuration.save_on_each_node or self.driver.main_has_joined
         scaler = self._accelerator.scaler
         states = self._progress.state_dict(), None if scaler is None else scaler.state_dict()
         payload = args, kwargs, everywhere, *states
         if everywhere or not self._saves_alone(payload):
             with self._together(_SAVE, payload):
                 return self._save(args, kwargs, everywhere)
-        self._loop.server.announce_aside(self.index, _SAVE, payload)
-        with self._loop.server.together():
+        self.driver.server.announce_aside(self.index, _SAVE, payload)
+        with self.driver.server.together():
             return self._save(args, kwargs, everywhere)
 
     def _saves_alone(self, payload: Any) -> bool:
@@ -157,7 +143,7 @@ class Operations(ActiveOperations, Part):
         Raises:
             UnsupportedError: That one has joined, so that no active rank would get them.
         """
-        if holds_parts(model) and self.main_process_has_joined:
+        if holds_parts(model) and self.driver.main_has_joined:
             raise UnsupportedError(
                 "get_state_dict of a sharded model gives the main process what it returns, and the main process (rank"
                 " 0) has run out of batches. Call save_model or save_state, in which it takes part, or get_state_dict"
@@ -180,21 +166,11 @@ class Operations(ActiveOperations, Part):
 
     def _together(self, kind: str = "", payload: Any = None) -> AbstractContextManager[None]:
         """Put around what all ranks do, and an active one announces as `kind`: nothing within is announced."""
-        return self._loop.server.together(partial(self.announce_open, kind, payload))
+        return self.driver.server.together(partial(self.announce_open, kind, payload))
 
-    @property
-    def main_process_has_joined(self) -> bool:
-        """Whether this rank is active, and the main process is not."""
-        return self.server.in_tail and _MAIN not in self._loop.met.active
-
-    @contextmanager
-    def acting_for_main_process(self) -> Iterator[None]:
+    def acting_for_main_process(self) -> AbstractContextManager[None]:
         """Within, the lowest active rank stands in for a main process that has joined."""
-        if self.main_process_has_joined and self.members.rank == self.members.leader:
-            with _compat.standing_in_for_main():
-                yield
-        else:
-            yield
+        return _compat.standing_in_for_main() if self.driver.stands_in else nullcontext()
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -225,7 +201,7 @@ class Operations(ActiveOperations, Part):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool, progress: Any = None, scaler: Any = None
     ) -> Any:
         if everywhere:
-            self._context.hand_over_states()
+            self.driver.tails.hand_over_states()
         elif progress is not None:
             self._progress.load_state_dict(progress)
             if scaler is not None:

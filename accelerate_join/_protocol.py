@@ -29,6 +29,3 @@ class JoinContext(Protocol):
 
     def note_epoch(self, loader: Any) -> None:
         """Note that this rank's own code begins to go through a loader that is none of Accelerate's."""
-
-    def hand_over_states(self) -> None:
-        """Give all ranks the state of the lowest active rank, of everything that takes part; every rank calls this."""

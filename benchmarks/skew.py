@@ -303,7 +303,7 @@ def cases_of(arguments: argparse.Namespace, world_size: int) -> list[Case]:
 
 def model() -> Table:
     """Return epochs by model, in seconds: what many ranks would take, by what was measured on few."""
-    from torch_join._schedule.plan import schedule
+    from torch_join._schedule.plan import Plan, steps_of
 
     table = Table(title="Seconds of an epoch, by model: steps of 15 ms, 1 MB batches")
     for column in ("ranks", "batches by rank", "read (ms)", "join", "rebalance", "even shards"):
@@ -317,8 +317,8 @@ def model() -> Table:
         for world_size in (8, 64):
             for read in (1.0, 5.0, 15.0):
                 by_rank = lengths(world_size)
-                rows = schedule(by_rank)
-                seconds = sum(_row_seconds(row, read) for row in rows)
+                plan = Plan(by_rank, [world_size] * world_size)
+                seconds = sum(_row_seconds(plan.plan(), read) for _ in range(steps_of(by_rank)))
                 join = max(by_rank) * max(STEP, read / 1000)
                 even = ceil(sum(by_rank) / world_size) * max(STEP, read / 1000)
                 table.add_row(str(world_size), name, f"{read:g}", f"{join:.1f}", f"{seconds:.1f}", f"{even:.1f}")

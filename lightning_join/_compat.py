@@ -4,6 +4,10 @@ Seen in lightning 2.5.1 to 2.6.6, and in torchmetrics 1.0.3 to 1.9.0. `tests/lig
 goes.
 """
 
+# What is imported here is for the other modules, by names without an underscore.
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,53 +49,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torchmetrics import Metric
 
 from torch_join.integration import check_names
-
-__all__ = [
-    "AVERAGES_FIRST_OF_STATIC_GRAPH",
-    "AutomaticOptimization",
-    "BatchNorm",
-    "BatchProgress",
-    "ClosureResult",
-    "CombinedLoader",
-    "DataFetcher",
-    "DistributedSamplerWrapper",
-    "EvaluationLoop",
-    "FitLoop",
-    "LRCallback",
-    "ManualOptimization",
-    "Metadata",
-    "MultiProcessingLauncher",
-    "PredictionLoop",
-    "PrefetchDataFetcher",
-    "ResultCollection",
-    "ResultMetric",
-    "SignalConnector",
-    "Stateful",
-    "StrategyRegistryType",
-    "Sync",
-    "TrainingEpochLoop",
-    "call",
-    "check_dataloader_iterable",
-    "default_dtype",
-    "ended_parts",
-    "epoch_end_step",
-    "get_cycled",
-    "has_dataloaders",
-    "mark_updated",
-    "no_grad_context",
-    "parse_num_batches",
-    "process_dataloader",
-    "request_dataloader",
-    "resolve_overfit_batches",
-    "saves_on_exception",
-    "set_cycled",
-    "set_limits",
-    "set_sampler_epoch",
-    "sized_len",
-    "trainer_of",
-    "validation_interval",
-    "watch_ends",
-]
 
 
 def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:

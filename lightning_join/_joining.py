@@ -21,7 +21,7 @@ from lightning_join._loops.takeover import take_over
 from lightning_join._packages import check_packages
 from lightning_join._protocol import JoiningStrategy
 from lightning_join._reading.samplers import mark_injected, without_padding
-from lightning_join._supported import check_module, check_optimizers, check_timeout
+from lightning_join._supported import check_module, check_optimizers
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
 from torch_join import Weighting
 from torch_join.integration import (
@@ -30,6 +30,7 @@ from torch_join.integration import (
     Rebalancing,
     StepDriver,
     check_can_rebalance,
+    check_timeout,
     open_channel,
     resolve_weighting,
     use_device,
@@ -89,7 +90,8 @@ class Joining(ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        check_timeout(self, self._timeout)
+        if self._timeout is not None:
+            check_timeout(self._timeout)
         self.weighting = resolve_weighting(weighting, divide_by_initial_world_size)
         self.throw_on_early_termination = throw_on_early_termination
         self.enable_join = enable_join

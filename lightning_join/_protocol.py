@@ -54,11 +54,7 @@ class JoiningStrategy(Protocol):
         """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
 
     def around_run(self, last: bool = True) -> AbstractContextManager[None]:
-        """Put around a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
-
-        Args:
-            last: Whether no other loop runs after it before the teardown.
-        """
+        """Put around a run of a loop, the `last` one before the teardown or not: see `StepCollectives`."""
 
     def wrap_again(self) -> None:
         """Build DDP anew, on all ranks, for the parameters that train now."""

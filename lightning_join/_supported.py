@@ -1,7 +1,6 @@
 """What cannot be trained on uneven inputs yet, said before training starts."""
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
@@ -11,21 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_join import _compat
-from torch_join import JoinTypeError, UnsupportedError
-
-
-def check_timeout(strategy: object, timeout: object) -> None:
-    """Raise if the strategy's timeout is not a `timedelta`, but a number of seconds for example.
-
-    Raises:
-        JoinTypeError: Saying how to write it.
-    """
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise JoinTypeError(
-            f"timeout is how long a rank waits for another, as a datetime.timedelta, got {timeout!r}. Write"
-            f" {type(strategy).__name__}(timeout=timedelta(seconds="
-            f"{timeout if isinstance(timeout, (int, float)) else 1800}))."
-        )
+from torch_join import UnsupportedError
 
 
 def check_strategy(strategy: DDPStrategy) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from torch_join import own_loops
+from torch_join._base.attributes import setting
 from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
 from torch_join._base.errors import DECIDE, name_ranks
@@ -37,7 +38,7 @@ from torch_join._tail.refills import RefillGuard
 from torch_join._tail.steps import StepDriver
 from torch_join.join import Join
 from torch_join.joinables import ModuleMetrics, Part
-from torch_join.joinables.arguments import listed
+from torch_join.joinables.arguments import check_timeout, listed
 from torch_join.joinables.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join.joinables.part import Driver
 from torch_join.lockstep import LockstepJoin
@@ -66,6 +67,7 @@ __all__ = [
     "StepMirror",
     "check_can_rebalance",
     "check_names",
+    "check_timeout",
     "closed",
     "draws_exactly",
     "driver_of",
@@ -92,6 +94,7 @@ __all__ = [
     "refuse_position",
     "resolve_weighting",
     "say_farewell",
+    "setting",
     "sharded_lockstep_join",
     "steps_of",
     "take_group_options",

@@ -4,15 +4,14 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import transformers.trainer as hf
 from accelerate.state import GradientState
 from transformers.trainer_pt_utils import find_batch_size
 
-from accelerate_join._compat import replaced
-from torch_join.integration import check_names
+from torch_join.integration import check_names, setting
 
 SEEN = "4.57 and 5.24"
 
@@ -37,11 +36,9 @@ def skip_first_batches(loader: Any, number: int) -> Any:
 _skip_first_batches = hf.skip_first_batches  # type: ignore[attr-defined]
 
 
-@contextmanager
-def skipping(skip: Callable[[Any, int], Any]) -> Iterator[None]:
+def skipping(skip: Callable[[Any, int], Any]) -> AbstractContextManager[None]:
     """Within, Trainer leaves out the batches that were trained on before a checkpoint by this function."""
-    with replaced(hf, skip_first_batches=skip):
-        yield
+    return setting(hf, skip_first_batches=skip)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """How uneven the dataloaders are, and what that costs, in a trainer's logs."""
 
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -10,15 +11,7 @@ from torch_join import JoinTypeError
 from torch_join.integration import Channel, EpochRecord, RankRecord
 
 _logger = logging.get_logger(__name__)
-
-
-class Watched(Protocol):
-    """What runs the steps of a trainer."""
-
-    channel: Channel
-
-    def log(self, values: dict[str, float]) -> None:
-        """Log these values as the trainer does."""
+_Watched = tuple[Channel, Callable[[dict[str, float]], None]]  # of a run: and what logs values as its trainer does
 
 
 class JoinMonitor(TrainerCallback):
@@ -39,10 +32,10 @@ class JoinMonitor(TrainerCallback):
 
     def __init__(self) -> None:
         self.epochs: list[EpochRecord] = []
-        self._watched: Watched | None = None
+        self._watched: _Watched | None = None
         self._begin()
 
-    def watch(self, watched: Watched | None) -> None:
+    def watch(self, watched: _Watched | None) -> None:
         """A run begins, or ends."""
         self._watched = watched
 
@@ -73,12 +66,13 @@ class JoinMonitor(TrainerCallback):
         seconds = active = self._now() - self._start
         if self._joined_at is not None:
             active = self._joined_time - self._start if self._batches else 0.0
+        channel, log = self._watched
         mine = RankRecord(self._batches, self._shadow_steps, self._joined_at, active, seconds)
-        record = EpochRecord(len(self.epochs), tuple(self._watched.channel.gather(mine, of=RankRecord)))
+        record = EpochRecord(len(self.epochs), tuple(channel.gather(mine, of=RankRecord)))
         self.epochs.append(record)
         if state.is_world_process_zero:
             _logger.warning(f"JoinMonitor: {record}")
-        self._watched.log(record.metrics())
+        log(record.metrics())
 
     def _begin(self) -> None:
         self._batches = self._shadow_steps = 0

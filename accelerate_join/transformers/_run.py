@@ -135,7 +135,7 @@ class Run:
         self._reading[False] = Reading(*where, self._begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
         for monitor in self._monitors:
-            monitor.watch(self)
+            monitor.watch((self.channel, trainer.log))
             stack.callback(monitor.watch, None)
         stack.callback(self.driver.close)
         stack.enter_context(self._operations.replacing())
@@ -423,10 +423,6 @@ class Run:
     def evaluates(self) -> bool:
         """Whether this is in an evaluation loop."""
         return self._evaluation is not None
-
-    def log(self, values: dict[str, float]) -> None:
-        """Log as the trainer does."""
-        self._trainer.log(values)
 
     def _pad(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad as Accelerate does, but no list of what each sample has: ranks have different numbers of samples."""

@@ -3,8 +3,8 @@
 Seen in lightning 2.6.6. `tests/fabric/test_compat.py` notices when one goes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.fabric.strategies import Strategy
@@ -12,7 +12,7 @@ from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessi
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.wrappers import _unwrap_objects as unwrap_objects
 
-from torch_join.integration import check_names
+from torch_join.integration import check_names, setting
 
 __all__ = ["MultiProcessingLauncher", "acting_for_main", "convert_state", "unwrap_objects"]
 
@@ -25,15 +25,9 @@ def convert_state(
     return found
 
 
-@contextmanager
-def acting_for_main() -> Iterator[None]:
+def acting_for_main() -> AbstractContextManager[None]:
     """Have this process do what only rank 0 does."""
-    ranks: Any = rank_zero_only
-    before, ranks.rank = ranks.rank, 0
-    try:
-        yield
-    finally:
-        ranks.rank = before
+    return setting(rank_zero_only, rank=0)
 
 
 check_names("lightning.fabric", "2.6.6", {Strategy: "_convert_stateful_objects_in_state"})

@@ -29,6 +29,7 @@ from torch_join.integration import (
     is_length_certain,
     own_loops,
     resolve_weighting,
+    setting,
     telling_failures,
 )
 
@@ -272,22 +273,15 @@ class Joins:
     def _apart(self, driver: LoopDriver) -> Iterator[None]:
         """Put around a loop in which ranks may have different numbers of batches, and none serves another."""
         models: list[Any] = [part.modules[0] for part in driver.server.models()]
-        broadcast = [ddp for ddp in models if getattr(ddp, "broadcast_buffers", False)]
-        for ddp in broadcast:  # once, and not in each forward
-            ModelShadow(ddp, watches=False).sync_buffers(0)
-            ddp.broadcast_buffers = False
-        handles = [model.register_forward_pre_hook(_refuse_training) for model in models]
-        self._within = (
-            "a loop over a dataloader of Fabric's, inside another one, of which ranks may have different numbers"
-        )
-        try:
+        within = "a loop over a dataloader of Fabric's, inside another one, of which ranks may have different numbers"
+        with ExitStack() as stack:
+            for model in models:
+                if getattr(model, "broadcast_buffers", False):  # once, and not in each forward
+                    ModelShadow(model, watches=False).sync_buffers(0)
+                    stack.enter_context(setting(model, broadcast_buffers=False))
+                stack.callback(model.register_forward_pre_hook(_refuse_training).remove)
+            stack.enter_context(setting(self, _within=within))
             yield
-        finally:
-            self._within = None
-            for handle in handles:
-                handle.remove()
-            for ddp in broadcast:
-                ddp.broadcast_buffers = True
 
     def _check_outside(self, what: str) -> None:
         own_loops.finish(self)
@@ -307,7 +301,7 @@ class Joins:
         """
         own_loops.finish(self)
         found = self._operations
-        return found if found is not None and found.server.in_tail and not found.is_on_all else None
+        return found if found is not None and found.server.in_tail else None
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
         """See `ActiveCollectives`, and `find_tail`."""
@@ -343,7 +337,7 @@ class Joins:
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  Fabric's name
     ) -> None:
         tail = self.find_tail()
-        if tail is not None and (tail.main_has_joined or tail.holds_parts(state)):
+        if tail is not None and (tail.driver.main_has_joined or tail.holds_parts(state)):
             tail.save(path, state, storage_options, filter)
         else:
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
@@ -360,10 +354,6 @@ class Joins:
     def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
         """See `OwnFabric`."""
         super().save_checkpoint(path, state, storage_options)  # type: ignore[misc]
-
-    def convert(self, state: dict[str, Any], only: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
-        """See `OwnFabric`."""
-        return _compat.convert_state(self, state, only)
 
     def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
         """See `OwnFabric`."""

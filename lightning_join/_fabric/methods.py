@@ -5,6 +5,7 @@ not know of another class. With any other strategy each is what it was.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -47,7 +48,7 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
 
 
 def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    if tail.stands_in:
+    if tail.driver.stands_in:
         print(*args, **kwargs)
     else:
         own(fabric, *args, **kwargs)
@@ -56,16 +57,13 @@ def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: 
 def _log_dict(
     tail: Operations, own: Callable[..., Any], fabric: Fabric, metrics: Mapping[str, Any], step: int | None = None
 ) -> None:
-    if tail.main_has_joined:
+    if tail.driver.main_has_joined:
         tail.log(dict(convert_tensors_to_scalars(metrics)), step)
     own(fabric, metrics, step)
 
 
 def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    if not tail.stands_in:
-        own(fabric, *args, **kwargs)
-        return
-    with _compat.acting_for_main():
+    with _compat.acting_for_main() if tail.driver.stands_in else nullcontext():
         own(fabric, *args, **kwargs)
 
 

@@ -1,17 +1,16 @@
 """What Fabric does on one rank only, which may have joined."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import nn
 
+from lightning_join._fabric.compat import convert_state
 from torch_join import UnsupportedError
 from torch_join.integration import LoopDriver, Part, closed, is_closed, is_engine, is_sharded_model
 
-_MAIN = 0
 _LOG, _SAVE = "log", "save"
 
 
@@ -27,9 +26,6 @@ class OwnFabric(Protocol):
 
     def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
         """Save a checkpoint; each rank that Fabric has save calls this."""
-
-    def convert(self, state: dict[str, Any], only: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
-        """Return a checkpoint's contents, with state dicts in place of objects, and what passes a filter."""
 
     def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
         """Log values by this rank's loggers."""
@@ -49,20 +45,12 @@ class Operations(Part):
         _SAVE: tuple[str, dict[str, Any], Any],
     }
 
+    driver: LoopDriver
+
     def __init__(self, strategy: OwnFabric, driver: LoopDriver, index: int) -> None:
         super().__init__(driver, index)
-        self._loop, self._strategy = driver, strategy
+        self._strategy = strategy
         driver.server.hears_asides = True
-
-    @property
-    def main_has_joined(self) -> bool:
-        """Whether this rank is active, and rank 0 is not."""
-        return self.server.in_tail and _MAIN not in self._loop.met.active
-
-    @property
-    def is_on_all(self) -> bool:
-        """Whether ranks that have joined do the same now."""
-        return self._loop.server.on_all > 0
 
     def holds_parts(self, state: dict[str, Any]) -> bool:
         """Whether each rank holds a part of what is saved."""
@@ -73,15 +61,10 @@ class Operations(Part):
             for value in state.values()
         )
 
-    @property
-    def stands_in(self) -> bool:
-        """Whether this rank does what rank 0 would, which has joined."""
-        return self.main_has_joined and self.members.leads
-
     def log(self, metrics: dict[str, Any], step: int | None) -> None:
         """Have rank 0, which has joined, log the lowest active rank's values; other ranks may call this or not."""
         if is_closed((metrics, step)):
-            self._loop.server.announce_aside(self.index, _LOG, (metrics, step))
+            self.driver.server.announce_aside(self.index, _LOG, (metrics, step))
         else:
             self.announce_open(_LOG, (metrics, step))
 
@@ -94,7 +77,7 @@ class Operations(Part):
         Raises:
             UnsupportedError: The state of something sharded is to be filtered.
         """
-        places = {id(thing): index for index, thing in enumerate(self._loop.given)}
+        places = {id(thing): index for index, thing in enumerate(self.driver.given)}
         if only and self.holds_parts(state):
             raise UnsupportedError(
                 "fabric.save(filter=...) of what is sharded, while some rank has run out of batches: such a rank has"
@@ -102,24 +85,21 @@ class Operations(Part):
             )
         whole = {k: v for k, v in state.items() if id(v) not in places or k in (only or {})}
         sent = {key: Taking(places[id(value)]) for key, value in state.items() if key not in whole}
-        sent |= self._strategy.convert(whole, only or {})
+        sent |= convert_state(self._strategy, whole, only or {})
         sent = {key: sent[key] for key in state if key in sent}
-        with self._together(partial(self.announce_open, _SAVE, (str(Path(path)), sent, storage_options))):
+        with self.driver.server.together(partial(self.announce_open, _SAVE, (str(Path(path)), sent, storage_options))):
             self._save(path, sent, storage_options)
 
     def answer(self, kind: str, payload: Any) -> None:
         if kind == _LOG:
             self._strategy.log_own(*payload)
             return
-        with self._together():
+        with self.driver.server.together():
             self._save(*payload)
 
-    def _together(self, announce: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-        return self._loop.server.together(announce)
-
     def _save(self, path: Any, sent: dict[str, Any], storage_options: Any) -> None:
-        self._loop.tails.hand_over_states()
+        self.driver.tails.hand_over_states()
         state = {
-            key: self._loop.given[value.place] if isinstance(value, Taking) else value for key, value in sent.items()
+            key: self.driver.given[value.place] if isinstance(value, Taking) else value for key, value in sent.items()
         }
         self._strategy.save_own(path, state, storage_options)

@@ -20,6 +20,7 @@ from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
 from lightning_join._protocol import channel_of, metrics_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import read_as_planned
+from torch_join.integration import setting
 
 
 class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
@@ -114,10 +115,9 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
         return limit
 
     def reset(self) -> None:
-        said, mine = self._max_batches, self._everyone[self.trainer.global_rank]
-        self._max_batches = _loaders.limits_before(mine, self._limit)
-        super().reset()
-        self._max_batches = said
+        mine = self._everyone[self.trainer.global_rank]
+        with setting(self, _max_batches=_loaders.limits_before(mine, self._limit)):
+            super().reset()
         if any(mine.planned):
             read_as_planned(self._data_fetcher)
 

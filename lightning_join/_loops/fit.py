@@ -1,8 +1,8 @@
 """The fit loop: lengths of all ranks before each epoch, one decision on when to stop."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -20,7 +20,7 @@ from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import check_unfrozen_parameters, take_unfrozen_parameters
-from torch_join.integration import name_ranks, steps_of
+from torch_join.integration import name_ranks, setting, steps_of
 
 REQUESTS = ("stop", "sigterm", "validate")
 
@@ -256,12 +256,5 @@ class JoinFitLoop(ResumingFitLoop):
 
     def stopping_together(self) -> AbstractContextManager[None]:
         """Show Lightning the flag that all ranks agree on in place of this rank's own."""
-        return nullcontext() if self.trainer.should_stop == self.agreed_stop else self._stopping_together()
-
-    @contextmanager
-    def _stopping_together(self) -> Iterator[None]:
-        own, self.trainer.should_stop = self.trainer.should_stop, self.agreed_stop
-        try:
-            yield
-        finally:
-            self.trainer.should_stop = own
+        is_own = self.trainer.should_stop == self.agreed_stop
+        return nullcontext() if is_own else setting(self.trainer, should_stop=self.agreed_stop)

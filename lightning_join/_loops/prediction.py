@@ -12,6 +12,7 @@ from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
 from lightning_join._protocol import channel_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import read_as_planned
+from torch_join.integration import setting
 
 
 class JoinPredictionLoop(KnownToProfilers, PredictionLoop):
@@ -79,9 +80,8 @@ class JoinPredictionLoop(KnownToProfilers, PredictionLoop):
         return mine
 
     def reset(self) -> None:
-        said, mine = self.max_batches, self._everyone[self.trainer.global_rank]
-        self.max_batches = _loaders.limits_before(mine, self.trainer.limit_predict_batches)
-        super().reset()
-        self.max_batches = said
+        mine = self._everyone[self.trainer.global_rank]
+        with setting(self, max_batches=_loaders.limits_before(mine, self.trainer.limit_predict_batches)):
+            super().reset()
         if any(mine.planned):
             read_as_planned(self._data_fetcher)

@@ -4,7 +4,7 @@ import weakref
 from typing import Any
 
 from lightning_join._compat import BatchProgress
-from torch_join.integration import Lockstep
+from torch_join.integration import Lockstep, setting
 
 
 class JoinBatchProgress(BatchProgress):
@@ -37,11 +37,8 @@ class JoinBatchProgress(BatchProgress):
     # would wait for. Amid a step it is not known to be the last one; after it, it has been asked for.
 
     def state_dict(self) -> dict[str, Any]:
-        join, self._join = self._join, None
-        try:
+        with setting(self, _join=None):
             return super().state_dict()
-        finally:
-            self._join = join
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_join"}

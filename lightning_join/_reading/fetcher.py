@@ -47,6 +47,8 @@ class ReadAheadFetcher(DataFetcher):
         batches: The batches that have been read and not been used.
         exhausted: Whether the loader's end is known.
         claimed: What the loader had said its length was, if it ended before that.
+        taken: How many batches of this epoch have been taken.
+        left: Whether this rank has left the epoch, though there may be more batches.
         stateful: Whether some of the dataloaders have a state, or batches go to other ranks.
         rebalances: Whether batches may go to other ranks, so that steps and batches are not one to one.
     """
@@ -56,12 +58,21 @@ class ReadAheadFetcher(DataFetcher):
         self.limit: int | float = 1.0
         self.said = Loaders([])
         self._has_read = False  # anything of this epoch
+        self.stateful = self.rebalances = self._has_state = False
+        self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
+        self.reset()
+
+    def __iter__(self) -> "ReadAheadFetcher":
+        self.reset()
+        return self
+
+    def reset(self) -> None:
+        self.fetched = 0
         self.batches: deque[Any] = deque()
         self.exhausted = False
         self.claimed: int | None = None
-        self.stateful = self.rebalances = self._has_state = False
-        self._taken = self._skipped = 0
-        self._left = False
+        self.taken = self._skipped = 0
+        self.left = False
         # By step that is planned: the states before its batches.
         self._reserved: deque[list[Place]] = deque()
         self._in_step = 0  # batches of the step that is run now
@@ -73,23 +84,6 @@ class ReadAheadFetcher(DataFetcher):
         self._newest: Place | None = None
         self._begun_at: Place | None = None  # until something has been read
         self._before: deque[Place] = deque()
-        self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
-
-    def __iter__(self) -> "ReadAheadFetcher":
-        self.reset()
-        return self
-
-    def reset(self) -> None:
-        self.fetched = 0
-        self.batches.clear()
-        self.exhausted = False
-        self.claimed = None
-        self._taken = self._skipped = 0
-        self._left = False
-        self._current = self._newest = self._begun_at = None
-        self._before.clear()
-        self._reserved.clear()
-        self._planned, self._guard = [], None
 
     def measure(self) -> Loaders:
         """Return, and note, what the dataloaders say now of their numbers of batches."""
@@ -105,7 +99,7 @@ class ReadAheadFetcher(DataFetcher):
         limits = self.measure().limits
         _compat.set_limits(self.combined_loader, limits)
         length = total_length(self.combined_loader, limits)
-        if self._left:
+        if self.left:
             self.length = self.fetched
         else:
             self.length = None if length == float("inf") else int(length) - self._skipped
@@ -134,11 +128,11 @@ class ReadAheadFetcher(DataFetcher):
                 self.iterator = iter(loader)
         if self._has_state:
             _compat.watch_ends(loader)
-        self._taken = self.fetched  # as Lightning counts them, where no place says so
+        self.taken = self.fetched  # as Lightning counts them, where no place says so
         if place is not None:
             _compat.set_cycled(loader, place["cycled"])
-            self.fetched = self._taken = place["taken"]
-            self._skipped, self._left = place["skipped"], place["left"]
+            self.fetched = self.taken = place["taken"]
+            self._skipped, self.left = place["skipped"], place["left"]
         self._take_length()
         self._has_read = False
 
@@ -154,10 +148,10 @@ class ReadAheadFetcher(DataFetcher):
         if not self.stateful or self.iterator is None:
             return None
         if repeats and self._current is not None:
-            return {**self._current, "taken": self._taken - self._in_step, "left": False}
+            return {**self._current, "taken": self.taken - self._in_step, "left": False}
         reserved = [before for step in self._reserved for before in step]
         before = reserved[0] if reserved else self._before[0] if self._before else self._snapshot()
-        return {**before, "taken": self._taken, "left": self._left}
+        return {**before, "taken": self.taken, "left": self.left}
 
     def end_at(self, place: Place) -> None:
         """Bring the dataloaders to the end of an epoch that was resumed when nothing of it was left.
@@ -214,7 +208,7 @@ class ReadAheadFetcher(DataFetcher):
     @property
     def _may_have_more(self) -> bool:
         """Whether the dataloaders may not have planned this epoch yet, so that their length is no end."""
-        if self._has_read or self._left or (self.rebalances and self.fetched > 0):  # what a plan counts on is not moved
+        if self._has_read or self.left or (self.rebalances and self.fetched > 0):  # what a plan counts on is not moved
             return False
         return any(self.said.planned) and self.said.error is None
 
@@ -230,7 +224,7 @@ class ReadAheadFetcher(DataFetcher):
         """
         batch = self.batches.popleft() if self.batches else self._read()
         self._current = self._before.popleft() if self._before else None
-        self._taken += 1
+        self.taken += 1
         self._in_step = 1
         return batch
 
@@ -239,17 +233,7 @@ class ReadAheadFetcher(DataFetcher):
         """How many batches have not been taken, as far as the loader says."""
         if self.exhausted:
             return len(self.batches)
-        return None if self.length is None else max(0, int(self.length) - self._taken)
-
-    @property
-    def left(self) -> bool:
-        """Whether this rank has left the epoch, though there may be more batches."""
-        return self._left
-
-    @property
-    def taken(self) -> int:
-        """How many batches of this epoch have been taken."""
-        return self._taken
+        return None if self.length is None else max(0, int(self.length) - self.taken)
 
     @property
     def is_certain(self) -> bool:
@@ -282,7 +266,7 @@ class ReadAheadFetcher(DataFetcher):
         before = self._reserved.popleft()
         self._current = before[0] if before else None
         self._in_step = len(before)
-        self._taken += self._in_step
+        self.taken += self._in_step
 
     def _read(self) -> Any:
         if self._guard is None:
@@ -321,4 +305,4 @@ class ReadAheadFetcher(DataFetcher):
         """Leave the rest of the epoch unread."""
         self.batches.clear()
         self._before.clear()  # what was read ahead is lost
-        self.exhausted = self._left = True
+        self.exhausted = self.left = True

@@ -42,10 +42,8 @@ RECIPES = {
 }
 
 
-def step(deepspeed: Any, engine: Any, net: Net, batch: Any, number: int, share: float) -> None:
-    kind = next(
-        (torch_type for name, torch_type in TYPES.items() if engine._config._param_dict.get(name)), torch.float32
-    )
+def step(recipe: Recipe, deepspeed: Any, engine: Any, net: Net, batch: Any, number: int, share: float) -> None:
+    kind = next((TYPES[name] for name in TYPES if name in recipe.config), torch.float32)
     net.step = number
     x, y = (part.to(kind) for part in batch)
     if kind is torch.float16 and number == 2 and share:
@@ -72,7 +70,7 @@ def joining(rank: int, recipe: Recipe) -> Any:
         with Join([engine, scheduler], timeout=TIMEOUT) as join:
             for _ in range(recipe.epochs):
                 for number, batch in enumerate(join.batches(batches_of(recipe, rank))):
-                    step(deepspeed, engine, net, batch, number, 1.0)
+                    step(recipe, deepspeed, engine, net, batch, number, 1.0)
         return outcome(deepspeed, engine, net)
 
 
@@ -86,7 +84,7 @@ def even(rank: int, recipe: Recipe) -> Any:
             for number in range(max(recipe.lengths)):
                 has_batch = number < len(batches)
                 batch = batches[number] if has_batch else (batches or [made_up])[-1]
-                step(deepspeed, engine, net, batch, number, float(has_batch))
+                step(recipe, deepspeed, engine, net, batch, number, float(has_batch))
         return outcome(deepspeed, engine, net)
 
 

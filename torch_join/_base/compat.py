@@ -6,6 +6,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -270,24 +271,21 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def join_config(joinable: Joinable) -> Any:
-    """Return what `Join.notify_join_context` reads of `joinable`."""
-    return joinable._join_config
-
-
 def disabled_join_config() -> Any:
     """Return what tells `Join.notify_join_context` that there is no context."""
     return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
-def set_join_config(joinable: Joinable, config: Any) -> None:
-    """Set what `Join.notify_join_context` reads of `joinable`."""
-    joinable._join_config = config
+def configure(joinable: Joinable, config: Any = None) -> Callable[[], None]:
+    """Set what torch's `Join.notify_join_context` reads of `joinable`; return what disables it afterwards.
 
-
-def reduced(work: Any) -> int:
-    """Return the sum that `work`, an all-reduce of one number, has been started for."""
-    return int(work.get_future().wait()[0].item())
+    It is also disabled where it was not before: torch's Join leaves it enabled when it ends, and a model's every later
+    forward would then wait for all ranks.
+    """
+    before = joinable._join_config
+    after = disabled_join_config() if before.enable else before
+    joinable._join_config = config or after
+    return partial(setattr, joinable, "_join_config", after)
 
 
 def zero_shard(zero: Any, rank: int) -> list[Tensor]:

@@ -113,11 +113,6 @@ class Membership:
         """What errors call this rank."""
         return self.global_ranks[self.rank]
 
-    @property
-    def leader_name(self) -> int:
-        """What errors call the leader."""
-        return self.global_ranks[self.leader]
-
     def named(self, ranks: Iterable[int]) -> list[int]:
         """Return what errors call these ranks: as torch numbers them in the whole job."""
         return [self.global_ranks[rank] for rank in ranks]

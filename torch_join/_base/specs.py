@@ -1,4 +1,4 @@
-"""What a tensor is, apart from its contents, and how these lie in memory."""
+"""What a tensor is, apart from its contents; and these as bytes, as they lie in memory."""
 
 import math
 from dataclasses import dataclass
@@ -98,3 +98,24 @@ def storage_view(tensor: Tensor, spec: TensorSpec) -> Tensor:
     for dimension in expanded_dimensions(tensor):
         view = view.narrow(dimension, 0, 1)
     return spec.permuted(view)
+
+
+def flat_elements(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` in order, in one dimension: a view of it where they lie in memory so."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor of one element counts as contiguous whatever its stride, but its bytes cannot be viewed then.
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` in order, as bytes: its own memory where they lie in it so, else a copy."""
+    return flat_elements(tensor).view(torch.uint8)
+
+
+def raw_words(tensor: Tensor) -> Tensor:
+    """Return the bytes of `tensor` in order as the longest integers that they can be viewed as: fewer to go through."""
+    data = raw_bytes(tensor)
+    for word in (torch.int64, torch.int32, torch.int16):
+        if data.numel() % word.itemsize == 0 and data.storage_offset() % word.itemsize == 0:
+            return data.view(word)
+    return data

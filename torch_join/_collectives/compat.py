@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.distributed import _functional_collectives, c10d_logger, distributed_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
+from torch_join._base.attributes import setting
 from torch_join._base.compat_c10d import overload
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.names import TORCH, check_names
@@ -182,11 +183,6 @@ def options(kind: Any) -> Any:
     if hasattr(made, "asyncOp"):  # else none of its kind is waited for
         made.asyncOp = True
     return made
-
-
-def reduce_op(name: str) -> Any:
-    """Return the reduce operation of this name."""
-    return getattr(dist.ReduceOp, name)
 
 
 def group_ranks(group: dist.ProcessGroup) -> list[int]:
@@ -421,7 +417,6 @@ def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
     What a graph replays passes by every hook, and the dispatcher: nobody hears of its collectives.
     """
     kind: Any = torch.cuda.CUDAGraph
-    methods = {name: getattr(kind, name) for name in ("capture_begin", "replay")}
 
     def refusing(method: Callable[..., Any]) -> Callable[..., Any]:
         def first(*args: Any, **kwargs: Any) -> Any:
@@ -430,14 +425,9 @@ def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
 
         return first
 
-    for name, method in methods.items():
-        setattr(kind, name, refusing(method))
-
-    def end() -> None:
-        for name, method in methods.items():
-            setattr(kind, name, method)
-
-    return end
+    refused = ExitStack()
+    refused.enter_context(setting(kind, capture_begin=refusing(kind.capture_begin), replay=refusing(kind.replay)))
+    return refused.close
 
 
 def is_coalescing(group: dist.ProcessGroup, caller: FrameType | None) -> bool:

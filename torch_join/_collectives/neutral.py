@@ -135,7 +135,7 @@ def _filled(spec: TensorSpec, value: float, device: str) -> Tensor:
 def _options(kind: Any, call: Call, group: dist.ProcessGroup) -> Any:
     options = _compat_c10d.options(kind)
     if call.reduce_op is not None:
-        options.reduceOp = _compat_c10d.reduce_op(call.reduce_op)
+        options.reduceOp = getattr(dist.ReduceOp, call.reduce_op)
     if call.root is not None:
         options.rootRank = dist.get_group_rank(group, call.root)
     return options

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_join._base.devices import read
-from torch_join._base.raw import flat_elements, raw_bytes
+from torch_join._base.specs import flat_elements, raw_bytes
 from torch_join._base.tree import Keep, Nested, Pickled, Slot
 
 _WORD = 8  # bytes

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_join._base.errors import JoinTypeError
-from torch_join._base.raw import raw_bytes
-from torch_join._base.specs import TensorSpec, flaw, storage_view
+from torch_join._base.specs import TensorSpec, flaw, raw_bytes, storage_view
 
 
 class _Described(NamedTuple):

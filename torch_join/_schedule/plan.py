@@ -137,17 +137,6 @@ class Plan:
         return counts
 
 
-def steps_of(lengths: Sequence[int], most_gifts: Sequence[int] | None = None) -> int:
-    """Return how many steps an epoch with these lengths has; see `schedule`."""
-    return Plan(lengths, [len(lengths)] * len(lengths) if most_gifts is None else most_gifts).steps_left or 0
-
-
-def schedule(lengths: Sequence[int], most_gifts: Sequence[int] | None = None) -> list[Row]:
-    """Return all rows of an epoch with these lengths.
-
-    Args:
-        lengths: By rank, its number of batches.
-        most_gifts: By rank, how many it may give away in one step; by default as many as it likes.
-    """
-    plan = Plan(lengths, [len(lengths)] * len(lengths) if most_gifts is None else most_gifts)
-    return [plan.plan() for _ in range(plan.steps_left or 0)]
+def steps_of(lengths: Sequence[int]) -> int:
+    """Return how many steps an epoch with these lengths has, where a rank may give away as many batches as it likes."""
+    return Plan(lengths, [len(lengths)] * len(lengths)).steps_left or 0

@@ -83,6 +83,16 @@ class LoopDriver(Meetings):
         return self._objects
 
     @property
+    def main_has_joined(self) -> bool:
+        """Whether this rank is active, and rank 0, which saves and logs for all, is not."""
+        return self.server.in_tail and 0 not in self.met.active
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether this rank does what rank 0 would, which has joined."""
+        return self.main_has_joined and self.members.leads
+
+    @property
     def reader(self) -> Reader[Any] | None:
         """What reads the loader of the current loop, or of the last one; `None` before the first."""
         return None if self._loop is None else self._loop.reader
@@ -144,7 +154,7 @@ class LoopDriver(Meetings):
             if self.in_loop:  # left by `break`, while a variable holds its iterator
                 self._abandon(at_once=False)
             self._unbegun.begin_all()
-            self._return_to_loop()
+            self.return_to_loop()
             if not (self.is_one_loop and self.place is Place.ENDED):  # else all have left it, and there is no other
                 verdict = self.members.last_joiner
                 self._leave()
@@ -157,10 +167,6 @@ class LoopDriver(Meetings):
             compare(said, self.members.global_ranks)
             self._planned.rebalancing.close()
             self.server.channel.close(meets=self._planned.enabled)
-
-    def finish_left(self) -> None:
-        """Finish a loop that this rank has left by `break`, if there is one."""
-        self._return_to_loop()
 
     def leave(self) -> None:
         """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
@@ -276,7 +282,7 @@ class LoopDriver(Meetings):
         if not in_backward():
             self._steps_in = threading.get_ident()
         if self.place is not Place.LOOP:
-            self._return_to_loop()
+            self.return_to_loop()
             if not _nesting.is_entered(self):
                 return  # the `with` has ended in this
             if not self._is_read_elsewhere:
@@ -326,7 +332,7 @@ class LoopDriver(Meetings):
 
     def before_notice(self, part: Part) -> None:
         """Meet the other ranks, if there is no model whose forward does and this joinable is the first."""
-        self._return_to_loop()
+        self.return_to_loop()
         if not _nesting.is_entered(self):
             return
         first = next(one for one in self.server.parts if isinstance(one, CustomPart))
@@ -367,7 +373,7 @@ class LoopDriver(Meetings):
         else:
             self.server.tap.remove()
 
-    def _return_to_loop(self) -> None:
+    def return_to_loop(self) -> None:
         """Finish a loop that this rank has left by `break`."""
         loop = self._loop
         if self.place is not Place.LEFT or self.members.serves or loop is None:

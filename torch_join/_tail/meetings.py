@@ -1,12 +1,13 @@
 """Who is active at which step of a plain loop."""
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Steps
 from torch_join._base.membership import Membership
@@ -270,7 +271,7 @@ class Meetings:
 
     def arrive(self, waits: bool = True) -> None:
         """Meet the other ranks, if that has been put off until this rank does something in its step."""
-        self._return_to_loop()
+        self.return_to_loop()
         with self._arriving:  # in a backward on several devices there are several threads: all wait for what one hears
             if (due := self._due) is None:
                 return
@@ -302,15 +303,10 @@ class Meetings:
         with self._watching_loaders():
             self._hear(has_input)
 
-    @contextmanager
-    def _watching_loaders(self) -> Iterator[None]:
+    def _watching_loaders(self) -> AbstractContextManager[None]:
         """Put around what a rank without a batch waits for, and others come to when they have read their next one."""
         channel = self.server.channel
-        channel.suspect = LoaderWatch(channel, self.members).look
-        try:
-            yield
-        finally:
-            channel.suspect = lambda: None
+        return setting(channel, suspect=LoaderWatch(channel, self.members).look)
 
     def _loader_status(self) -> tuple[int, list[int]] | None:
         """See `Status`; another thread calls this."""
@@ -392,7 +388,7 @@ class Meetings:
         """Whether this rank is at the top of a step, before any code of the user's."""
         return self.in_loop and self._loop is not None and self._loop.asked and not self.members.may_break
 
-    def _return_to_loop(self) -> None:
+    def return_to_loop(self) -> None:
         """Finish a loop that this rank has left, before it does anything else with others."""
 
     def _leave(self) -> None:

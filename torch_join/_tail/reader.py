@@ -16,6 +16,7 @@ from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 from torch_join._base.membership import Membership
 from torch_join._base.weighting import Count, Window
 from torch_join._control.channel import Channel
+from torch_join._schedule.rebalancer import Source
 from torch_join._tail.refills import RefillGuard
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ _MOST_PAUSE = 60.0  # seconds, between two looks of a rank that waits for the ot
 _EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler")
 
 
-class Reader(Generic[T]):
+class Reader(Source, Generic[T]):
     """An iterator that can look ahead.
 
     Attributes:
@@ -85,16 +86,13 @@ class Reader(Generic[T]):
         return begin(self) or self
 
     def read(self, ahead: int) -> int:
-        """See `Source`."""
         self.has_next(ahead)
         return len(self._ahead)
 
     def peek(self) -> T:
-        """See `Source`."""
         return self._ahead[0]
 
     def reserve(self, count: int) -> list[T]:
-        """See `Source`."""
         batches = [self.take() for _ in range(min(count, self.read(count)))]
         self._reserved.append(batches)
         return batches[:]

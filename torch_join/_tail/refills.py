@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torch_join._base.errors import JoinValueError
-from torch_join._base.raw import raw_words
-from torch_join._base.specs import flaw
+from torch_join._base.specs import flaw, raw_words
 
 T = TypeVar("T")
 

@@ -21,12 +21,12 @@ from torch_join._tail import records as _records
 from torch_join._tail.agreement import Agreement, explain, explain_counts
 from torch_join.joinables._gradients.backwards import ServedBackwards
 from torch_join.joinables.missing_metric import notice_metric
-from torch_join.joinables.part import LoopModel, Part
+from torch_join.joinables.part import Announcer, LoopModel, Part
 
 _NOTHING: Callable[..., None] = lambda *_: None  # noqa: E731
 
 
-class Server:
+class Server(Announcer):
     """The tail of a loop, on an active rank and on one that has joined.
 
     Args:
@@ -103,7 +103,6 @@ class Server:
 
     @property
     def in_pieces(self) -> bool:
-        """See `Announcer`."""
         return self.backwards.in_pieces
 
     # ------------------------------------------------------------ on an active rank
@@ -116,11 +115,9 @@ class Server:
 
     @property
     def is_quiet(self) -> bool:
-        """See `Announcer`."""
         return not (self.in_tail or self.tap.installed)
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
-        """Tell the joined ranks, if there are any, what comes next; see `Driver.announce`."""
         if self.in_tail:
             self._said.append(self.agreement.note((index, kind, payload), self.members.leads, self.in_window))
             self._is_due = True
@@ -128,10 +125,6 @@ class Server:
                 self.tell()
 
     def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
-        """Tell the joined ranks, in a window with the next announcement, what the lowest active rank does.
-
-        See `Announcer`.
-        """
         if not self.in_window:
             self.announce(index, kind, payload, hold)
         elif self.in_tail and self.members.leads:
@@ -155,7 +148,6 @@ class Server:
             self._said, self._is_due = [], False
 
     def own_collectives(self) -> AbstractContextManager[None]:
-        """Put around collectives that joined ranks know of without the tap."""
         return self.tap.ignoring()
 
     @contextmanager
@@ -300,7 +292,6 @@ class Server:
             raise _codec.foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
-        """Run a main hook; each collective that it issues stands for one that the active ranks announce."""
         with self.listening(CollectiveTap(self._expect_collective, None)):
             main_hook()
 
@@ -348,7 +339,8 @@ class Server:
 
     def _compare_counts(self, theirs: list[int]) -> None:
         if (mine := [part.synced for part in self.models()]) != theirs:
-            raise JoinError(explain_counts({self.members.name: mine, self.members.leader_name: theirs}))
+            me, leader = self.members.named((self.members.rank, self.members.leader))
+            raise JoinError(explain_counts({me: mine, leader: theirs}))
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None

@@ -66,9 +66,10 @@ def check_timeout(timeout: Any) -> None:
         JoinTypeError: It is of another type.
     """
     if not isinstance(timeout, timedelta):
+        seconds = timeout if isinstance(timeout, (int, float)) else 1800
         raise JoinTypeError(
-            f"timeout={timeout!r} is of type {type(timeout).__name__}. Give a datetime.timedelta, for example"
-            " timeout=timedelta(seconds=300)."
+            f"timeout is how long a rank waits for another, as a datetime.timedelta, got {timeout!r}. Write"
+            f" timeout=timedelta(seconds={seconds})."
         )
 
 

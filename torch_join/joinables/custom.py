@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._base.compat import configure
 from torch_join.joinables.part import Driver, Part
 
 
@@ -23,7 +24,7 @@ class CustomPart(Part):
         self._hook = self.joinable.join_hook(**self._options)
 
     def enter(self) -> None:
-        self.configure(self.joinable, _Announcing(self))
+        self._undo.append(configure(self.joinable, _Announcing(self)))
 
     def notified(self) -> None:
         """Announce the main hook's collectives; `notify_join_context` has been called."""

@@ -27,7 +27,7 @@ from torch_join.joinables._gradients.shadowed import ShadowedSteps
 from torch_join.joinables._gradients.verdicts import Runs, common_verdict, runs_of, states_of
 from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.hook import Hook
-from torch_join.joinables.part import Driver, Part
+from torch_join.joinables.part import Driver, LoopModel, Part
 
 
 def _before_backward(driver: "weakref.ref[Driver]", model: int, loop: int) -> None:
@@ -35,7 +35,7 @@ def _before_backward(driver: "weakref.ref[Driver]", model: int, loop: int) -> No
         its.before_backward(model, loop)
 
 
-class ModelPart(Part):
+class ModelPart(Part, LoopModel):
     """A `DistributedDataParallel` model in a plain loop."""
 
     kinds = ShadowedSteps.kinds
@@ -64,7 +64,7 @@ class ModelPart(Part):
         self._plumbing = ExitStack()
 
     def enter(self) -> None:
-        self.configure(self.ddp)
+        self._undo.append(_compat.configure(self.ddp))
         self._shadow.first.watch()
         self._undo.append(self._shadow.first.unwatch)
         self._undo.append(self.ddp.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove)
@@ -84,16 +84,13 @@ class ModelPart(Part):
         self._undo.append(self._watch.end)
 
     def check_can_train(self, has_batch: Callable[[], bool]) -> None:
-        """Raise if this rank cannot run the model itself, and is to do so."""
         if self._shadow.first.shadow_only and has_batch():
             self._shadow.first.check_fired()
 
     def begin_loop(self) -> None:
-        """A loop over `batches` begins."""
         self._gradients.begin_loop()
 
     def remember(self) -> None:
-        """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
         self._gradients.remember(self._shadowed.accumulates)
 
     def enter_tail(self) -> None:
@@ -194,7 +191,6 @@ class ModelPart(Part):
 
     @property
     def is_prepared(self) -> bool:
-        """See `LoopModel`."""
         return _compat.has_rebuilt_buckets(self.ddp)
 
     def prepare(self) -> None:
@@ -212,7 +208,6 @@ class ModelPart(Part):
 
     @property
     def modules(self) -> list[nn.Module]:
-        """See `LoopModel`."""
         return [self.ddp, self.ddp.module]
 
     @property
@@ -221,22 +216,18 @@ class ModelPart(Part):
 
     @property
     def forwards_alone(self) -> bool:
-        """See `LoopModel`."""
         return _compat.forwards_without_collectives(self.ddp)
 
     @property
     def in_backward(self) -> bool:
-        """Whether the backward that is under way has come to this model."""
         return self._task == _compat.backward_in_progress()
 
     @property
     def will_accumulate(self) -> bool:
-        """See `LoopModel`."""
         return self._watch.will_run
 
     @property
     def accumulates(self) -> bool:
-        """See `LoopModel`."""
         return self._shadowed.accumulates
 
     def before_collective(self, ddps: bool) -> None:

@@ -38,7 +38,7 @@ class ShardedOptimizerPart(Part):
         self.zero = zero
 
     def enter(self) -> None:
-        self.configure(self.zero)
+        self._undo.append(_compat.configure(self.zero))
         self._undo.append(StepHooks(self.zero, self._send, lambda: not self.server.in_tail).remove)
 
     def _send(self) -> AbstractContextManager[None]:

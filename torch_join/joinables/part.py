@@ -5,9 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
-from torch.distributed.algorithms.join import Joinable
 
-from torch_join._base import compat as _compat
 from torch_join._base.membership import Membership
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
@@ -223,17 +221,6 @@ class Part:
         """Remove all that was installed."""
         while self._undo:
             self._undo.pop()()
-
-    def configure(self, joinable: Joinable, config: Any = None) -> None:
-        """Set what torch's `Join.notify_join_context` reads of `joinable`; afterwards it is disabled.
-
-        It is also disabled where it was not before: torch's Join leaves it enabled when it ends, and a
-        model's every later forward would then wait for all ranks.
-        """
-        before = _compat.join_config(joinable)
-        after = _compat.disabled_join_config() if before.enable else before
-        _compat.set_join_config(joinable, config or after)
-        self._undo.append(lambda: _compat.set_join_config(joinable, after))
 
     def announce(self, kind: str, payload: Any = None, hold: bool = False) -> None:
         """Tell the joined ranks what comes next, if there are any; see `Announcer.announce`."""

@@ -37,7 +37,7 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "seconds": (
         lambda: Join([nn.Linear(1, 1)], timeout=5),  # type: ignore[arg-type]
         JoinTypeError,
-        r"timeout=5 is of type int.*timeout=timedelta\(seconds=300\)",
+        r"got 5\. Write timeout=timedelta\(seconds=5\)",
     ),
     "misspelt": (
         lambda: Join([nn.Linear(1, 1)], weigthing="samples"),
@@ -181,7 +181,7 @@ def misuse(rank: int, kind: str) -> None:
         ("loader", "Leave it out, and loop over it in the context: `for batch in loader`"),
         ("misspelt", "There is no argument 'hearbeat'. Did you mean 'heartbeat'?"),
         ("unknown", "There is no argument 'colour'"),
-        ("seconds", "timeout=timedelta(seconds=300)"),
+        ("seconds", "timeout=timedelta(seconds=5)"),
     ],
 )
 def test_the_same_with_accelerate(workers: Workers, kind: str, text: str) -> None:

@@ -9,7 +9,7 @@ from torchmetrics import Metric
 
 from tests.support.workers import Workers
 from torch_join import Join
-from torch_join._base.raw import raw_bytes
+from torch_join._base.specs import raw_bytes
 from torch_join._handover.digest import checksums
 
 LAYOUTS = {

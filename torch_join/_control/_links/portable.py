@@ -39,18 +39,15 @@ class PortableLinks(Links):
         self._hears.close()
 
     def begin_reading(self) -> bool:
-        """See `Links`."""
         return True
 
     def end_reading(self) -> bool:
-        """See `Links`."""
         return False
 
     def put_off(self) -> None:
-        """See `Links`; there is nothing to be put off."""
+        """There is nothing to be put off."""
 
     def read(self, seconds: float = 0.0, awake_until: float = 0.0) -> None:
-        """See `Links`."""
         with self.lock:
             if self._closing or self._is_taking:
                 return

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch_join._base.errors import UnsupportedError, name_ranks
 from torch_join._base.membership import Membership
 from torch_join._base.weighting import name_of
-from torch_join._collectives.backwards import late
+from torch_join._collectives.backwards import Backwards, late
 from torch_join.joinables.part import LoopModel, Part
 
 
@@ -22,8 +22,8 @@ class _Server(Protocol):
     def tell(self) -> None: ...
 
 
-class ServedBackwards:
-    """The collectives in the backwards of a loop; see `Backwards`.
+class ServedBackwards(Backwards):
+    """The collectives in the backwards of a loop.
 
     Args:
         server: The loop's server.
@@ -50,7 +50,6 @@ class ServedBackwards:
         self.in_pieces = self.always
 
     def before_collective(self, group: list[int], ddps: bool) -> None:
-        """See `Backwards`."""
         in_tail = self._server.in_tail  # ask this first: it may find out what the batches count
         self.check(group, ddps)
         if not ddps and self._is_apart(group):
@@ -67,11 +66,9 @@ class ServedBackwards:
             raise late(f"A collective of ranks {group}, of which others may not know,")
 
     def before_differentiable(self, group: list[int]) -> None:
-        """See `Backwards`."""
         self.in_pieces = {*self._members.global_ranks} <= {*group}
 
     def before_exchange(self, operation: str, group: list[int]) -> None:
-        """See `Backwards`."""
         if not self._server.in_tail or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
             return
         owned = [] if self.replicas else [name for part in self._server.parts for name in part.owned]
@@ -89,19 +86,16 @@ class ServedBackwards:
         return len({*self._members.global_ranks} & {*group}) < 2
 
     def weighs(self, group: list[int]) -> bool:
-        """See `Backwards`."""
         if self._members.count is None or self._members.serves or self._is_apart(group):
             return False
         return any(part.is_model and part.in_pieces for part in self._server.parts)
 
     @property
     def weighting(self) -> str:
-        """See `Backwards`."""
         return name_of(self._members.weighting)
 
     @property
     def factor(self) -> float:
-        """See `Backwards`."""
         if any(model.will_accumulate for model in self._server.models()):
             return self._members.loss_factor
         raise UnsupportedError(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_join._base.attributes import setting
 from torch_join._shadow.buffers import Buffer, take
 from torch_join._shadow.model import ModelShadow
 from torch_join.joinables._gradients.evidence import Gradients, holds_something
@@ -83,13 +84,8 @@ class ShadowedSteps:
         take(buffers, self.shadow.inner, self._parameters[0].device)
         if authority:
             self.shadow.sync_buffers(authority)
-        before = self._ddp.require_backward_grad_sync
-        self._ddp.require_backward_grad_sync = sync
-        try:
-            with torch.set_grad_enabled(grad):
-                output = self.shadow.forward()
-        finally:
-            self._ddp.require_backward_grad_sync = before
+        with setting(self._ddp, require_backward_grad_sync=sync), torch.set_grad_enabled(grad):
+            output = self.shadow.forward()
         if sync and output.requires_grad:  # else no backward comes through it
             self._pending.append(output)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_join._base.compat_metrics import State, own_states
-from torch_join._base.raw import raw_bytes
+from torch_join._base.specs import raw_bytes
 from torch_join._control.codec import closed
 from torch_join._handover import transfer as _transfer
 from torch_join.joinables.part import Driver

@@ -1,13 +1,14 @@
 """All metrics of a module, in a loop that a framework drives."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from torch_join._base import compat_metrics as _compat_metrics
+from torch_join._base.attributes import setting
 from torch_join._base.errors import UnsupportedError
 from torch_join.joinables._metrics.metric import MetricPart, check_metric
 from torch_join.joinables.part import Driver, Part
@@ -60,17 +61,12 @@ class ModuleMetrics(Part):
         parts: list[Any] = _compat_metrics.parts(metric) or [metric]
         return any(part.sync_on_compute for part in parts)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Put around code that this rank runs with a batch that it has had before: metrics do not count it again.
 
         What it computes takes what was counted before; what it resets is reset.
         """
-        self._aside = True
-        try:
-            yield
-        finally:
-            self._aside = False
+        return setting(self, _aside=True)
 
     def _take_in(self, metric: Any) -> None:
         _compat_metrics.link_collections()

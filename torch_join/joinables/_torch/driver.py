@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 
-from torch_join._base import compat as _compat
 from torch_join._base.devices import use_device
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks
 from torch_join._base.membership import Membership, Role
@@ -144,9 +143,9 @@ class HookDriver:
         with telling_failures(self.channel):
             if self.members.announces and self._undone:
                 self._word(_NO_MORE)
-            work = TorchJoin.notify_join_context(self._first)  # type: ignore[arg-type]
+            work: Any = TorchJoin.notify_join_context(self._first)  # type: ignore[arg-type]
             # A rank that has joined sees from the same sum that it is to meet the others.
-            if _compat.reduced(work) < self.members.world_size or self.members.count is not None:
+            if work.get_future().wait()[0].item() < self.members.world_size or self.members.count is not None:
                 self._meet(True, int(count()) if self.members.count is not None else 0)
             if self.members.joined_ranks and not self.members.announces:
                 self.members.role = Role.TAIL

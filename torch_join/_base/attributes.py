@@ -1,0 +1,24 @@
+"""Attributes that are other ones for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import getattr_static
+from typing import Any
+
+
+@contextmanager
+def setting(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of an object, a class or a module inside; then it has its own again, or none where it had none."""
+    properties = [name for name in attributes if hasattr(getattr_static(type(owner), name, None), "__set__")]
+    before = {name: getattr(owner, name) for name in properties}
+    before |= {name: vars(owner)[name] for name in attributes if name not in before and name in vars(owner)}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
