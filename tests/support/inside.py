@@ -541,3 +541,25 @@ def awake_longer(factor: int) -> AbstractContextManager[Any]:
     """Within this, whoever waits keeps its core awake for so many times as long."""
     awake, briefly = factor * _tree._AWAKE_SECONDS, factor * _tree._BRIEFLY
     return mock.patch.multiple(_tree, _AWAKE_SECONDS=awake, _BRIEFLY=briefly)
+
+
+def lacking_of_engine(engine: Any) -> list[str]:
+    """Return what the objects of a DeepSpeed engine lack of what is relied on, by what has it."""
+    from torch_join.joinables._deepspeed import compat
+
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    needed: list[tuple[Any, Sequence[str]]] = [
+        (engine, ["_backward_prologue", "_backward_epilogue", "inside_no_sync_ctxt"])
+    ]
+    if stage:
+        needed.append((optimizer, ["clear_backward_seen_flag", "reenter_backward_if_needed", "param_groups"]))
+    if stage in (1, 2):
+        needed.append((optimizer, ["process_gradients", "reduce_ipg_grads", "bit16_groups", "_grad_acc_hooks"]))
+    if stage == 3:
+        offload, parameter = compat.offload_of(engine), next(engine.module.parameters())
+        needed.append((optimizer, ["reduce_ready_partitions_and_remove_grads", compat.REDUCE_BUCKET_3]))
+        needed.append((offload, compat.PHASES))
+        needed.append((offload.get_param_coordinator(), ["reset_step"]))
+        needed.append((parameter, ["all_gather", "all_gather_coalesced", "partition", "is_external_param"]))
+        needed.append((engine.module, ["_external_params"]))
+    return [f"{type(owner).__name__}.{name}" for owner, names in needed for name in names if not hasattr(owner, name)]
