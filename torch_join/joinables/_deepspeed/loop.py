@@ -79,13 +79,13 @@ class LoopEnginePart(Part):
         self._undo += [hook.remove, self._watch.end]
         self._events.replace(engine, "_backward_epilogue", self._epilogue)
         self._events.replace(engine, "backward", self._backward)
-        self._events.replace(engine, "step", partial(self._step, True))
+        self._events.replace(engine, "step", partial(self._stepping, True))
         self._events.say(
             engine, "set_gradient_accumulation_boundary", "boundary", lambda is_boundary: bool(is_boundary)
         )
         self._events.say(engine, "zero_grad", "zero_grad", partial(self._of_clearing, True))
         if hasattr(optimizer, "zero_grad"):  # else it evaluates
-            self._events.replace(optimizer, "step", partial(self._step, False))  # as Fabric does
+            self._events.replace(optimizer, "step", partial(self._stepping, False))  # as Fabric does
             self._events.say(optimizer, "zero_grad", "zero_grad", partial(self._of_clearing, False))
         self._events.replace(engine, "save_checkpoint", partial(self._checkpoint, "save"))
         self._events.replace(engine, "load_checkpoint", partial(self._checkpoint, "load"))
@@ -157,7 +157,7 @@ class LoopEnginePart(Part):
 
         return epilogue
 
-    def _step(self, of_engine: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _stepping(self, of_engine: bool, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._events.is_quiet:
                 return original(*args, **kwargs)

@@ -1,0 +1,68 @@
+"""Random trainings by engines, with whatever drives them; the seed is in the name of the test."""
+
+import os
+import random
+
+import pytest
+
+from tests.deepspeed.fronts import accelerate, fabric, lightning
+from tests.deepspeed.recipe import Recipe, Trained, check, reference, train
+from tests.deepspeed.test_fronts import EXPECTED
+from tests.support.workers import Workers
+
+pytestmark = pytest.mark.long
+FIRST, COUNT, BATCH = int(os.environ.get("TORCH_JOIN_SEED", "0")), 300, 10
+FRONTS = {"plain": train, "lightning": lightning, "fabric": fabric, "accelerate": accelerate}
+
+
+def draw(seed: int, world_size: int) -> Recipe:
+    choose = random.Random(seed).choice
+    front, stage = choose(["plain", "plain", "lightning", "fabric", "accelerate"]), choose([0, 1, 2, 3, 3])
+    window = 1 if front == "fabric" else choose([1, 1, 2, 3])
+    longest = window * choose([1, 2, 3]) if front == "lightning" else choose([2, 3, 4, 5])  # see `test_fronts`
+    lengths = [choose([0, 1, longest // 2, longest - 1, longest]) for _ in range(world_size)]
+    lengths[choose(range(world_size))] = longest
+    options = {
+        "reduce_bucket_size": choose([20, 70, 500, 10**6]),
+        "reduce_scatter": choose([True, True, False]),
+        "overlap_comm": choose([False, False, True]),
+        "contiguous_gradients": choose([True, True, False]),
+        "stage3_param_persistence_threshold": choose([0, 9, 40, 10000]),
+        "stage3_prefetch_bucket_size": choose([0, 50, 1000]),
+    }
+    if stage > 1 and choose([True, False, False]):
+        options["offload_optimizer"] = {"device": "cpu"}
+    return Recipe(
+        tuple(lengths),
+        stage,
+        front,
+        choose(["world", "active", "samples", "count"]),
+        window,
+        choose([0.0, 0.0, 0.03]),
+        choose(["sgd", "adamw"]),
+        choose(["", "", "tied", "frozen", "reentrant", "not reentrant", "external", "path"]),
+        seed=1000 + seed,
+        options=options,
+    )
+
+
+def train_all(rank: int, recipes: list[Recipe]) -> list[Trained]:
+    return [FRONTS[recipe.front](rank, recipe) for recipe in recipes]
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, BATCH))
+def test_random_trainings(workers: Workers, first: int) -> None:
+    world_size = 3 if first // BATCH % 3 == 2 else 2
+    recipes = [draw(seed, world_size) for seed in range(first, first + BATCH)]
+    outcomes = workers.outcomes(world_size, train_all, recipes, deadline=400.0)
+    failed = [f"rank {rank}: {one.error}\n{one.trace[-2500:]}" for rank, one in enumerate(outcomes) if one.error]
+    assert not failed, "\n".join([*failed, *map(str, recipes)])
+    for place, recipe in enumerate(recipes):
+        options = dict(EXPECTED.get(recipe.front, {}))
+        if "scheduled" in options:
+            options["scheduled"] = world_size
+        found = [one.value[place] for one in outcomes]
+        try:
+            check(found, reference(recipe, **options))
+        except AssertionError as error:
+            raise AssertionError(f"{recipe}: {error}") from None
