@@ -7,6 +7,7 @@ outlasts its deadline is stopped: every rank's stack is printed, all workers are
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -191,11 +192,19 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
         os.environ["NCCL_HOSTID"] = f"host{rank}"
     torch.set_num_threads(1)
     backend, place = emulator.use(device, rank), emulator.place()
+    # What was imported stays. Whoever collects garbage, as Trainer does after each training, or looks for something
+    # among all objects, as Accelerate's context does, would go through a million of its objects each time.
+    gc.freeze()
+    modules = len(sys.modules)
     while True:
         try:
             function, args, world_size, rendezvous, store, timeout = connection.recv()
         except EOFError:
             return
+        if len(sys.modules) > modules:
+            gc.collect()  # what the last run has left
+            gc.freeze()
+            modules = len(sys.modules)
         # Anew each time: Lightning puts back the signal handlers that Python knows of, and not this one.
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
