@@ -30,9 +30,11 @@ from tests.emulator.mode import OnDevice
 from tests.needs import has, lend_events_to_the_cpu
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# The last one while there is no process group: ShardedGradScaler takes for its own the one that there is at its import.
-_SCALER = "torch.distributed.fsdp.sharded_grad_scaler"
-_CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "tests.support.workers", _SCALER])
+# What most tests import, of which some take workers with them. The scaler while there is no process group: it takes for
+# its own the one that there is at its import.
+_PRELOADED = ["torch", "lightning.pytorch", "tests.support.workers", "torch.distributed.fsdp.sharded_grad_scaler"]
+_PRELOADED += [f"tests.support.{name}" for name in ("cases", "loops", "accelerated")]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 
 lend_events_to_the_cpu()
 
