@@ -1,11 +1,15 @@
+import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.covering import mark_others_long
 from tests.cpu_only import why_only_on_a_cpu
-from tests.support.workers import Workers
+
+if TYPE_CHECKING:
+    from tests.support.workers import Workers
 
 # Torch asks for the names of the loopback interface, and stands still for five seconds where nobody answers.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -23,8 +27,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # as in workers: references are trained here
+
+
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Workers]:
+def workers() -> "Iterator[Workers]":
+    from tests.support.workers import Workers  # not in the process that only deals out the tests
+
     pool = Workers(4)
     yield pool
     pool.close()

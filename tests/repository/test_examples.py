@@ -1,12 +1,16 @@
-"""The examples run, as the commands that the docs name."""
+"""The examples run, as the commands that the docs name, or in processes that there are."""
 
 import contextlib
+import importlib
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -14,6 +18,8 @@ import torch
 
 from tests.covering import others_long
 from tests.needs import has
+from tests.support.accelerated import accelerator_of
+from tests.support.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 300.0  # seconds; on two cores none takes more than half a minute, and four of these under load
@@ -33,12 +39,8 @@ COMMANDS = {
 }
 
 
-# One for each kind of loop.
-SOME = [
-    command
-    for command in COMMANDS
-    if re.search("torch_loop|lightning_digits|nproc.*accelerate|fabric_gpt|gpt2", command)
-]
+# One for each way to start processes; what each of these imports takes longer than what it trains.
+SOME = [command for command in COMMANDS if re.search("torch_loop|lightning_digits|nproc.*accelerate", command)]
 
 
 @pytest.mark.parametrize("command", others_long(COMMANDS, *SOME))
@@ -47,10 +49,46 @@ def test_command_runs(command: str) -> None:
         pytest.skip("needs fully_shard on the CPU")
     if "transformers" in command:
         pytest.importorskip("transformers")
-    output = run(command)
+    check(command, run(command))
+
+
+def check(command: str, output: str) -> None:
     found = re.search(COMMANDS[command], " ".join(output.split()))
     assert found, output
     assert all(float(number) <= 1e-10 for number in found.groups()), output
+
+
+def call(rank: int, module: str, name: str, args: tuple[Any, ...]) -> str:
+    """Call a function of an example on a rank that has been started, and return what it prints."""
+    before, printed = dict(os.environ), io.StringIO()
+    try:
+        with accelerator_of(rank), contextlib.redirect_stdout(printed):
+            getattr(importlib.import_module(module), name)(*args)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return printed.getvalue()
+
+
+def test_fabrics_runs_on_ranks_that_there_are(workers: Workers) -> None:
+    printed, _ = workers.run(2, call, "examples.fabric_gpt", "main", ())
+    check("examples/fabric_gpt.py", printed)
+
+
+def test_transformers_runs_on_ranks_that_there_are(workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    example = importlib.import_module("examples.transformers_gpt2")
+
+    def spawn(function: Any, args: tuple[Any, ...], nprocs: int) -> None:
+        workers.run(nprocs, call_with_its_rank, function.__module__, function.__name__, args)
+
+    with mock.patch.object(torch.multiprocessing, "spawn", spawn), accelerator_of(0):
+        example.main()
+    check("examples/transformers_gpt2.py", capsys.readouterr().out)
+
+
+def call_with_its_rank(rank: int, module: str, name: str, args: tuple[Any, ...]) -> None:
+    call(rank, module, name, (rank, *args))
 
 
 def run(command: str) -> str:

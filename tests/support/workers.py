@@ -7,6 +7,7 @@ outlasts its deadline is stopped: every rank's stack is printed, all workers are
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -29,9 +30,11 @@ from tests.emulator.mode import OnDevice
 from tests.needs import has, lend_events_to_the_cpu
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# The last one while there is no process group: ShardedGradScaler takes for its own the one that there is at its import.
-_SCALER = "torch.distributed.fsdp.sharded_grad_scaler"
-_CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "tests.support.workers", _SCALER])
+# What most tests import, of which some take workers with them. The scaler while there is no process group: it takes for
+# its own the one that there is at its import.
+_PRELOADED = ["torch", "lightning.pytorch", "tests.support.workers", "torch.distributed.fsdp.sharded_grad_scaler"]
+_PRELOADED += [f"tests.support.{name}" for name in ("cases", "loops", "accelerated")]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 
 lend_events_to_the_cpu()
 
@@ -191,11 +194,19 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
         os.environ["NCCL_HOSTID"] = f"host{rank}"
     torch.set_num_threads(1)
     backend, place = emulator.use(device, rank), emulator.place()
+    # What was imported stays. Whoever collects garbage, as Trainer does after each training, or looks for something
+    # among all objects, as Accelerate's context does, would go through a million of its objects each time.
+    gc.freeze()
+    modules = len(sys.modules)
     while True:
         try:
             function, args, world_size, rendezvous, store, timeout = connection.recv()
         except EOFError:
             return
+        if len(sys.modules) > modules:
+            gc.collect()  # what the last run has left
+            gc.freeze()
+            modules = len(sys.modules)
         # Anew each time: Lightning puts back the signal handlers that Python knows of, and not this one.
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -111,7 +111,8 @@ def test_stopping_in_the_tail_and_going_on(workers: Workers) -> None:
 
 
 def test_a_rank_that_raises_ends_all(workers: Workers) -> None:
-    first, second = workers.outcomes(2, stop, FailAt)
+    # The other is in a gather of Trainer's own, which ends with the process that has failed, or by its timeout.
+    first, second = workers.outcomes(2, stop, FailAt, timeout=5.0)
     assert "ValueError: no such thing" in second.error
     assert "PeerFailedError: Rank 1 failed" in first.error
     assert "no such thing" in first.error
