@@ -2,12 +2,14 @@
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
@@ -108,6 +110,23 @@ def data_of(fit: Fit, rank: int) -> Any:
     return Stream(data) if fit.stream else data
 
 
+class SumsInFloat64(TorchFunctionMode):
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is Tensor.sum and args[0].dtype is torch.float64:
+            kwargs.pop("dtype", None)
+        return function(*args, **kwargs)
+
+
+def exact(fit: Fit) -> AbstractContextManager[Any]:
+    """Put around a fit in float64.
+
+    Trainer smoothes labels by a sum in float32, in which it rounds the gradient. Ranks round theirs, that of one process
+    times their number, elsewhere, unless that is a power of two.
+    """
+    return SumsInFloat64() if fit.arguments.get("label_smoothing_factor") else nullcontext()
+
+
 class EpochCounter(TrainerCallback):
     def __init__(self, seen: list[list[Any]]) -> None:
         self.seen = seen
@@ -161,7 +180,7 @@ def outcome(trainer: Any, seen: Any = ()) -> Trained:
 
 
 def train(rank: int, fit: Fit, kind: type[Recording] = Recording, **options: Any) -> Trained:
-    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder, exact(fit):
         seen: list[list[Any]] = []
         kind.seen = seen
         trainer = kind(
@@ -238,7 +257,7 @@ def reference(fit: Fit, found: list[Trained], **more: Any) -> Trained:
         def get_train_dataloader(self) -> Any:
             return Unions(epochs, not fit.stream)
 
-    with accelerator_of(0), tempfile.TemporaryDirectory() as folder:
+    with accelerator_of(0), tempfile.TemporaryDirectory() as folder, exact(fit):
         trainer = Reference(model=Net(fit.counts, fit.batch_norm), args=arguments_of(fit, folder, **more))
         trainer.train()
         return outcome(trainer)

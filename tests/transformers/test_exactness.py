@@ -42,6 +42,7 @@ FITS = {
         (0, 4, 1), 0, 3, stream=True, rebalance=True, counts=False, weighting="samples", arguments={"max_steps": 5}
     ),
     "rebalanced by Trainer": Fit(samples=9, rebalance=True),
+    "3 ranks smooth labels": Fit((1, 0, 3), world_size=3, arguments={"label_smoothing_factor": SMOOTHING}),
     "by labels": Fit((2, 6), accumulate=3, counts=False, weighting=count_labels),
     "by labels, in Trainer's place": Fit((0, 4, 1), world_size=3, accumulate=2, weighting=count_labels),
     "by labels, rebalanced": Fit((7, 2), accumulate=2, counts=False, weighting=count_labels, rebalance=True),
