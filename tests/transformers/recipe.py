@@ -121,8 +121,8 @@ class SumsInFloat64(TorchFunctionMode):
 def exact(fit: Fit) -> AbstractContextManager[Any]:
     """Put around a fit in float64.
 
-    Trainer smoothes labels by a sum in float32, in which it rounds the gradient. Ranks round theirs, that of one process
-    times their number, elsewhere, unless that is a power of two.
+    Trainer smoothes labels by a sum in float32, in which it rounds the gradient. Ranks round theirs, that of one
+    process times their number, elsewhere, unless that is a power of two.
     """
     return SumsInFloat64() if fit.arguments.get("label_smoothing_factor") else nullcontext()
 
