@@ -69,8 +69,9 @@ def draw(seed: int) -> Fit:
     if stream or random.random() < 0.2:
         arguments["max_steps"] = random.randrange(1, 9)
     return Fit(
-        # Of a stream shorter than a window Trainer never makes a step, nor comes to an end.
-        lengths=tuple([random.randrange(8) for _ in range(world_size - 1)] + [random.randrange(3, 8)]) if own else (),
+        # Of a stream shorter than a window Trainer never makes a step, nor comes to an end. The last rank may have one
+        # batch less, if that is one sample.
+        lengths=(*(random.randrange(8) for _ in range(world_size - 1)), random.randrange(3, 8) + stream) if own else (),
         samples=0 if own else random.randrange(1, 30),
         world_size=world_size,
         batch_size=random.choice([1, 2, 3]),

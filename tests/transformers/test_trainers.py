@@ -117,7 +117,7 @@ def options_of(folder: str, kind: Any = TrainingArguments, **options: Any) -> An
 
 
 def sft(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
-    args = options_of(folder, SFTConfig, max_length=16, **{CHECKPOINTS: False, **options})
+    args = options_of(folder, SFTConfig, **{"max_length": 16, CHECKPOINTS: False, **options})
     data = Dataset.from_dict({"text": [text(n) for n in rows]})
     return base(gpt(), args, train_dataset=data, processing_class=tokenizer())
 
