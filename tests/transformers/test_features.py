@@ -3,7 +3,7 @@
 import os
 import signal
 import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -186,19 +186,24 @@ def test_resuming_as_one_process_does(
 RATES = (0.02, 0.1)
 
 
+class Trial(NamedTuple):
+    number: int
+    params: dict[str, float]
+
+
 class Rates:
-    """Tries each rate, on all ranks."""
+    """Tries each rate, on all ranks, in Optuna's place."""
 
     def ensure_available(self) -> None:
         pass
 
     def default_hp_space(self, trial: Any) -> Any:
-        return trial
+        return trial.params
 
     def run(self, trainer: Any, n_trials: int, direction: str) -> BestRun:
         found = []
-        for rate in RATES[:n_trials]:
-            trainer.train(trial={"learning_rate": rate})
+        for number, rate in enumerate(RATES[:n_trials]):
+            trainer.train(trial=Trial(number, {"learning_rate": rate}))
             found.append(
                 (trainer.evaluate()["eval_loss"], rate, [p.detach().clone() for p in trainer.model.parameters()])
             )
@@ -209,7 +214,7 @@ class Rates:
 def search(rank: int, lengths: tuple[int, ...]) -> Any:
     fit, evaluated = Fit(lengths), Samples(5000 + 1000 * rank, 3 * rank)
     with accelerator_of(rank), tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hf.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.RAY, Rates)
+        patch.setitem(hf.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Rates)
 
         def make(rate: float) -> JoinTrainer:
             data = {"train_dataset": data_of(fit, rank), "eval_dataset": evaluated}
@@ -217,7 +222,7 @@ def search(rank: int, lengths: tuple[int, ...]) -> Any:
             return JoinTrainer(model_init=lambda: Net(True), args=args, own_shards=True, **data)
 
         trainer = make(0.5)
-        trainer.hyperparameter_search(backend="ray", n_trials=len(RATES), direction="minimize")
+        trainer.hyperparameter_search(backend="optuna", n_trials=len(RATES), direction="minimize")
         expected = []
         for rate in RATES:
             alone = make(rate)
