@@ -19,6 +19,13 @@ SEEN = "4.57 and 5.24"
 KEPT = ("_metrics", "_total_train_tokens", "accum_loss_components")
 # Trainers that generate, score and gather in `_prepare_inputs`: what a rank without a batch has no part in.
 GENERATING = ("GRPOTrainer", "RLOOTrainer")
+# Packages of trainers whose `__init__` looks at the first sample of each dataset.
+LOOKING = ("trl",)
+
+
+def looks_at_samples(trainer: Any) -> bool:
+    """Whether a trainer cannot be made with a dataset of no samples."""
+    return any(base.__module__.partition(".")[0] in LOOKING for base in type(trainer).__mro__)
 
 
 def rows_of(batch: Any) -> int | None:

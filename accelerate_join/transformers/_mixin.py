@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, prepare_data_loader
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
@@ -105,7 +106,9 @@ class JoinTrainerMixin:
         if self.rebalance:
             check_can_rebalance(heartbeat=False, throw_on_early_termination=self.throw_on_early_termination)
         if self.own_shards:
-            _check_own_shards([*args, *kwargs.values()])
+            _check_own_shards(
+                self, dict(zip(inspect.signature(super().__init__).parameters, args, strict=False)) | kwargs
+            )
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------ loaders
@@ -280,19 +283,37 @@ def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _check_own_shards(given: list[Any]) -> None:
+def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
     """Raise if a trainer of these arguments makes something of a dataset that it takes for that of all ranks.
 
     Raises:
-        UnsupportedError: So it is.
+        UnsupportedError: So it is, or it looks at the first sample of one that has none on some rank. All ranks raise.
     """
-    arguments = next((each for each in given if isinstance(each, TrainingArguments)), None)
-    if arguments is not None and arguments.world_size > 1 and getattr(arguments, "precompute_ref_log_probs", False):
+    arguments = next((each for each in given.values() if isinstance(each, TrainingArguments)), None)
+    if arguments is None or arguments.world_size == 1:
+        return
+    if getattr(arguments, "precompute_ref_log_probs", False):
         raise UnsupportedError(
             "precompute_ref_log_probs=True computes them for one dataset that all ranks have, and with own_shards=True"
             " each rank has its own, which would get those of others' samples. Compute them in one process before, as"
             " columns of each shard, or leave one of the two out."
         )
+    if not _compat.looks_at_samples(trainer):
+        return
+    # One rank would raise, and the others wait for it until their group's timeout.
+    mine = [name for name in ("train_dataset", "eval_dataset") if _has_empty(given.get(name))]
+    everyone: list[Any] = [None] * arguments.world_size
+    dist.all_gather_object(everyone, mine)
+    lacking = [f"{' and '.join(names)} of rank {rank}" for rank, names in enumerate(everyone) if names]
+    if lacking:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} looks at the first sample of each dataset when it is made, and there is none in"
+            f" {', '.join(lacking)}. Give each rank one sample at least."
+        )
+
+
+def _has_empty(data: Any) -> bool:
+    return any(length_of(each) == 0 for each in (data.values() if isinstance(data, dict) else [data]))
 
 
 def _warn_of_filled(name: str) -> None:

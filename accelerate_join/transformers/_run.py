@@ -165,6 +165,8 @@ class Run:
             yield
             for reading in self._reading.values():
                 reading.leave()
+            if isinstance(self._join, LockstepJoin) and self._join.in_tail:
+                self._join.sync_buffers()  # which no next forward brings to a rank without a batch
             self._rebalancing.close()
             self.channel.close(meets=True)
 
@@ -307,7 +309,16 @@ class Run:
         self._around_step.close()
         join = self._join
         if isinstance(join, LockstepJoin):
-            return join.run_inside(partial(own, self._model, inputs, *args, **kwargs))
+            try:
+                return join.run_inside(partial(own, self._model, inputs, *args, **kwargs))
+            except AttributeError as error:
+                if error.name != "module" or error.obj not in (self._model, _unwrapped(self._model)):
+                    raise
+                raise UnsupportedError(
+                    f"{type(self._trainer).__name__}.compute_loss asks its model for `module`, as if that were a"
+                    " DistributedDataParallel. It gets the model itself, which runs inside of that. Use"
+                    " self.accelerator.unwrap_model(model), which is right for both."
+                ) from error
         assert join is not None
         with join.active_step():
             return own(model, inputs, *args, **kwargs)

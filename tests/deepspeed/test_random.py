@@ -32,11 +32,14 @@ def draw(seed: int, world_size: int) -> Recipe:
     }
     if stage > 1 and choose([True, False, False]):
         options["offload_optimizer"] = {"device": "cpu"}
+    weightings = ["world", "active", "samples"]
+    if front != "accelerate" or window == 1:  # else a function raises there
+        weightings.append("count")
     return Recipe(
         tuple(lengths),
         stage,
         front,
-        choose(["world", "active", "samples", "count"]),
+        choose(weightings),
         window,
         choose([0.0, 0.0, 0.03]),
         choose(["sgd", "adamw"]),

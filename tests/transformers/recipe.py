@@ -1,13 +1,17 @@
 """One fit with a `JoinTrainer`, and the same by a plain `Trainer` in one process on the unions of the batches."""
 
+import multiprocessing
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
@@ -30,6 +34,8 @@ class Fit:
         lengths: By rank, its number of batches in a dataset of its own; empty where Trainer shards one.
         samples: In that one.
         counts: Whether the model divides by the number of items in all ranks' batches.
+        norm: What its inputs go through.
+        scaler: Whether the loss is scaled, of which that of some samples is infinite.
         arguments: What else `TrainingArguments` takes.
     """
 
@@ -42,7 +48,8 @@ class Fit:
     weighting: Any = "world"
     counts: bool = True
     stream: bool = False
-    batch_norm: bool = False
+    norm: type[nn.Module] = nn.Identity
+    scaler: bool = False
     rebalance: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -50,12 +57,13 @@ class Fit:
 class Net(nn.Module):
     """Predicts some tokens from a vector."""
 
-    def __init__(self, counts: bool, batch_norm: bool = False) -> None:
+    def __init__(self, counts: bool, norm: type[nn.Module] = nn.Identity, overflows: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.accepts_loss_kwargs = counts
+        self.overflows = overflows
         self.config = PretrainedConfig()
-        self.norm = nn.BatchNorm1d(3) if batch_norm else nn.Identity()
+        self.norm = norm(3)
         self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, TOKENS * KINDS))
         self.double()
 
@@ -71,6 +79,8 @@ class Net(nn.Module):
         else:
             rows = losses.view_as(labels).sum(1) / (labels != -100).sum(1)
             loss = rows.mean() if weight is None else (rows * weight).sum()
+        if self.overflows and bool((x[:, 0] > 1).any()):
+            loss = loss * torch.inf
         return {"loss": loss, "logits": logits}
 
 
@@ -108,6 +118,23 @@ def data_of(fit: Fit, rank: int) -> Any:
     return Stream(data) if fit.stream else data
 
 
+class SumsInFloat64(TorchFunctionMode):
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is Tensor.sum and args[0].dtype is torch.float64:
+            kwargs.pop("dtype", None)
+        return function(*args, **kwargs)
+
+
+def exact(fit: Fit) -> AbstractContextManager[Any]:
+    """Put around a fit in float64.
+
+    Trainer smoothes labels by a sum in float32, in which it rounds the gradient. Ranks round theirs, that of one
+    process times their number, elsewhere, unless that is a power of two.
+    """
+    return SumsInFloat64() if fit.arguments.get("label_smoothing_factor") else nullcontext()
+
+
 class EpochCounter(TrainerCallback):
     def __init__(self, seen: list[list[Any]]) -> None:
         self.seen = seen
@@ -116,7 +143,16 @@ class EpochCounter(TrainerCallback):
         self.seen.append([])
 
 
-class Recording(JoinTrainer):
+class Scaling(Trainer):
+    """Scales its loss, if its model overflows; `fp16` would, on accelerators only."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model.overflows:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        return super().create_optimizer(*args, **kwargs)
+
+
+class Recording(JoinTrainer, Scaling):
     """Keeps what it has trained on, by epoch."""
 
     seen: list[list[dict[str, Tensor]]]
@@ -135,7 +171,8 @@ class Trained:
     seen: list[list[dict[str, Tensor]]]
     logs: list[dict[str, Any]]
     steps: int
-    metrics: Any = None
+    buffers: list[Tensor]
+    scaler: Any
 
 
 def arguments_of(fit: Fit, folder: str, **more: Any) -> TrainingArguments:
@@ -157,15 +194,21 @@ def arguments_of(fit: Fit, folder: str, **more: Any) -> TrainingArguments:
 
 def outcome(trainer: Any, seen: Any = ()) -> Trained:
     parameters = [p.detach().clone() for p in trainer.model.parameters()]
-    return Trained(parameters, list(seen), trainer.state.log_history, trainer.state.global_step)
+    buffers, scaler = [b.clone() for b in trainer.model.buffers()], trainer.accelerator.scaler
+    state = trainer.state
+    return Trained(
+        parameters, list(seen), state.log_history, state.global_step, buffers, scaler and scaler.state_dict()
+    )
 
 
 def train(rank: int, fit: Fit, kind: type[Recording] = Recording, **options: Any) -> Trained:
-    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+    # A daemon, as these workers are, may have no processes of its own, and a loader may.
+    daemon = mock.patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder, exact(fit), daemon:
         seen: list[list[Any]] = []
         kind.seen = seen
         trainer = kind(
-            model=Net(fit.counts, fit.batch_norm),
+            model=Net(fit.counts, fit.norm, fit.scaler),
             args=arguments_of(fit, folder),
             train_dataset=data_of(fit, rank),
             callbacks=[EpochCounter(seen)],
@@ -234,12 +277,12 @@ def reference(fit: Fit, found: list[Trained], **more: Any) -> Trained:
     """Train in one process on the unions of what the ranks have trained on."""
     epochs = unions(fit, found)
 
-    class Reference(Trainer):
+    class Reference(Scaling):
         def get_train_dataloader(self) -> Any:
             return Unions(epochs, not fit.stream)
 
-    with accelerator_of(0), tempfile.TemporaryDirectory() as folder:
-        trainer = Reference(model=Net(fit.counts, fit.batch_norm), args=arguments_of(fit, folder, **more))
+    with accelerator_of(0), tempfile.TemporaryDirectory() as folder, exact(fit):
+        trainer = Reference(model=Net(fit.counts, fit.norm, fit.scaler), args=arguments_of(fit, folder, **more))
         trainer.train()
         return outcome(trainer)
 

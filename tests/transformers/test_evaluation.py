@@ -107,7 +107,7 @@ def fit(rank: int, arguments: dict[str, Any]) -> tuple[Any, ...]:
         torch.distributed.broadcast_object_list(shared)
         args = arguments_of(plan, shared[0], per_device_eval_batch_size=2, **arguments)
         trainer = JoinTrainer(
-            Net(True, batch_norm=True),
+            Net(True, torch.nn.BatchNorm1d),
             args,
             train_dataset=data_of(plan, rank),
             eval_dataset=evaluation_data((1, 6), rank, False),

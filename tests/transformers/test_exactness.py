@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import torch
 
+from tests.core.backward.synced import SyncNorm
 from tests.covering import others_long
 from tests.support.workers import Workers
 from tests.transformers.recipe import (
@@ -26,6 +27,7 @@ from tests.transformers.recipe import (
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", 200))
 
+PROCESSES = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2}
 FITS = {
     "rank 0 first": Fit((2, 5), arguments={"lr_scheduler_type": "cosine", "warmup_steps": 2}),
     "rank 0 has none": Fit((0, 4), accumulate=2, arguments={"label_smoothing_factor": SMOOTHING}),
@@ -42,6 +44,18 @@ FITS = {
         (0, 4, 1), 0, 3, stream=True, rebalance=True, counts=False, weighting="samples", arguments={"max_steps": 5}
     ),
     "rebalanced by Trainer": Fit(samples=9, rebalance=True),
+    "3 ranks smooth labels": Fit((1, 0, 3), world_size=3, arguments={"label_smoothing_factor": SMOOTHING}),
+    "synced batch norm": Fit((5, 2), batch_size=3, norm=SyncNorm, accumulate=2),
+    "synced batch norm, rank 0 has none": Fit((0, 4), batch_size=3, norm=SyncNorm),
+    "loaders with processes": Fit((0, 5), accumulate=2, arguments=PROCESSES),
+    "streams with processes": Fit((2, 5), stream=True, arguments={"max_steps": 7, **PROCESSES}),
+    "rebalanced, with processes": Fit((1, 6), rebalance=True, arguments=PROCESSES),
+    "full batches only": Fit((0, 4), accumulate=2, arguments={"dataloader_drop_last": True}),
+    "full batches only, sharded by Trainer": Fit(samples=7, world_size=3, arguments={"dataloader_drop_last": True}),
+    "ends in the tail": Fit((2, 5), arguments={"max_steps": 3, "remove_unused_columns": True}),
+    "ends amid the second tail": Fit((5, 2), accumulate=2, arguments={"max_steps": 5}),
+    "scaled": Fit((5, 2), scaler=True, accumulate=2, arguments={"max_grad_norm": 0.0}),
+    "scaled means": Fit((0, 4), scaler=True, counts=False, weighting="samples", arguments={"max_grad_norm": 0.0}),
     "by labels": Fit((2, 6), accumulate=3, counts=False, weighting=count_labels),
     "by labels, in Trainer's place": Fit((0, 4, 1), world_size=3, accumulate=2, weighting=count_labels),
     "by labels, rebalanced": Fit((7, 2), accumulate=2, counts=False, weighting=count_labels, rebalance=True),
@@ -68,8 +82,9 @@ def draw(seed: int) -> Fit:
     if stream or random.random() < 0.2:
         arguments["max_steps"] = random.randrange(1, 9)
     return Fit(
-        # Of a stream shorter than a window Trainer never makes a step, nor comes to an end.
-        lengths=tuple([random.randrange(8) for _ in range(world_size - 1)] + [random.randrange(3, 8)]) if own else (),
+        # Of a stream shorter than a window Trainer never makes a step, nor comes to an end. The last rank may have one
+        # batch less, if that is one sample.
+        lengths=(*(random.randrange(8) for _ in range(world_size - 1)), random.randrange(3, 8) + stream) if own else (),
         samples=0 if own else random.randrange(1, 30),
         world_size=world_size,
         batch_size=random.choice([1, 2, 3]),
@@ -96,7 +111,7 @@ def test_many_fits_are_as_one_process(workers: Workers, seed: int) -> None:
 
 SOME = (
     *("rank 0 has none", "3 ranks", "samples", "sharded by Trainer", "streams", "rebalanced streams"),
-    *("by labels", "by labels, in Trainer's place"),
+    *("by labels", "by labels, in Trainer's place", "synced batch norm"),
 )
 
 
@@ -114,6 +129,12 @@ def check_as_one_process(workers: Workers, fit: Fit) -> None:
     assert expected.steps == found[0].steps
     for mine, theirs in zip(found[0].parameters, expected.parameters, strict=True):
         assert (mine - theirs).abs().max() < TOLERANCE
+    if fit.norm is SyncNorm:
+        for each in (*found[1:], expected):
+            assert all((a - b).abs().max() < TOLERANCE for a, b in zip(each.buffers, found[0].buffers, strict=True))
+    assert all(each.scaler == expected.scaler for each in found)
+    if fit.scaler:  # losses that are infinite leave Trainer's logs, on each rank by itself
+        return
     losses = [[log["loss"] for log in each.logs if "loss" in log] for each in (found[0], expected)]
     if fit.weighting != "world" or fit.counts:  # else the mean of the ranks that had a batch is shown
         assert losses[0] == pytest.approx(losses[1], abs=LOSS_TOLERANCE)

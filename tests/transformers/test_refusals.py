@@ -33,6 +33,11 @@ class Rebatching(JoinTrainer):
         return [dict(batch) for batch in batches], items
 
 
+class Unwrapping(JoinTrainer):
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model.module, *args, **kwargs)
+
+
 class GRPOTrainer(JoinTrainer):
     """Is refused by its name."""
 
@@ -72,6 +77,7 @@ def run(rank: int, kind: type[JoinTrainer], fit: Fit, options: dict[str, Any], m
 UNEVEN = Fit((2, 5))
 REFUSED: dict[str, tuple[type[JoinTrainer], Fit, dict[str, Any], str]] = {
     "twice": (Twice, UNEVEN, {}, "calls compute_loss twice"),
+    "unwrapping": (Unwrapping, UNEVEN, {}, "Use self.accelerator.unwrap_model(model)"),
     "by itself": (ByItself, UNEVEN, {}, "called compute_loss 0 times"),
     "other batches": (Rebatching, UNEVEN, {}, "none of those its dataloader has yielded"),
     "generating": (GRPOTrainer, UNEVEN, {}, "generates and scores"),

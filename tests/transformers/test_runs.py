@@ -26,7 +26,7 @@ def shared_folder() -> Any:
 
 def make(rank: int, fit: Fit, folder: str, **arguments: Any) -> JoinTrainer:
     args = arguments_of(fit, folder, **arguments)
-    return JoinTrainer(Net(fit.counts, fit.batch_norm), args, train_dataset=data_of(fit, rank), own_shards=True)
+    return JoinTrainer(Net(fit.counts, fit.norm), args, train_dataset=data_of(fit, rank), own_shards=True)
 
 
 def parameters_of(trainer: Any) -> list[torch.Tensor]:
@@ -59,7 +59,7 @@ def resume(rank: int, fit: Fit, options: dict[str, Any]) -> tuple[list[Any], lis
     ("fit", "options"),
     [
         (Fit((2, 5), accumulate=1), {}),
-        (Fit((0, 5), batch_size=3, accumulate=2, counts=False, batch_norm=True), {}),
+        (Fit((0, 5), batch_size=3, accumulate=2, counts=False, norm=torch.nn.BatchNorm1d), {}),
         (Fit((5, 1), stream=True), {"max_steps": 5}),
     ],
 )

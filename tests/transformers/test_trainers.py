@@ -28,10 +28,11 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from accelerate_join.transformers import JoinTrainerMixin
 from tests.covering import others_long
+from tests.needs import known
 from tests.support.accelerated import accelerator_of
 from tests.support.accelerated_sharded import fsdp_on_cpu
 from tests.support.workers import Workers
@@ -117,7 +118,7 @@ def options_of(folder: str, kind: Any = TrainingArguments, **options: Any) -> An
 
 
 def sft(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
-    args = options_of(folder, SFTConfig, max_length=16, **{CHECKPOINTS: False, **options})
+    args = options_of(folder, SFTConfig, **{"max_length": 16, CHECKPOINTS: False, **options})
     data = Dataset.from_dict({"text": [text(n) for n in rows]})
     return base(gpt(), args, train_dataset=data, processing_class=tokenizer())
 
@@ -135,6 +136,20 @@ def reward(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
     columns = {name: [text(n + plus) for n in rows] for name, plus in (("chosen", 50), ("rejected", 99))}
     model = gpt(GPT2ForSequenceClassification, num_labels=1)
     return base(model, args=args, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer())
+
+
+def kto(base: Any, folder: str, rows: list[int], **options: Any) -> Any:
+    # Its mean over all ranks' means is that of all rows where they have equally many.
+    order = known(KTOConfig, train_sampling_strategy="sequential")
+    args = options_of(folder, KTOConfig, max_length=16, **{CHECKPOINTS: False, **order, **options})
+    columns = {
+        "prompt": [text(n) for n in rows],
+        "completion": [text(n + 50) for n in rows],
+        "label": [n % 2 > 0 for n in rows],
+    }
+    return base(
+        gpt(), ref_model=gpt(), args=args, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer()
+    )
 
 
 def plain(base: Any, folder: str, rows: list[int], model: Any = None, **options: Any) -> Any:
@@ -201,6 +216,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Any]] = {
     "SFT": (sft, SFTTrainer),
     "DPO": (dpo, DPOTrainer),
     "reward": (reward, RewardTrainer),
+    "KTO": (kto, KTOTrainer),
     "plain": (plain, Trainer),
     "LoRA": (lora, Trainer),
     "sentences": (sentences, SentenceTransformerTrainer),
@@ -208,7 +224,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 # Before TRL 1 these are means of the ranks' means.
 MEANS_OF_TOKENS = ("entropy", "mean_token_accuracy") if trl.__version__ >= "1" else ()
-MEANS = ("DPO", "reward", "sentences")  # whose losses are a mean over each rank's rows
+MEANS = ("DPO", "KTO", "reward", "sentences")  # whose losses are a mean over each rank's rows
 
 
 def whole(model: Any) -> list[torch.Tensor]:
@@ -242,6 +258,11 @@ def train(rank: int, name: str, lengths: tuple[int, ...], options: dict[str, Any
 def together(batches: list[dict[str, Any]], halves: bool) -> dict[str, Any]:
     """Return the union of batches; where one has two halves, the union has two as well."""
     found: dict[str, Any] = {}
+    if "position_ids" in batches[0]:  # rows one behind the other
+        return {
+            n: torch.cat([b[n] for b in batches], v.ndim - 1) if torch.is_tensor(v) else v
+            for n, v in batches[0].items()
+        }
     for name, value in batches[0].items():
         if not torch.is_tensor(value):
             found[name] = value
@@ -288,14 +309,14 @@ def check(workers: Workers, name: str, lengths: tuple[int, ...], options: dict[s
                 assert mine[value] == close
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", others_long(KINDS, *(KINDS.keys() - {"KTO"})))
 def test_other_trainers_are_as_one_process(workers: Workers, name: str) -> None:
-    check_trainer(workers, name, (3, 7))
+    check_trainer(workers, name, (2, 8) if name == "KTO" else (3, 7))
 
 
 @pytest.mark.parametrize("name", others_long(KINDS, "SFT"))
 def test_rank_0_may_be_the_last_of_them(workers: Workers, name: str) -> None:
-    check_trainer(workers, name, (5, 1))
+    check_trainer(workers, name, (8, 2) if name == "KTO" else (5, 1))
 
 
 def check_trainer(workers: Workers, name: str, lengths: tuple[int, ...]) -> None:
@@ -304,6 +325,16 @@ def check_trainer(workers: Workers, name: str, lengths: tuple[int, ...]) -> None
     # Of means, one process divides by the number of micro-batches, and not by what they count.
     accumulates = lengths[0] < 5 and name != "translating"
     check(workers, name, lengths, {"gradient_accumulation_steps": 2} if accumulates else {}, 1e-7)  # as in float32
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lengths", [(3, 9), (9, 3)])
+@pytest.mark.parametrize(
+    "options",
+    [{"packing": True, "packing_strategy": "wrapped"}, {"packing": True}, {"padding_free": True, "max_length": None}],
+)
+def test_packed_rows(workers: Workers, lengths: tuple[int, ...], options: dict[str, Any]) -> None:
+    check(workers, "SFT", lengths, options, 1e-7)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -339,6 +370,19 @@ def test_a_sharded_model_is_as_in_one_process(workers: Workers, version: int) ->
     if version == 1:
         options["model"] = gpt().float()  # of which torch takes norms in float32 only
     check(workers, "plain", (2, 7), options, 1e-7 if version == 2 else 1e-5)
+
+
+def without_samples(rank: int) -> None:
+    class Joined(JoinTrainerMixin, DPOTrainer):  # type: ignore[misc]
+        own_shards = True
+
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+        dpo(Joined, folder, [*range(3 * rank)])
+
+
+def test_a_look_at_the_first_of_no_samples_is_refused(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, without_samples):
+        assert "there is none in train_dataset of rank 0. Give" in outcome.error
 
 
 def precompute(rank: int) -> None:
