@@ -162,12 +162,14 @@ def do_in_the_tail(rank: int, what: str) -> str:
     from deepspeed.utils import safe_get_full_fp32_param
 
     def do(join: Any, engine: Any) -> None:
-        if join.active_ranks != (1,):
+        if join.active_ranks != ((0, 1) if what == "by itself" else (1,)):
             return
         if what == "read":
             safe_get_full_fp32_param(next(engine.module.parameters()))
         elif what == "arguments":
             engine.step(lr_kwargs={})
+        elif what == "by itself":
+            engine(torch.ones(1, 4)).sum().backward()
         elif what == "twice":
             engine.backward(engine(torch.ones(1, 4)).sum(), retain_graph=True)
 
@@ -183,6 +185,7 @@ def do_in_the_tail(rank: int, what: str) -> str:
     [
         ("read", "ranks \\[0\\] have joined.*shards of ranks that have joined"),
         ("arguments", "step\\(\\) got arguments while ranks \\[0\\]"),
+        ("by itself", "Use `engine.backward\\(loss\\)`"),
         ("twice", "retain_graph=True\\) while ranks \\[0\\]"),
     ],
 )

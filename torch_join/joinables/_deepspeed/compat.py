@@ -39,7 +39,8 @@ check_names(
     SEEN,
     {
         DeepSpeedEngine: (
-            "_backward_epilogue _backward_prologue backward step zero_grad set_gradient_accumulation_boundary"
+            "_backward_epilogue _backward_prologue _running_engine_backward backward step zero_grad"
+            " set_gradient_accumulation_boundary"
             " save_checkpoint load_checkpoint inside_no_sync_ctxt pipeline_parallelism has_moe_layers autotp_size"
             " sequence_parallel_size zenflow_config is_deepcompile_enabled is_compiled managed_gradient_accumulation"
             " enable_backward_allreduce gradient_average zero_quantized_gradients flops_profiler_enabled"
@@ -134,6 +135,11 @@ def add_external(module: Any, parameter: Any, dangles: bool) -> None:
 def end_forward(module: Any) -> None:
     """Do what the hook after a module's forward does besides the function of its phase."""
     parameter_offload.FWD_MODULE_STACK.pop()
+
+
+def runs_backward(engine: Any) -> bool:
+    """Whether `engine.backward` is under way."""
+    return bool(engine._running_engine_backward)
 
 
 def has_gradient_hooks(engine: Any) -> bool:

@@ -78,6 +78,7 @@ class LoopEnginePart(Part):
         hook = engine.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
         self._undo += [hook.remove, self._watch.end]
         self._events.replace(engine, "_backward_epilogue", self._epilogue)
+        self._events.replace(engine, "_backward_prologue", self._prologue)
         self._events.replace(engine, "backward", self._backward)
         self._events.replace(engine, "step", partial(self._stepping, True))
         self._events.say(
@@ -134,7 +135,8 @@ class LoopEnginePart(Part):
                     )
                 self.announce("backward", bool(self.engine.inside_no_sync_ctxt))
             factor = self.members.loss_factor
-            hook = loss.register_hook(lambda gradient: gradient * factor) if factor != 1.0 else None
+            weighs = factor != 1.0 and loss.requires_grad
+            hook = loss.register_hook(lambda gradient: gradient * factor) if weighs else None
             if factor == 0.0:  # of a loss over nothing: what it brings may be infinite
                 self._watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
             try:
@@ -145,6 +147,18 @@ class LoopEnginePart(Part):
                     hook.remove()
 
         return backward
+
+    def _prologue(self, original: Callable[[], None]) -> Callable[[], None]:
+        def prologue() -> None:
+            if not (self.members.serves or _compat.runs_backward(self.engine)):
+                raise UnsupportedError(
+                    "A loss of a DeepSpeed engine's output that was given to Join began its backward by itself"
+                    " (`loss.backward()`): nobody would weigh it, nor follow it once a rank has run out of batches. Use"
+                    " `engine.backward(loss)`."
+                )
+            original()
+
+        return prologue
 
     def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
         def epilogue() -> None:
