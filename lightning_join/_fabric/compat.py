@@ -10,11 +10,12 @@ from typing import Any
 from lightning.fabric.strategies import Strategy
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.wrappers import _FabricOptimizer as FabricOptimizer
 from lightning.fabric.wrappers import _unwrap_objects as unwrap_objects
 
 from torch_join.integration import check_names, setting
 
-__all__ = ["MultiProcessingLauncher", "acting_for_main", "convert_state", "unwrap_objects"]
+__all__ = ["FabricOptimizer", "MultiProcessingLauncher", "acting_for_main", "convert_state", "unwrap_objects"]
 
 
 def convert_state(

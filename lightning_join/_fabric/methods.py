@@ -24,6 +24,7 @@ def ask_strategies() -> None:
         setattr(Fabric, name, _noting(getattr(Fabric, name)))
     for name, instead in {"print": _print, "log_dict": _log_dict, "call": _call, "rank_zero_first": _refuse}.items():
         setattr(Fabric, name, _asking(getattr(Fabric, name), instead))
+    setattr(_compat.FabricOptimizer, "zero_grad", _zero_grad)  # noqa: B010  it has none of its own
 
 
 def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +46,11 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
         return own(fabric, *args, **kwargs) if tail is None else instead(tail, own, fabric, *args, **kwargs)
 
     return method
+
+
+def _zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    # Else the class's is called with the wrapper, and whoever listens to the optimizer's own does not hear of it.
+    optimizer.optimizer.zero_grad(*args, **kwargs)
 
 
 def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ CASES = {
     "lightning 1": ("lightning", Recipe((2, 4), 1, window=2, clip=0.02, weighting="samples", optimizer="adamw")),
     "lightning 2": ("lightning", Recipe((0, 3), 2, weighting="count")),
     "lightning 3": ("lightning", Recipe((1, 4), 3, window=2, weighting="active")),
+    "fabric 0": ("fabric", Recipe((1, 3), 0)),
     "fabric 1": ("fabric", Recipe((0, 3), 1, weighting="samples", optimizer="adamw")),
     "fabric 2": ("fabric", Recipe((4, 1), 2, clip=0.05)),
     "fabric 3": ("fabric", Recipe((1, 4), 3, weighting="count")),

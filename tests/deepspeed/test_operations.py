@@ -168,13 +168,17 @@ def do_in_the_tail(rank: int, what: str) -> str:
             safe_get_full_fp32_param(next(engine.module.parameters()))
         elif what == "arguments":
             engine.step(lr_kwargs={})
+        elif what == "clipped":
+            engine.backward(engine(torch.ones(1, 4)).sum())
+            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
+            engine.step()
         elif what == "by itself":
             engine(torch.ones(1, 4)).sum().backward()
         elif what == "twice":
             engine.backward(engine(torch.ones(1, 4)).sum(), retain_graph=True)
 
     try:
-        train(rank, Recipe(LENGTHS, 1 if what == "read" else 2), do)
+        train(rank, Recipe(LENGTHS, {"read": 1, "clipped": 0}.get(what, 2)), do)
     except JoinError as error:
         return str(error)
     return "nothing"
@@ -185,6 +189,7 @@ def do_in_the_tail(rank: int, what: str) -> str:
     [
         ("read", "ranks \\[0\\] have joined.*shards of ranks that have joined"),
         ("arguments", "step\\(\\) got arguments while ranks \\[0\\]"),
+        ("clipped", "stage 0 were changed by hand \\(clipped, say\\) while ranks \\[0\\]"),
         ("by itself", "Use `engine.backward\\(loss\\)`"),
         ("twice", "retain_graph=True\\) while ranks \\[0\\]"),
     ],

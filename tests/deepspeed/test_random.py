@@ -37,7 +37,7 @@ def draw(seed: int, world_size: int) -> Recipe:
         kinds.append("path")
     clips = [0.0] if front == "fabric" and stage == 0 else [0.0, 0.0, 0.03]  # there nobody clips
     weightings = ["world", "active", "samples"]
-    if front != "accelerate" or window == 1:  # else a function raises there
+    if front in ("plain", "fabric") or window == 1:  # else a function raises there
         weightings.append("count")
     return Recipe(
         tuple(lengths),

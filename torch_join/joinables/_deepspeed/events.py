@@ -21,7 +21,7 @@ whose n-th slice is added to the other ranks' n-th.
 Seen in DeepSpeed 0.19.8.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, ClassVar, Protocol, cast
 
@@ -217,6 +217,11 @@ class EngineEvents:
             _compat.optimizer_of(self.engine).clear_backward_seen_flag()
         else:
             self.engine._backward_prologue()
+
+    def without(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the parameters but for these."""
+        left_out = {*numbers}
+        return [parameter for number, parameter in enumerate(self.parameters) if number not in left_out]
 
     def _parameter(self, number: int) -> Any:
         if not 0 <= number < len(self.parameters):

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_join._base import compat as _compat_torch
 from torch_join._base.errors import UnsupportedError
@@ -44,7 +44,7 @@ class LoopEnginePart(Part):
 
     kinds: ClassVar[dict[str, Any]] = {
         **EngineEvents.kinds,
-        "backward": bool,  # whether inside of no_sync
+        "backward": tuple[bool, list[int] | None],  # whether inside of no_sync; which gradients there are, if any stay
         "epilogue": _NOTHING,
         "step": tuple[bool, Options],  # whether of the engine
         "options": Options,
@@ -66,6 +66,8 @@ class LoopEnginePart(Part):
         self._events = EngineEvents(self, engine)
         self.forwards = self.synced = 0
         self._forwarded_in = 0  # the loop of the last forward
+        # In stage 0 each rank holds, and steps, all of them: those that are known to the others.
+        self._gradients: list[tuple[Tensor | None, int]] = []
         self._watch = Watch([parameter for parameter in self._events.parameters if parameter.requires_grad])
 
     @property
@@ -133,7 +135,10 @@ class LoopEnginePart(Part):
                         " batches: they cannot follow another backward of the same graph. Add the losses up, and run"
                         " one backward."
                     )
-                self.announce("backward", bool(self.engine.inside_no_sync_ctxt))
+                self._check_gradients(cleared=True)
+                present = [n for n, p in enumerate(self._events.parameters) if p.grad is not None]
+                stay = self._events.stage < 2  # else each micro-batch's go where they belong
+                self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
             factor = self.members.loss_factor
             weighs = factor != 1.0 and loss.requires_grad
             hook = loss.register_hook(lambda gradient: gradient * factor) if weighs else None
@@ -168,6 +173,8 @@ class LoopEnginePart(Part):
                 self._events.say_present()
                 self.announce("epilogue")
                 self._events.inside(original)
+                if self._events.stage == 0 and self.members.announces:
+                    self._gradients = list(map(_state_of, self._events.parameters))
 
         return epilogue
 
@@ -180,16 +187,30 @@ class LoopEnginePart(Part):
                     f"step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
                     " step their shards without. Set what they say in the optimizer's param_groups."
                 )
+            self._check_gradients(cleared=False)
+            self._gradients.clear()
             self.announce_open("step", (of_engine, _compat.options_of(self.engine)))
             return self._events.inside(partial(original, *args, **kwargs))
 
         return step
+
+    def _check_gradients(self, cleared: bool) -> None:
+        """Raise if gradients were changed that joined ranks have too; `cleared`: they may be gone."""
+        for parameter, (gradient, version) in zip(self._events.parameters, self._gradients, strict=False):
+            now, its_version = _state_of(parameter)
+            if (now is not gradient or its_version != version) and not (cleared and now is None):
+                raise UnsupportedError(
+                    f"Gradients of a DeepSpeed engine in stage 0 were changed by hand (clipped, say) while ranks"
+                    f" {self.members.joined_names} have run out of batches, which have not changed theirs. Set"
+                    " gradient_clipping in the engine's configuration; clear gradients by engine.zero_grad()."
+                )
 
     def before_all_ranks(self) -> None:
         # A scheduler of the user's may have changed them since the last step; each rank saves those of its own shard.
         self.announce_open("options", _compat.options_of(self.engine))
 
     def _of_clearing(self, of_engine: bool, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any]]:
+        self._gradients.clear()
         return of_engine, {**kwargs, **dict(zip(("set_to_none",), args, strict=False))}
 
     def _checkpoint(self, which: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +237,10 @@ class LoopEnginePart(Part):
         if kind == "backward":
             self.driver.note_backward(self.index)
             self.synced += 1
-            with engine.no_sync() if payload else nullcontext():
+            without_sync, present = payload
+            for parameter in self._events.without(present or ()) if present is not None else ():
+                parameter.grad = None
+            with engine.no_sync() if without_sync else nullcontext():
                 engine.backward(following_zero(self._follow_backward, self._events.device))
         elif kind == "step":
             of_engine, options = payload
@@ -259,3 +283,9 @@ class LoopEnginePart(Part):
         for module, mode in zip(self.engine.module.modules(), modes, strict=True):
             module.training = mode
         self.forwards = self.synced = 0
+        self._gradients.clear()
+
+
+def _state_of(parameter: Any) -> tuple[Tensor | None, int]:
+    """Return what tells whether a gradient was changed since."""
+    return parameter.grad, -1 if parameter.grad is None else parameter.grad._version
