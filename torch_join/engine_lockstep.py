@@ -7,13 +7,11 @@ from typing import Any
 
 from torch.distributed.algorithms.join import Joinable
 
-from torch_join._base.weighting import finite
 from torch_join._handover.buffers import StepBuffers
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.steps import StepDriver
 from torch_join.joinables._deepspeed.events import EngineEvents
 from torch_join.joinables._deepspeed.lockstep import LockstepEnginePart
-from torch_join.joinables._gradients.watch import Watch
 
 
 class EngineLockstepJoin(Lockstep):
@@ -64,13 +62,8 @@ class EngineLockstepJoin(Lockstep):
         self._sync_norms(self._module)
 
     def backward(self, backward: Callable[[], None]) -> bool:
-        watch = Watch([parameter for parameter in self._module.parameters() if parameter.requires_grad])
-        if self.counts_nothing:
-            watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
-        try:
+        with self._events.leaving_out(self.counts_nothing):
             backward()
-        finally:
-            watch.end()
         return True
 
     @contextmanager

@@ -20,7 +20,7 @@ RECIPES = {
     "stage 2, all-reduced": Recipe((2, 4), 2, window=2, options={"reduce_scatter": False}),
     "stage 3": Recipe((2, 4), 3, window=2, weighting="samples"),
     "stage 3, no batch": Recipe((0, 3), 3, clip=0.05, optimizer="adamw"),
-    "stage 3, rank 0 first": Recipe((1, 4), 3, weighting="count"),
+    "stage 3, rank 0 first": Recipe((4, 5), 3, weighting="count", kind="reentrant", seed=1075),
     "stage 3, offloaded": Recipe(
         (4, 1),
         3,

@@ -21,15 +21,18 @@ whose n-th slice is added to the other ranks' n-th.
 Seen in DeepSpeed 0.19.8.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
 
+from torch_join._base.weighting import finite
 from torch_join._control.codec import foreign
 from torch_join.joinables._deepspeed import compat as _compat
+from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.part import Announcer, Part
 
 
@@ -72,6 +75,7 @@ class EngineEvents:
         self.engine = engine
         self.stage = int(engine.zero_optimization_stage())
         self.before_epilogue: Callable[[], None] | None = None
+        self._counts_nothing = False
         self.parameters: list[Any] = list(engine.module.parameters())
         self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self._modules: list[nn.Module] = list(engine.module.modules())
@@ -100,12 +104,14 @@ class EngineEvents:
             if hasattr(optimizer, _compat.REDUCE_BUCKET_3):  # else it evaluates
                 name = "reduce_ready_partitions_and_remove_grads"
                 self.say(optimizer, name, "gradient", self._number, hold=True)
+                self.replace(optimizer, name, self._taking)
                 self._tell_before(optimizer, _compat.REDUCE_BUCKET_3)
         elif self.stage:
             self._groups = _compat.groups_of(engine)
             self.say(
                 optimizer, "process_gradients", "gradient", lambda parameter, _: self._number(parameter), hold=True
             )
+            self.replace(optimizer, "process_gradients", self._taking)
             self._tell_before(optimizer, "reduce_ipg_grads")
         if self.stage and hasattr(optimizer, "clear_backward_seen_flag"):
             self.say(optimizer, "clear_backward_seen_flag", "forward", hold=True)
@@ -156,6 +162,29 @@ class EngineEvents:
                 return run()
         finally:
             self.is_inside = False
+
+    @contextmanager
+    def leaving_out(self, counts_nothing: bool) -> Iterator[None]:
+        """Put around a backward; what a loss that counts 0 brings may be infinite, and times 0 NaN."""
+        # In stages 0 and 1 a gradient is added to what there is. In stage 3 a watch would hold nodes of empty shards.
+        watch = Watch([p for p in self.parameters if p.requires_grad]) if counts_nothing and self.stage < 2 else None
+        self._counts_nothing = counts_nothing and watch is None
+        if watch is not None:
+            watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
+        try:
+            yield
+        finally:
+            self._counts_nothing = False
+            if watch is not None:
+                watch.end()
+
+    def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def take(parameter: Any, *args: Any) -> Any:
+            if self._counts_nothing and parameter.grad is not None:
+                parameter.grad.copy_(finite(parameter.grad))
+            return original(parameter, *args)
+
+        return take
 
     def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
         def epilogue() -> None:

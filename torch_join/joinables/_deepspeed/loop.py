@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from torch_join._base import compat as _compat_torch
 from torch_join._base.errors import UnsupportedError
-from torch_join._base.weighting import finite
 from torch_join._handover import objects as _objects
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join.joinables._deepspeed import compat as _compat
 from torch_join.joinables._deepspeed.events import EngineEvents
-from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Announcer, Driver, Part
 
@@ -68,7 +66,6 @@ class LoopEnginePart(Part):
         self._forwarded_in = 0  # the loop of the last forward
         # In stage 0 each rank holds, and steps, all of them: those that are known to the others.
         self._gradients: list[tuple[Tensor | None, int]] = []
-        self._watch = Watch([parameter for parameter in self._events.parameters if parameter.requires_grad])
 
     @property
     def _loop_server(self) -> _Server:
@@ -78,7 +75,7 @@ class LoopEnginePart(Part):
         self._events.watch()
         engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
         hook = engine.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
-        self._undo += [hook.remove, self._watch.end]
+        self._undo.append(hook.remove)
         self._events.replace(engine, "_backward_epilogue", self._epilogue)
         self._events.replace(engine, "_backward_prologue", self._prologue)
         self._events.replace(engine, "backward", self._backward)
@@ -142,12 +139,10 @@ class LoopEnginePart(Part):
             factor = self.members.loss_factor
             weighs = factor != 1.0 and loss.requires_grad
             hook = loss.register_hook(lambda gradient: gradient * factor) if weighs else None
-            if factor == 0.0:  # of a loss over nothing: what it brings may be infinite
-                self._watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
             try:
-                return original(loss, *args, **kwargs)
+                with self._events.leaving_out(factor == 0.0):
+                    return original(loss, *args, **kwargs)
             finally:
-                self._watch.end()
                 if hook is not None:
                     hook.remove()
 
