@@ -33,6 +33,7 @@ RECIPES = {
     "path 3": Recipe(LENGTHS, 3, kind="path"),
     "twice 2": Recipe(LENGTHS, 2, kind="twice"),
     "twice 3": Recipe(EMPTY, 3, kind="twice"),
+    "thaws 3": Recipe(LENGTHS, 3, kind="thaws"),
     "evaluates 3": Recipe(EMPTY, 3, kind="evaluates", window=2),
     "gathers 3": Recipe(LENGTHS, 3, kind="gathers"),
     "bf16 1": Recipe(LENGTHS, 1, optimizer="adamw", config={"bf16": {"enabled": True}}),
@@ -45,6 +46,8 @@ RECIPES = {
 def step(recipe: Recipe, deepspeed: Any, engine: Any, net: Net, batch: Any, number: int, share: float) -> None:
     kind = next((TYPES[name] for name in TYPES if name in recipe.config), torch.float32)
     net.step = number
+    if net.kind == "thaws":
+        net.b.weight.requires_grad_(number == 2)
     x, y = (part.to(kind) for part in batch)
     if kind is torch.float16 and number == 2 and share:
         y = y + float("inf")  # on the only rank that has a batch: the step is skipped, and the scale is halved

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.deepspeed.fronts import accelerate
 from tests.deepspeed.recipe import TIMEOUT, Net, Recipe, batches_of, config_of, deepspeed_of, engine_of, outcome, train
 from tests.support.workers import Workers
-from torch_join import Join, JoinError, UnsupportedError
+from torch_join import Join, JoinError, UnsupportedError, windows
 
 LENGTHS = (1, 4)
 
@@ -170,6 +170,11 @@ def do_in_the_tail(rank: int, what: str) -> str:
             engine.step(lr_kwargs={})
         elif what == "twice":
             engine.backward(engine(torch.ones(1, 4)).sum(), retain_graph=True)
+        elif what == "torch":
+            engine(torch.ones(1, 4)).sum().backward()
+        elif what == "coalesced":
+            with engine.coalesce_grad_reduction():
+                pass
 
     try:
         train(rank, Recipe(LENGTHS, 1 if what == "read" else 2), do)
@@ -184,8 +189,51 @@ def do_in_the_tail(rank: int, what: str) -> str:
         ("read", "ranks \\[0\\] have joined.*shards of ranks that have joined"),
         ("arguments", "step\\(\\) got arguments while ranks \\[0\\]"),
         ("twice", "retain_graph=True\\) while ranks \\[0\\]"),
+        ("torch", "by loss.backward\\(\\).*while ranks \\[0\\].*Call engine.backward"),
+        ("coalesced", "coalesce_grad_reduction\\(\\) while ranks \\[0\\]"),
     ],
 )
 def test_what_would_be_wrong_in_a_tail_raises_on_all(workers: Workers, what: str, says: str) -> None:
     for text in workers.run(2, do_in_the_tail, what, deadline=60.0):
         assert re.search(says, text), text
+
+
+def go_wrong_before_the_tail(rank: int, what: str) -> str:
+    recipe = Recipe((2, 4), 1)
+    with deepspeed_of(rank) as deepspeed:
+        engine, _ = engine_of(deepspeed, recipe, Net())
+        batches = batches_of(recipe, rank)
+        try:
+            with Join([engine], weighting="samples", timeout=TIMEOUT) as join:
+                if what == "windows":
+                    for window in join.batches(windows(batches, 3)):
+                        for x, _ in window:
+                            engine(x)
+                for x, y in join.batches(batches):
+                    functional.mse_loss(engine(x), y).backward()
+        except JoinError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("windows", "torch_join.windows"), ("weights", "whose losses are weighted")]
+)
+def test_what_would_be_wrong_in_any_step_raises_on_all(workers: Workers, what: str, says: str) -> None:
+    for text in workers.run(2, go_wrong_before_the_tail, what, deadline=60.0):
+        assert says in text, text
+
+
+def save_whole(rank: int, stage: int, folder: str) -> Any:
+    def save(join: Any, engine: Any) -> None:
+        if join.step == 3:
+            engine.save_16bit_model(folder, "whole.bin")
+
+    return train(rank, Recipe(LENGTHS, stage, epochs=1), save)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_whole_model_is_saved_in_the_tail(workers: Workers, tmp_path: Path, stage: int) -> None:
+    trained = workers.run(2, save_whole, stage, str(tmp_path), deadline=60.0)[0]
+    saved = torch.load(tmp_path / "whole.bin")
+    assert all(torch.equal(saved[name], parameter) for name, parameter in trained.parameters.items())

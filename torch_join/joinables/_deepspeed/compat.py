@@ -40,7 +40,8 @@ check_names(
     {
         DeepSpeedEngine: (
             "_backward_epilogue _backward_prologue backward step zero_grad set_gradient_accumulation_boundary"
-            " save_checkpoint load_checkpoint inside_no_sync_ctxt pipeline_parallelism has_moe_layers autotp_size"
+            " save_checkpoint load_checkpoint save_16bit_model coalesce_grad_reduction"
+            " inside_no_sync_ctxt pipeline_parallelism has_moe_layers autotp_size"
             " sequence_parallel_size zenflow_config is_deepcompile_enabled is_compiled managed_gradient_accumulation"
             " enable_backward_allreduce gradient_average zero_quantized_gradients flops_profiler_enabled"
             " random_ltd_enabled curriculum_learning_enabled zero_optimization_stage"
@@ -100,6 +101,11 @@ def check_engine(engine: Any) -> None:
 def optimizer_of(engine: Any) -> Any:
     """Return what steps an engine's parameters: ZeRO's, the user's own, or, to evaluate, what gathers them."""
     return engine.optimizer
+
+
+def is_in_backward(engine: Any) -> bool:
+    """Whether `engine.backward` runs: hooks on what the engine returned see other backwards too."""
+    return bool(engine._running_engine_backward)
 
 
 def options_of(engine: Any) -> list[dict[str, Any]]:
