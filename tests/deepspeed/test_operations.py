@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional
 
-from tests.deepspeed.fronts import accelerate
+from tests.deepspeed.fronts import accelerate, lightning
 from tests.deepspeed.recipe import TIMEOUT, Net, Recipe, batches_of, config_of, deepspeed_of, engine_of, outcome, train
 from tests.support.workers import Workers
 from torch_join import Join, JoinError, UnsupportedError, windows
@@ -237,3 +238,22 @@ def test_a_whole_model_is_saved_in_the_tail(workers: Workers, tmp_path: Path, st
     trained = workers.run(2, save_whole, stage, str(tmp_path), deadline=60.0)[0]
     saved = torch.load(tmp_path / "whole.bin")
     assert all(torch.equal(saved[name], parameter) for name, parameter in trained.parameters.items())
+
+
+def saved_by_lightning(rank: int, stage: int, folder: str) -> Any:
+    """Save at each step, and train from the end of the first epoch on; train three steps only, which end in a tail."""
+    recipe = Recipe(LENGTHS, stage, optimizer="adamw")
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = lightning(rank, recipe, callbacks=[saving], enable_checkpointing=True)
+    resumed = lightning(rank, recipe, fit={"ckpt_path": f"{folder}/step=4.ckpt"})
+    return whole, resumed, lightning(rank, recipe, max_steps=3)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_lightning_saves_in_the_tail(workers: Workers, tmp_path: Path, stage: int) -> None:
+    for whole, resumed, short in workers.run(2, saved_by_lightning, stage, str(tmp_path), deadline=90.0):
+        assert differences(whole, resumed) == []
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        saved = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "step=3.ckpt"), tag="checkpoint")
+        assert [name for name, p in short.parameters.items() if not torch.equal(p, saved[f"net.{name}"])] == []
