@@ -160,7 +160,7 @@ class LoopEnginePart(Part):
 
     def _prologue(self, original: Callable[[], None]) -> Callable[[], None]:
         def prologue() -> None:
-            if not (self.members.serves or _compat.is_in_backward(self.engine)):
+            if not (self.members.serves or self._is_in_an_engines_backward()):
                 in_tail = self.server.in_tail  # ask this first: it may find out what the batches count
                 if in_tail or self.members.loss_factor != 1.0:
                     where = f"while ranks {self.members.joined_names} have run out of batches: they do not hear of it"
@@ -173,6 +173,11 @@ class LoopEnginePart(Part):
             original()
 
         return prologue
+
+    def _is_in_an_engines_backward(self) -> bool:
+        """Whether one that was given runs its backward, which may go through others: a discriminator, for example."""
+        engines = (part.engine for part in self.server.parts if isinstance(part, LoopEnginePart))
+        return any(map(_compat.is_in_backward, engines))
 
     def _coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def coalesce(*args: Any, **kwargs: Any) -> Any:
@@ -244,6 +249,8 @@ class LoopEnginePart(Part):
             self.synced += 1
             with engine.no_sync() if payload else nullcontext():
                 engine.backward(following_zero(self._follow_backward, self._events.device))
+        elif kind == "epilogue":
+            engine._backward_epilogue()
         elif kind == "step":
             of_engine, options = payload
             _compat.take_options(engine, options)
