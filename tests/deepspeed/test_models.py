@@ -33,6 +33,7 @@ RECIPES = {
     "path 3": Recipe(LENGTHS, 3, kind="path"),
     "twice 2": Recipe(LENGTHS, 2, kind="twice"),
     "twice 3": Recipe(EMPTY, 3, kind="twice"),
+    "thaws 3": Recipe(LENGTHS, 3, kind="thaws"),
     "evaluates 3": Recipe(EMPTY, 3, kind="evaluates", window=2),
     "gathers 3": Recipe(LENGTHS, 3, kind="gathers"),
     "bf16 1": Recipe(LENGTHS, 1, optimizer="adamw", config={"bf16": {"enabled": True}}),
@@ -45,6 +46,8 @@ RECIPES = {
 def step(recipe: Recipe, deepspeed: Any, engine: Any, net: Net, batch: Any, number: int, share: float) -> None:
     kind = next((TYPES[name] for name in TYPES if name in recipe.config), torch.float32)
     net.step = number
+    if net.kind == "thaws":
+        net.b.weight.requires_grad_(number == 2)
     x, y = (part.to(kind) for part in batch)
     if kind is torch.float16 and number == 2 and share:
         y = y + float("inf")  # on the only rank that has a batch: the step is skipped, and the scale is halved
@@ -106,3 +109,32 @@ def test_a_joined_rank_is_as_one_that_adds_zeros(workers: Workers, stage: int) -
         theirs, ours = zip(*(one.value[place] for one in outcomes), strict=True)
         assert check(list(ours), {k: p.double() for k, p in theirs[0].parameters.items()}) == 0.0, name
         assert ours[0].counters == theirs[0].counters, name
+
+
+def through_two(rank: int, stage: int, joins: bool) -> Any:
+    """Train two engines by one backward through both, as a generator is by a discriminator."""
+    recipe = Recipe(LENGTHS, stage)
+    with deepspeed_of(rank) as deepspeed:
+        nets = Net(), torch.nn.Linear(1, 1)
+        with torch.no_grad():
+            nets[1].weight.fill_(0.5), nets[1].bias.fill_(0.1)
+        first, second = (engine_of(deepspeed, recipe, net)[0] for net in nets)
+        with Join([first, second], enable=joins, timeout=TIMEOUT) as join:
+            batches = batches_of(recipe, rank)
+            missing = 0 if joins else max(LENGTHS) - len(batches)
+            for number, (x, y) in enumerate(join.batches(batches + batches[-1:] * missing)):
+                share = float(number < len(batches))
+                first.backward(functional.mse_loss(second(first(x)), y) * share)
+                first.step()
+                second.step()
+        return [outcome(deepspeed, *each) for each in zip((first, second), nets, strict=True)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backward_goes_through_two_engines(workers: Workers, stage: int) -> None:
+    found = workers.run(2, through_two, stage, True, deadline=60.0)
+    theirs = workers.run(2, through_two, stage, False, deadline=60.0)[0]
+    for place, expected in enumerate(theirs):
+        ours = [each[place] for each in found]
+        assert check(ours, {name: p.double() for name, p in expected.parameters.items()}) == 0.0
+        assert ours[0].counters == expected.counters

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional
 
-from tests.deepspeed.fronts import accelerate
+from tests.deepspeed.fronts import accelerate, lightning
 from tests.deepspeed.recipe import TIMEOUT, Net, Recipe, batches_of, config_of, deepspeed_of, engine_of, outcome, train
 from tests.support.workers import Workers
-from torch_join import Join, JoinError, UnsupportedError
+from torch_join import Join, JoinError, UnsupportedError, windows
 
 LENGTHS = (1, 4)
 
@@ -162,7 +163,7 @@ def do_in_the_tail(rank: int, what: str) -> str:
     from deepspeed.utils import safe_get_full_fp32_param
 
     def do(join: Any, engine: Any) -> None:
-        if join.active_ranks != ((0, 1) if what == "by itself" else (1,)):
+        if join.active_ranks != (1,):
             return
         if what == "read":
             safe_get_full_fp32_param(next(engine.module.parameters()))
@@ -172,10 +173,13 @@ def do_in_the_tail(rank: int, what: str) -> str:
             engine.backward(engine(torch.ones(1, 4)).sum())
             torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
             engine.step()
-        elif what == "by itself":
-            engine(torch.ones(1, 4)).sum().backward()
         elif what == "twice":
             engine.backward(engine(torch.ones(1, 4)).sum(), retain_graph=True)
+        elif what == "torch":
+            engine(torch.ones(1, 4)).sum().backward()
+        elif what == "coalesced":
+            with engine.coalesce_grad_reduction():
+                pass
 
     try:
         train(rank, Recipe(LENGTHS, {"read": 1, "clipped": 0}.get(what, 2)), do)
@@ -190,10 +194,71 @@ def do_in_the_tail(rank: int, what: str) -> str:
         ("read", "ranks \\[0\\] have joined.*shards of ranks that have joined"),
         ("arguments", "step\\(\\) got arguments while ranks \\[0\\]"),
         ("clipped", "stage 0 were changed by hand \\(clipped, say\\) while ranks \\[0\\]"),
-        ("by itself", "Use `engine.backward\\(loss\\)`"),
         ("twice", "retain_graph=True\\) while ranks \\[0\\]"),
+        ("torch", "by loss.backward\\(\\).*while ranks \\[0\\].*Call engine.backward"),
+        ("coalesced", "coalesce_grad_reduction\\(\\) while ranks \\[0\\]"),
     ],
 )
 def test_what_would_be_wrong_in_a_tail_raises_on_all(workers: Workers, what: str, says: str) -> None:
     for text in workers.run(2, do_in_the_tail, what, deadline=60.0):
         assert re.search(says, text), text
+
+
+def go_wrong_before_the_tail(rank: int, what: str) -> str:
+    recipe = Recipe((2, 4), 1)
+    with deepspeed_of(rank) as deepspeed:
+        engine, _ = engine_of(deepspeed, recipe, Net())
+        batches = batches_of(recipe, rank)
+        try:
+            with Join([engine], weighting="samples", timeout=TIMEOUT) as join:
+                if what == "windows":
+                    for window in join.batches(windows(batches, 3)):
+                        for x, _ in window:
+                            engine(x)
+                for x, y in join.batches(batches):
+                    functional.mse_loss(engine(x), y).backward()
+        except JoinError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("windows", "torch_join.windows"), ("weights", "whose losses are weighted")]
+)
+def test_what_would_be_wrong_in_any_step_raises_on_all(workers: Workers, what: str, says: str) -> None:
+    for text in workers.run(2, go_wrong_before_the_tail, what, deadline=60.0):
+        assert says in text, text
+
+
+def save_whole(rank: int, stage: int, folder: str) -> Any:
+    def save(join: Any, engine: Any) -> None:
+        if join.step == 3:
+            engine.save_16bit_model(folder, "whole.bin")
+
+    return train(rank, Recipe(LENGTHS, stage, epochs=1), save)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_whole_model_is_saved_in_the_tail(workers: Workers, tmp_path: Path, stage: int) -> None:
+    trained = workers.run(2, save_whole, stage, str(tmp_path), deadline=60.0)[0]
+    saved = torch.load(tmp_path / "whole.bin")
+    assert all(torch.equal(saved[name], parameter) for name, parameter in trained.parameters.items())
+
+
+def saved_by_lightning(rank: int, stage: int, folder: str) -> Any:
+    """Save at each step, and train from the end of the first epoch on; train three steps only, which end in a tail."""
+    recipe = Recipe(LENGTHS, stage, optimizer="adamw")
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = lightning(rank, recipe, callbacks=[saving], enable_checkpointing=True)
+    resumed = lightning(rank, recipe, fit={"ckpt_path": f"{folder}/step=4.ckpt"})
+    return whole, resumed, lightning(rank, recipe, max_steps=3)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_lightning_saves_in_the_tail(workers: Workers, tmp_path: Path, stage: int) -> None:
+    for whole, resumed, short in workers.run(2, saved_by_lightning, stage, str(tmp_path), deadline=90.0):
+        assert differences(whole, resumed) == []
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        saved = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "step=3.ckpt"), tag="checkpoint")
+        assert [name for name, p in short.parameters.items() if not torch.equal(p, saved[f"net.{name}"])] == []

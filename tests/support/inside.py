@@ -549,7 +549,7 @@ def lacking_of_engine(engine: Any) -> list[str]:
 
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     needed: list[tuple[Any, Sequence[str]]] = [
-        (engine, ["_backward_prologue", "_backward_epilogue", "inside_no_sync_ctxt"])
+        (engine, ["_backward_prologue", "_backward_epilogue", "inside_no_sync_ctxt", "_running_engine_backward"])
     ]
     if stage:
         needed.append((optimizer, ["clear_backward_seen_flag", "reenter_backward_if_needed", "param_groups"]))

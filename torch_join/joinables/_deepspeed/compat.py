@@ -40,8 +40,8 @@ check_names(
     {
         DeepSpeedEngine: (
             "_backward_epilogue _backward_prologue _running_engine_backward backward step zero_grad"
-            " set_gradient_accumulation_boundary"
-            " save_checkpoint load_checkpoint inside_no_sync_ctxt pipeline_parallelism has_moe_layers autotp_size"
+            " set_gradient_accumulation_boundary save_checkpoint load_checkpoint save_16bit_model"
+            " coalesce_grad_reduction inside_no_sync_ctxt pipeline_parallelism has_moe_layers autotp_size"
             " sequence_parallel_size zenflow_config is_deepcompile_enabled is_compiled managed_gradient_accumulation"
             " enable_backward_allreduce gradient_average zero_quantized_gradients flops_profiler_enabled"
             " random_ltd_enabled curriculum_learning_enabled zero_optimization_stage"
@@ -103,6 +103,11 @@ def optimizer_of(engine: Any) -> Any:
     return engine.optimizer
 
 
+def is_in_backward(engine: Any) -> bool:
+    """Whether `engine.backward` runs: hooks on what the engine returned see other backwards too."""
+    return bool(engine._running_engine_backward)
+
+
 def options_of(engine: Any) -> list[dict[str, Any]]:
     """Return the hyperparameters with which an engine steps; none, if it only evaluates."""
     optimizer = engine.optimizer
@@ -135,11 +140,6 @@ def add_external(module: Any, parameter: Any, dangles: bool) -> None:
 def end_forward(module: Any) -> None:
     """Do what the hook after a module's forward does besides the function of its phase."""
     parameter_offload.FWD_MODULE_STACK.pop()
-
-
-def runs_backward(engine: Any) -> bool:
-    """Whether `engine.backward` is under way."""
-    return bool(engine._running_engine_backward)
 
 
 def has_gradient_hooks(engine: Any) -> bool:

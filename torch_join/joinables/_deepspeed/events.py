@@ -64,7 +64,7 @@ class EngineEvents:
         "module": tuple[int, int, list[tuple[int, bool]]],  # which of the phases, which module, what it uses of others'
         "gather": list[int],
         "partition": list[int],
-        "prologue": type(None),
+        "prologue": list[int],  # which parameters do not train
         "gradient": int,
         "present": list[int],
     }
@@ -115,7 +115,7 @@ class EngineEvents:
             self._tell_before(optimizer, "reduce_ipg_grads")
         if self.stage and hasattr(optimizer, "clear_backward_seen_flag"):
             self.say(optimizer, "clear_backward_seen_flag", "forward", hold=True)
-        self.say(engine, "_backward_prologue", "prologue", hold=True)
+        self.say(engine, "_backward_prologue", "prologue", self._frozen, hold=True)
         self.replace(engine, "_backward_epilogue", self._epilogue)
 
     # ------------------------------------------------------------ on an active rank
@@ -211,6 +211,9 @@ class EngineEvents:
     def _number(self, parameter: Any) -> int:
         return self._numbers[id(parameter)]
 
+    def _frozen(self) -> list[int]:
+        return [number for number, parameter in enumerate(self.parameters) if not parameter.requires_grad]
+
     def _listed(self, parameter: Any, param_list: Any = None, *_: Any, **__: Any) -> list[int]:
         return [self._number(each) for each in ([parameter] if param_list is None else param_list)]
 
@@ -245,6 +248,10 @@ class EngineEvents:
         elif kind == "forward":
             _compat.optimizer_of(self.engine).clear_backward_seen_flag()
         else:
+            # The active ranks' code may have frozen some in this tail: of those stage 3 reduces no gradient.
+            if payload != self._frozen():
+                for number, parameter in enumerate(self.parameters):
+                    parameter.requires_grad_(number not in payload)
             self.engine._backward_prologue()
 
     def without(self, numbers: Sequence[int]) -> list[Any]:

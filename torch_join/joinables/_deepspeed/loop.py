@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torch_join._base import compat as _compat_torch
 from torch_join._base.errors import UnsupportedError
+from torch_join._control.codec import foreign
 from torch_join._handover import objects as _objects
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join.joinables._deepspeed import compat as _compat
@@ -25,10 +26,13 @@ from torch_join.joinables.part import Announcer, Driver, Part
 
 Options = list[dict[str, Any]]
 _NOTHING = type(None)
+_CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
 
 
 class _Server(Announcer, Protocol):
     """What this part asks of a loop's server, besides."""
+
+    in_window: bool
 
     def follow_to(self, index: int, kind: str) -> Any: ...
 
@@ -48,7 +52,7 @@ class LoopEnginePart(Part):
         "options": Options,
         "boundary": bool,
         "zero_grad": tuple[bool, dict[str, Any]],  # whether of the engine, and its arguments
-        "checkpoint": str,  # what to do with one
+        "checkpoint": str,  # which of the methods
     }
     # Its groups' hyperparameters; which parameters train, and which modules are in training mode.
     closing: ClassVar[Any] = tuple[Options, list[bool], list[bool]]
@@ -77,8 +81,9 @@ class LoopEnginePart(Part):
         hook = engine.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
         self._undo.append(hook.remove)
         self._events.replace(engine, "_backward_epilogue", self._epilogue)
-        self._events.replace(engine, "_backward_prologue", self._prologue)
         self._events.replace(engine, "backward", self._backward)
+        self._events.replace(engine, "_backward_prologue", self._prologue)
+        self._events.replace(engine, "coalesce_grad_reduction", self._coalescing)
         self._events.replace(engine, "step", partial(self._stepping, True))
         self._events.say(
             engine, "set_gradient_accumulation_boundary", "boundary", lambda is_boundary: bool(is_boundary)
@@ -87,8 +92,8 @@ class LoopEnginePart(Part):
         if hasattr(optimizer, "zero_grad"):  # else it evaluates
             self._events.replace(optimizer, "step", partial(self._stepping, False))  # as Fabric does
             self._events.say(optimizer, "zero_grad", "zero_grad", partial(self._of_clearing, False))
-        self._events.replace(engine, "save_checkpoint", partial(self._checkpoint, "save"))
-        self._events.replace(engine, "load_checkpoint", partial(self._checkpoint, "load"))
+        for name in _CHECKPOINTS:
+            self._events.replace(engine, name, partial(self._checkpoint, name))
 
     # ------------------------------------------------------------ what the loop knows
 
@@ -114,6 +119,12 @@ class LoopEnginePart(Part):
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.members.serves:
             return
+        if self._loop_server.in_window:
+            raise UnsupportedError(
+                "A loop over torch_join.windows runs a DeepSpeed engine, which counts micro-batches itself: windows of"
+                " different lengths would have the ranks step apart. Loop over the batches, and set the engine's"
+                " gradient_accumulation_steps."
+            )
         if _compat_torch.backward_in_progress() == -1:
             self.driver.before_forward(lambda: self.members.count_forward(args, kwargs))
         self.forwards += 1
@@ -150,15 +161,36 @@ class LoopEnginePart(Part):
 
     def _prologue(self, original: Callable[[], None]) -> Callable[[], None]:
         def prologue() -> None:
-            if not (self.members.serves or _compat.runs_backward(self.engine)):
-                raise UnsupportedError(
-                    "A loss of a DeepSpeed engine's output that was given to Join began its backward by itself"
-                    " (`loss.backward()`): nobody would weigh it, nor follow it once a rank has run out of batches. Use"
-                    " `engine.backward(loss)`."
-                )
+            if not (self.members.serves or self._is_in_an_engines_backward()):
+                in_tail = self.server.in_tail  # ask this first: it may find out what the batches count
+                if in_tail or self.members.loss_factor != 1.0:
+                    where = f"while ranks {self.members.joined_names} have run out of batches: they do not hear of it"
+                    if not in_tail:
+                        where = "in a step whose losses are weighted, which engine.backward does"
+                    raise UnsupportedError(
+                        f"A backward of a DeepSpeed engine by loss.backward(), or torch.autograd's, {where}. Call"
+                        " engine.backward(loss)."
+                    )
             original()
 
         return prologue
+
+    def _is_in_an_engines_backward(self) -> bool:
+        """Whether one that was given runs its backward, which may go through others: a discriminator, for example."""
+        engines = (part.engine for part in self.server.parts if isinstance(part, LoopEnginePart))
+        return any(map(_compat.is_in_backward, engines))
+
+    def _coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def coalesce(*args: Any, **kwargs: Any) -> Any:
+            if not self.members.serves and self.server.in_tail:
+                raise UnsupportedError(
+                    f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches:"
+                    " they cannot follow a reduction apart from its backward. Leave it out, or add the losses up, and"
+                    " run one backward."
+                )
+            return original(*args, **kwargs)
+
+        return coalesce
 
     def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
         def epilogue() -> None:
@@ -220,7 +252,7 @@ class LoopEnginePart(Part):
     def _say_checkpoint(self, which: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         packed = None
         if self.members.leads:
-            packed = _objects.pack((args, kwargs), f"What engine.{which}_checkpoint was given")
+            packed = _objects.pack((args, kwargs), f"What engine.{which} was given")
         self.announce("checkpoint", which)
         with self.server.own_collectives():
             _objects.broadcast(packed, self.members.leader, self.members.group)
@@ -237,6 +269,8 @@ class LoopEnginePart(Part):
                 parameter.grad = None
             with engine.no_sync() if without_sync else nullcontext():
                 engine.backward(following_zero(self._follow_backward, self._events.device))
+        elif kind == "epilogue":
+            engine._backward_epilogue()
         elif kind == "step":
             of_engine, options = payload
             _compat.take_options(engine, options)
@@ -249,9 +283,11 @@ class LoopEnginePart(Part):
             of_engine, options = payload
             (engine if of_engine else optimizer).zero_grad(**options)
         elif kind == "checkpoint":
+            if payload not in _CHECKPOINTS:
+                raise foreign("a record of an engine", f"a call of {payload!r}")
             args, kwargs = _objects.broadcast(None, self.members.leader, self.members.group)
             with self._loop_server.on_all_ranks():
-                getattr(engine, f"{payload}_checkpoint")(*args, **kwargs)
+                getattr(engine, payload)(*args, **kwargs)
         else:
             self._events.answer(kind, payload)
 
