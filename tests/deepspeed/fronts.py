@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from accelerate_join import join_batches, join_uneven_inputs
 from lightning_join import DeepSpeedJoinStrategy
@@ -79,7 +80,7 @@ class Module(pl.LightningModule):
         self.logged: list[float] = []
 
     def train_dataloader(self) -> Any:
-        return DataLoader(batches_of(self.recipe, self.rank), batch_size=None)
+        return StatefulDataLoader(batches_of(self.recipe, self.rank), batch_size=None)
 
     def val_dataloader(self) -> Any:
         recipe = Recipe(self.val, seed=self.recipe.seed + 50)

@@ -245,20 +245,20 @@ def test_a_whole_model_is_saved_in_the_tail(workers: Workers, tmp_path: Path, st
     assert all(torch.equal(saved[name], parameter) for name, parameter in trained.parameters.items())
 
 
-def saved_by_lightning(rank: int, stage: int, folder: str) -> Any:
-    """Save at each step, and train from the end of the first epoch on; train three steps only, which end in a tail."""
-    recipe = Recipe(LENGTHS, stage, optimizer="adamw")
+def saved_by_lightning(rank: int, recipe: Recipe, at: int, folder: str) -> Any:
+    """Save at each step, and train from one in a tail on; train until there only."""
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     whole = lightning(rank, recipe, callbacks=[saving], enable_checkpointing=True)
-    resumed = lightning(rank, recipe, fit={"ckpt_path": f"{folder}/step=4.ckpt"})
-    return whole, resumed, lightning(rank, recipe, max_steps=3)
+    resumed = lightning(rank, recipe, fit={"ckpt_path": f"{folder}/step={at}.ckpt"})
+    return whole, resumed, lightning(rank, recipe, max_steps=at)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_lightning_saves_in_the_tail(workers: Workers, tmp_path: Path, stage: int) -> None:
-    for whole, resumed, short in workers.run(2, saved_by_lightning, stage, str(tmp_path), deadline=90.0):
+@pytest.mark.parametrize(("stage", "window", "at"), [(1, 1, 3), (3, 2, 1), (2, 1, 4)])
+def test_lightning_saves_in_the_tail(workers: Workers, tmp_path: Path, stage: int, window: int, at: int) -> None:
+    recipe = Recipe(LENGTHS, stage, window=window, optimizer="adamw")
+    for whole, resumed, short in workers.run(2, saved_by_lightning, recipe, at, str(tmp_path), deadline=90.0):
         assert differences(whole, resumed) == []
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        saved = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "step=3.ckpt"), tag="checkpoint")
+        saved = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / f"step={at}.ckpt"), tag="checkpoint")
         assert [name for name, p in short.parameters.items() if not torch.equal(p, saved[f"net.{name}"])] == []
