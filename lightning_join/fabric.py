@@ -19,6 +19,7 @@ with _naming_missing("2.5.1 to 2.6.6", "lightning.fabric"):
     from lightning_join._collectives import ActiveCollectives
     from lightning_join._fabric.joins import Joins
     from lightning_join._fabric.methods import ask_strategies as _ask_strategies
+    from lightning_join._fabric.methods import pass_on_zero_grad as _pass_on_zero_grad
 
 __all__ = ["DDPJoinStrategy", "DeepSpeedJoinStrategy", "FSDPJoinStrategy", "ModelParallelJoinStrategy"]
 
@@ -108,6 +109,7 @@ class DeepSpeedJoinStrategy(Joins, ActiveCollectives, DeepSpeedStrategy):
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
         """Set up a model and its optimizer."""
+        _pass_on_zero_grad()
         found = super().setup_module_and_optimizers(module, optimizers, *scheduler)
         for one in (found[0], *found[1]):
             self.note_set_up(one)

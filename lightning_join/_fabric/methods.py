@@ -24,6 +24,13 @@ def ask_strategies() -> None:
         setattr(Fabric, name, _noting(getattr(Fabric, name)))
     for name, instead in {"print": _print, "log_dict": _log_dict, "call": _call, "rank_zero_first": _refuse}.items():
         setattr(Fabric, name, _asking(getattr(Fabric, name), instead))
+
+
+def pass_on_zero_grad() -> None:
+    """Have an optimizer that was set up pass `zero_grad` on to the one inside, and not to that one's class.
+
+    Else whoever listens to that object does not hear of it.
+    """
     setattr(_compat.FabricOptimizer, "zero_grad", _zero_grad)  # noqa: B010  it has none of its own
 
 
@@ -49,7 +56,6 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
 
 
 def _zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    # Else the class's is called with the wrapper, and whoever listens to the optimizer's own does not hear of it.
     optimizer.optimizer.zero_grad(*args, **kwargs)
 
 
