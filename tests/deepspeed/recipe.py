@@ -198,7 +198,8 @@ def train(rank: int, recipe: Recipe, each: Callable[..., None] | None = None, **
     with deepspeed_of(rank) as deepspeed:
         net = Net(recipe.kind)
         engine, scheduler = engine_of(deepspeed, recipe, net)
-        with Join([engine, scheduler], weighting=recipe.option, timeout=TIMEOUT, **options) as join:
+        own = scheduler.optimizer  # of the user's, inside of ZeRO's: it holds this rank's shard
+        with Join([engine, own, scheduler], weighting=recipe.option, timeout=TIMEOUT, **options) as join:
             for _ in range(recipe.epochs):
                 for net.step, (x, y) in enumerate(join.batches(batches_of(recipe, rank))):
                     engine.backward(functional.mse_loss(engine(x), y))

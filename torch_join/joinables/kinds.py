@@ -49,8 +49,14 @@ def holds_parts(thing: Any) -> bool:
 
 
 def of_engines(objects: Sequence[Any]) -> set[int]:
-    """Return the `id` of each engine among `objects`, and of what steps its parameters: each rank has its own state."""
-    return {id(part) for engine in filter(is_engine, objects) for part in (engine, engine.optimizer)}
+    """Return the `id` of each engine among `objects`, and of what steps its parameters: each rank has its own state.
+
+    That is ZeRO's optimizer, and the one inside, which is the user's own and now steps this rank's shard.
+    """
+    engines = [thing for thing in objects if is_engine(thing)]
+    return {
+        id(part) for engine in engines for part in (engine, engine.optimizer, innermost_optimizer(engine.optimizer))
+    }
 
 
 def stateful(objects: Sequence[Any]) -> list[Any]:
