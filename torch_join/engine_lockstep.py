@@ -10,7 +10,6 @@ from torch.distributed.algorithms.join import Joinable
 from torch_join._handover.buffers import StepBuffers
 from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.steps import StepDriver
-from torch_join.joinables._deepspeed.events import EngineEvents
 from torch_join.joinables._deepspeed.lockstep import LockstepEnginePart
 
 
@@ -51,31 +50,22 @@ class EngineLockstepJoin(Lockstep):
         self._device = next(module.parameters()).device
 
     @property
-    def _events(self) -> EngineEvents:
+    def _part(self) -> LockstepEnginePart:
         assert isinstance(self._model, LockstepEnginePart)
-        return self._model.events
-
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        with self._giving_buffers():
-            yield
-        self._sync_norms(self._module)
+        return self._model
 
     def backward(self, backward: Callable[[], None]) -> bool:
-        with self._events.leaving_out(self.counts_nothing):
+        with self._part.events.leaving_out(self.counts_nothing):
             backward()
         return True
 
     @contextmanager
     def in_engine(self) -> Iterator[None]:
-        if self.joined or not self.in_tail:
-            yield
-            return
         # The epilogue, inside of the engine's backward, is what all ranks run.
         with ExitStack() as stack:
-            stack.enter_context(self.driver.serving_backward(self.active_ranks))
-            self._events.before_epilogue = stack.close
+            stack.enter_context(super().in_engine())
+            self._part.before_epilogue = stack.close
             try:
                 yield
             finally:
-                self._events.before_epilogue = None
+                self._part.before_epilogue = None

@@ -1,7 +1,7 @@
 """Join for a model that FSDP shards, in a loop that a framework drives."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -66,23 +66,9 @@ class ShardedLockstepJoin(Lockstep):
         assert isinstance(self._model, LockstepShardedPart)
         return self._model.following
 
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        with self._giving_buffers():
-            yield
-        self._sync_norms(self._module)
-
     def backward(self, backward: Callable[[], None]) -> bool:
         with ExitStack() as stack:
             for unit in self._following.units if self.counts_nothing else ():
                 stack.callback(unit.scale(float, lambda gradient, _: finite(gradient)))
             backward()
         return True
-
-    @contextmanager
-    def in_engine(self) -> Iterator[None]:
-        if self.joined or not self.in_tail:
-            yield
-            return
-        with self.driver.serving_backward(self.active_ranks):
-            yield

@@ -335,6 +335,14 @@ def _all_callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+_PASSES_ON = (
+    "torch.",
+    "deepspeed.comm",
+    "contextlib",
+    "functools",
+)  # between a collective and who wants it
+
+
 class Origin(NamedTuple):
     """Where in Python a collective comes from.
 
@@ -365,7 +373,7 @@ class Origin(NamedTuple):
     def is_zero(self) -> bool:
         """Whether DeepSpeed called, and not a user through `deepspeed.comm` (seen in DeepSpeed 0.19.8)."""
         names = (str(frame.f_globals.get("__name__", "")) for frame in _all_callers(self.caller))
-        nearest = next((name for name in names if not name.startswith(("torch.", "deepspeed.comm"))), "")
+        nearest = next((name for name in names if not name.startswith(_PASSES_ON)), "")
         return nearest.startswith("deepspeed.")
 
     @property

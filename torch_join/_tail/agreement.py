@@ -10,16 +10,8 @@ from torch_join._control.channel import Channel
 from torch_join._handover.objects import Apart
 from torch_join._tail.records import Announcement
 
-_COMPARED = (
-    "forward",
-    "collective",
-    "log",
-    "gather",
-    "reduce",
-    "reshard",
-    "module",
-    "gradient",
-)  # of these the payload too
+# Of these the payload too.
+_COMPARED = ("forward", "collective", "log", "gather", "reduce", "reshard", "module", "gradient")
 _WORD = tuple[int, int, str]
 _EVERY = 8  # steps; but each of the first ones, where a mistake of the program shows
 

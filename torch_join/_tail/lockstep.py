@@ -268,6 +268,7 @@ class Lockstep:
     # ------------------------------------------------------------ the model's; what it does with others is followed
 
     _device: torch.device
+    _module: nn.Module
 
     @property
     def _forwards_alone(self) -> bool:
@@ -308,11 +309,17 @@ class Lockstep:
 
     def in_engine(self) -> AbstractContextManager[None]:
         """Put around autograd's part of a backward, without the hooks before and after it, which all ranks run."""
-        return nullcontext()
+        return self.driver.serving_backward(self.active_ranks) if self.in_tail and not self.joined else nullcontext()
 
     def around_step(self) -> AbstractContextManager[None]:
         """Put around forward and backward of every step, shadow or not."""
-        return nullcontext()
+        return self._around_followed_step()
+
+    @contextmanager
+    def _around_followed_step(self) -> Iterator[None]:
+        with self._giving_buffers():
+            yield
+        self._sync_norms(self._module)
 
     @contextmanager
     def _giving_buffers(self) -> Iterator[None]:

@@ -160,8 +160,3 @@ def take_gradient(engine: Any, parameter: Tensor, group: int) -> None:
 def groups_of(engine: Any) -> dict[int, int]:
     """Return, by the `id` of each parameter, the group that stages 1 and 2 have it in."""
     return {id(p): index for index, group in enumerate(engine.optimizer.bit16_groups) for p in group}
-
-
-def schedulers_of(engine: Any) -> list[Any]:
-    """Return the LR schedulers that the engine steps itself."""
-    return [] if engine.lr_scheduler is None else [engine.lr_scheduler]

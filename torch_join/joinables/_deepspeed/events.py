@@ -52,7 +52,6 @@ class EngineEvents:
     Attributes:
         parameters: All, in an order that is the same on all ranks.
         is_inside: Whether this rank is in what joined ranks know of.
-        before_epilogue: Called where autograd's part of a backward ends, before what all ranks do alike.
 
     Raises:
         UnsupportedError: The engine does something that no joined rank could take part in.
@@ -74,7 +73,6 @@ class EngineEvents:
         self._part = part
         self.engine = engine
         self.stage = int(engine.zero_optimization_stage())
-        self.before_epilogue: Callable[[], None] | None = None
         self._counts_nothing = False
         self.parameters: list[Any] = list(engine.module.parameters())
         self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
@@ -116,7 +114,6 @@ class EngineEvents:
         if self.stage and hasattr(optimizer, "clear_backward_seen_flag"):
             self.say(optimizer, "clear_backward_seen_flag", "forward", hold=True)
         self.say(engine, "_backward_prologue", "prologue", self._frozen, hold=True)
-        self.replace(engine, "_backward_epilogue", self._epilogue)
 
     # ------------------------------------------------------------ on an active rank
 
@@ -186,19 +183,9 @@ class EngineEvents:
 
         return take
 
-    def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
-        def epilogue() -> None:
-            if not self.is_quiet:
-                self.say_present()
-            if self.before_epilogue is not None:
-                self.before_epilogue()
-            original()
-
-        return epilogue
-
     def say_present(self) -> None:
         """Announce, before the epilogue, which gradients there are, if nothing has heard of them as they came."""
-        if self.stage == 1 and not _compat.has_gradient_hooks(self.engine):
+        if self.stage == 1 and not self.is_quiet and not _compat.has_gradient_hooks(self.engine):
             self._part.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

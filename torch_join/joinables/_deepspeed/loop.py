@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch_join._base import compat as _compat_torch
 from torch_join._base.errors import UnsupportedError
 from torch_join._control.codec import foreign
-from torch_join._handover import objects as _objects
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join.joinables._deepspeed import compat as _compat
 from torch_join.joinables._deepspeed.events import EngineEvents
 from torch_join.joinables.hook import Hook
-from torch_join.joinables.part import Announcer, Driver, Part
+from torch_join.joinables.part import Announcer, Driver, LoopModel, Part
 
 Options = list[dict[str, Any]]
 _NOTHING = type(None)
@@ -41,7 +40,7 @@ class _Server(Announcer, Protocol):
     def together(self, announce: Callable[[], None]) -> AbstractContextManager[None]: ...
 
 
-class LoopEnginePart(Part):
+class LoopEnginePart(Part, LoopModel):
     """A `DeepSpeedEngine` that was given to `Join`."""
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -52,7 +51,7 @@ class LoopEnginePart(Part):
         "options": Options,
         "boundary": bool,
         "zero_grad": tuple[bool, dict[str, Any]],  # whether of the engine, and its arguments
-        "checkpoint": str,  # which of the methods
+        "checkpoint": tuple[str, tuple[Any, ...], dict[str, Any]],  # which of the methods, and its arguments
     }
     # Its groups' hyperparameters; which parameters train, and which modules are in training mode.
     closing: ClassVar[Any] = tuple[Options, list[bool], list[bool]]
@@ -85,9 +84,8 @@ class LoopEnginePart(Part):
         self._events.replace(engine, "_backward_prologue", self._prologue)
         self._events.replace(engine, "coalesce_grad_reduction", self._coalescing)
         self._events.replace(engine, "step", partial(self._stepping, True))
-        self._events.say(
-            engine, "set_gradient_accumulation_boundary", "boundary", lambda is_boundary: bool(is_boundary)
-        )
+        boundary = "set_gradient_accumulation_boundary"
+        self._events.say(engine, boundary, "boundary", lambda is_boundary: bool(is_boundary))  # Accelerate names it
         self._events.say(engine, "zero_grad", "zero_grad", partial(self._of_clearing, True))
         if hasattr(optimizer, "zero_grad"):  # else it evaluates
             self._events.replace(optimizer, "step", partial(self._stepping, False))  # as Fabric does
@@ -99,20 +97,20 @@ class LoopEnginePart(Part):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """See `LoopModel`."""
         return [self.engine, self.engine.module]
 
+    # An engine has nothing of these to do.
     def check_can_train(self, has_batch: Callable[[], bool]) -> None:
-        """See `LoopModel`."""
+        pass
 
     def begin_loop(self) -> None:
-        """See `LoopModel`."""
+        pass
 
     def remember(self) -> None:
-        """See `LoopModel`."""
+        pass
 
     def prepare(self) -> None:
-        """See `LoopModel`."""
+        pass
 
     # ------------------------------------------------------------ on an active rank
 
@@ -244,18 +242,10 @@ class LoopEnginePart(Part):
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
             if self.members.serves or self._events.is_inside:
                 return original(*args, **kwargs)
-            with self._loop_server.together(partial(self._say_checkpoint, which, args, kwargs)):
+            with self._loop_server.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
                 return original(*args, **kwargs)
 
         return checkpoint
-
-    def _say_checkpoint(self, which: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        packed = None
-        if self.members.leads:
-            packed = _objects.pack((args, kwargs), f"What engine.{which} was given")
-        self.announce("checkpoint", which)
-        with self.server.own_collectives():
-            _objects.broadcast(packed, self.members.leader, self.members.group)
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -283,11 +273,11 @@ class LoopEnginePart(Part):
             of_engine, options = payload
             (engine if of_engine else optimizer).zero_grad(**options)
         elif kind == "checkpoint":
-            if payload not in _CHECKPOINTS:
-                raise foreign("a record of an engine", f"a call of {payload!r}")
-            args, kwargs = _objects.broadcast(None, self.members.leader, self.members.group)
+            which, args, kwargs = payload
+            if which not in _CHECKPOINTS:
+                raise foreign("a record of an engine", f"a call of {which!r}")
             with self._loop_server.on_all_ranks():
-                getattr(engine, payload)(*args, **kwargs)
+                getattr(engine, which)(*args, **kwargs)
         else:
             self._events.answer(kind, payload)
 
