@@ -231,7 +231,7 @@ class AcceleratorContext:
         things = list({id(thing): thing for thing in [*given, *prepared, progress]}.values())
         self.join = _Join(things, enable, **options)
         self._driver = driver_of(self.join)
-        self._driver.tails.changes_freely = progress
+        self._driver.tail.changes_freely = progress
         if enable:
             self.operations = self._driver.add(partial(Operations, accelerator, self, progress))
 
@@ -242,7 +242,7 @@ class AcceleratorContext:
 
     @property
     def at_last_step(self) -> bool:
-        return self._driver.at_last_step
+        return self._driver.find_last_step()
 
     def iterate(self, loader: PreparedLoader, own_iter: Callable[[PreparedLoader], Iterator[Any]]) -> Iterator[Any]:
         if own_loops.finish(self._accelerator):  # this loop is none of the context's

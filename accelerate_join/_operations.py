@@ -80,7 +80,7 @@ class Operations(ActiveOperations, Part):
 
     @property
     def active(self) -> Sequence[int]:
-        return self.driver.met.active
+        return self.driver.find_members().active
 
     def are_over(self) -> bool:
         return own_loops.finish(self._accelerator)
@@ -99,7 +99,7 @@ class Operations(ActiveOperations, Part):
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log on the main process, with the values of the lowest active rank if it has joined."""
-        if self.driver.main_has_joined:
+        if self.driver.find_main_joined():
             self.announce_open(_CALL, ("log", args, kwargs))
         self._call("log", args, kwargs)
 
@@ -109,10 +109,10 @@ class Operations(ActiveOperations, Part):
         A rank that has joined writes what is each rank's own. All states are handed over only where such a rank
         writes them.
         """
-        if not self.server.in_tail:
+        if not self.server.meet():
             return self._save(args, kwargs, False)
         args, kwargs = tuple(map(_as_text, args)), {name: _as_text(arg) for name, arg in kwargs.items()}
-        everywhere = self._accelerator.project_configuration.save_on_each_node or self.driver.main_has_joined
+        everywhere = self._accelerator.project_configuration.save_on_each_node or self.driver.find_main_joined()
         scaler = self._accelerator.scaler
         states = self._progress.state_dict(), None if scaler is None else scaler.state_dict()
         payload = args, kwargs, everywhere, *states
@@ -143,7 +143,7 @@ class Operations(ActiveOperations, Part):
         Raises:
             UnsupportedError: That one has joined, so that no active rank would get them.
         """
-        if holds_parts(model) and self.driver.main_has_joined:
+        if holds_parts(model) and self.driver.find_main_joined():
             raise UnsupportedError(
                 "get_state_dict of a sharded model gives the main process what it returns, and the main process (rank"
                 " 0) has run out of batches. Call save_model or save_state, in which it takes part, or get_state_dict"
@@ -153,7 +153,7 @@ class Operations(ActiveOperations, Part):
 
     def _call_with(self, model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method on all ranks, if it needs all shards of a model."""
-        if not (holds_parts(model) and self.server.in_tail):
+        if not (holds_parts(model) and self.server.meet()):
             return self._call(name, (model, *args), kwargs)
         place = next((place for place, mine in enumerate(_compat.models(self._accelerator)) if mine is model), None)
         if place is None:
@@ -170,7 +170,7 @@ class Operations(ActiveOperations, Part):
 
     def acting_for_main_process(self) -> AbstractContextManager[None]:
         """Within, the lowest active rank stands in for a main process that has joined."""
-        return _compat.standing_in_for_main() if self.driver.stands_in else nullcontext()
+        return _compat.standing_in_for_main() if self.driver.find_stand_in() else nullcontext()
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -201,7 +201,7 @@ class Operations(ActiveOperations, Part):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool, progress: Any = None, scaler: Any = None
     ) -> Any:
         if everywhere:
-            self.driver.tails.hand_over_states()
+            self.driver.tail.hand_over_states()
         elif progress is not None:
             self._progress.load_state_dict(progress)
             if scaler is not None:

@@ -14,6 +14,7 @@ from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
 from torch_join._base.errors import DECIDE, name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
+from torch_join._base.membership import MeetingPoint
 from torch_join._base.names import check_names, naming_missing
 from torch_join._base.weighting import Count, factor_of_count, resolve_weighting
 from torch_join._collectives.compat import in_backward
@@ -32,7 +33,7 @@ from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.reach import leads_to
 from torch_join._tail.lockstep import Lockstep
-from torch_join._tail.loops import LoopDriver
+from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
 from torch_join._tail.steps import StepDriver
@@ -54,6 +55,7 @@ __all__ = [
     "Lockstep",
     "LockstepJoin",
     "LoopDriver",
+    "MeetingPoint",
     "ModelShadow",
     "ModuleMetrics",
     "Part",

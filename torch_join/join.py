@@ -15,9 +15,8 @@ from torch_join._collectives.gather import gather_active
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.audit import Often
 from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
-from torch_join._tail.loops import LoopDriver
-from torch_join._tail.planned import PlannedLoops
-from torch_join._tail.tails import Tails
+from torch_join._tail.loop import LoopDriver
+from torch_join._tail.tail import Tail
 from torch_join.joinables._torch.joinable import unwrap
 from torch_join.joinables.arguments import (
     check_given,
@@ -101,9 +100,9 @@ class Join(TorchJoin):
             check_can_rebalance(heartbeat, throw_on_early_termination)
         self._timeout = timeout
         members = Membership(common_group(things), weighting, may_break=heartbeat)
-        planned = PlannedLoops(Rebalancing(members, rebalance and enable))
-        tails = Tails(things, audit, hand_over_ignored, hand_over_buffers)
-        self._driver = LoopDriver(members, things, tails, planned, enable, throw_on_early_termination, kwargs)
+        rebalancing = Rebalancing(members, rebalance and enable)
+        tail = Tail(things, audit, hand_over_ignored, hand_over_buffers)
+        self._driver = LoopDriver(members, things, tail, rebalancing, enable, throw_on_early_termination, kwargs)
         self.backward_collectives = backward_collectives
 
     def __enter__(self: J) -> J:
@@ -158,7 +157,7 @@ class Join(TorchJoin):
         Returns:
             The tensors, stacked, in the order of `active_ranks`: this rank's own is at `active_ranks.index(rank)`.
         """
-        members = self._driver.met
+        members = self._driver.find_members()
         return gather_active(tensor, members.active, members.group if members.world_size > 1 else None, sync_grads)
 
     @property
@@ -173,12 +172,12 @@ class Join(TorchJoin):
     @property
     def joined(self) -> bool:
         """Whether this rank has run out of inputs."""
-        return self._driver.met.joined
+        return self._driver.find_members().joined
 
     @property
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that have an input at the current step."""
-        return self._driver.met.active
+        return self._driver.find_members().active
 
     @property
     def batch_owner(self) -> int | None:

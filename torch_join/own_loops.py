@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch_join._base.compat import differentiable
 from torch_join._base.errors import DECIDE, JoinError, PeerFailedError
 from torch_join._control.farewell import say_farewell
-from torch_join._tail.loops import LoopDriver
+from torch_join._tail.loop import LoopDriver
 from torch_join._tail.nesting import read_ahead
 
 R = TypeVar("R")
@@ -105,14 +105,14 @@ class Loop(Generic[T]):
         try:
             context.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
         finally:
-            driver.tails.refusal = None
+            driver.tail.refusal = None
         if ahead:
             _refuse_backwards(self.owner, ahead, driver.members.name)
 
     def refuse_to_serve(self, why: BaseException) -> None:
         """From here on, raise `why` on all ranks where others go on, whose steps this rank would have to follow."""
         if self.driver is not None:
-            self.driver.tails.refusal = why
+            self.driver.tail.refusal = why
 
     @property
     def has_next(self) -> bool:

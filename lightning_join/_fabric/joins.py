@@ -114,17 +114,17 @@ class Joins:
     @property
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that have a batch at the current step."""
-        return tuple(range(self.world_size)) if self._driver is None else self._driver.met.active
+        return tuple(range(self.world_size)) if self._driver is None else self._driver.find_members().active
 
     @property
     def joined(self) -> bool:
         """Whether this rank has run out of batches, in the current loop."""
-        return self._driver is not None and self._driver.met.joined
+        return self._driver is not None and self._driver.find_members().joined
 
     @property
     def at_last_step(self) -> bool:
         """Whether no rank has a batch after this step."""
-        return self._driver is not None and self._driver.at_last_step
+        return self._driver is not None and self._driver.find_last_step()
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Go through anything, such as a `zip` of two loaders, as through a dataloader that was set up."""
@@ -260,8 +260,9 @@ class Joins:
 
     def _check_nested(self, driver: LoopDriver) -> None:
         certain = driver.certain_lengths
-        if driver.met.uneven or (certain is not None and min(certain) != max(certain)):
-            how = "have run out" if driver.met.uneven else "will run out"
+        uneven = driver.find_members().uneven
+        if uneven or (certain is not None and min(certain) != max(certain)):
+            how = "have run out" if uneven else "will run out"
             raise JoinError(
                 f"A loop over a dataloader of Fabric's was begun inside another one in which some ranks {how} of"
                 " batches before others: those cannot follow it, and their part of the data would be missing. Evaluate"
@@ -301,7 +302,7 @@ class Joins:
         """
         own_loops.finish(self)
         found = self._operations
-        return found if found is not None and found.server.in_tail else None
+        return found if found is not None and found.server.meet() else None
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
         """See `ActiveCollectives`, and `find_tail`."""
@@ -337,7 +338,7 @@ class Joins:
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  Fabric's name
     ) -> None:
         tail = self.find_tail()
-        if tail is not None and (tail.driver.main_has_joined or tail.holds_parts(state)):
+        if tail is not None and (tail.driver.find_main_joined() or tail.holds_parts(state)):
             tail.save(path, state, storage_options, filter)
         else:
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]

@@ -60,7 +60,7 @@ def _zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    if tail.driver.stands_in:
+    if tail.driver.find_stand_in():
         print(*args, **kwargs)
     else:
         own(fabric, *args, **kwargs)
@@ -69,13 +69,13 @@ def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: 
 def _log_dict(
     tail: Operations, own: Callable[..., Any], fabric: Fabric, metrics: Mapping[str, Any], step: int | None = None
 ) -> None:
-    if tail.driver.main_has_joined:
+    if tail.driver.find_main_joined():
         tail.log(dict(convert_tensors_to_scalars(metrics)), step)
     own(fabric, metrics, step)
 
 
 def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    with _compat.acting_for_main() if tail.driver.stands_in else nullcontext():
+    with _compat.acting_for_main() if tail.driver.find_stand_in() else nullcontext():
         own(fabric, *args, **kwargs)
 
 

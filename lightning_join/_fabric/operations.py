@@ -98,7 +98,7 @@ class Operations(Part):
             self._save(*payload)
 
     def _save(self, path: Any, sent: dict[str, Any], storage_options: Any) -> None:
-        self.driver.tails.hand_over_states()
+        self.driver.tail.hand_over_states()
         state = {
             key: self.driver.given[value.place] if isinstance(value, Taking) else value for key, value in sent.items()
         }

@@ -113,20 +113,20 @@ class StepValues(Part):
 
     def around_update(self, key: str, item: ResultMetric, value: Any) -> AbstractContextManager[None]:
         """Put around the update of `item` with `value`, on an active rank."""
-        is_seen = item.meta.on_step and not self.server.is_quiet
+        is_seen = item.meta.on_step and not self.server.is_quiet()
         return self._around_update(key, item, value) if is_seen else nullcontext()
 
     @contextmanager
     def _around_update(self, key: str, item: ResultMetric, value: Any) -> Iterator[None]:
         if item.is_tensor and is_synced(item.meta.sync):  # the update reduces it
-            if self.server.in_tail:
+            if self.server.announces:
                 self.announce("log", Logged.of(key, item, value))
             with self.server.own_collectives():
                 yield
             return
         yield
         # It is reduced already.
-        if not item.is_tensor and syncs_in_forward(value) and self.server.in_tail:
+        if not item.is_tensor and syncs_in_forward(value) and self.server.announces:
             step_value = move_data_to_device(item._forward_cache, torch.device("cpu"))
             self.announce_open("metric", (Logged.of(key, item, None), step_value))
 

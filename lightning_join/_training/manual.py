@@ -76,10 +76,10 @@ class ManualPart(Part):
         self._let_buffers_sync()
         guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
         try:
-            if self.server.in_tail:
+            if self.server.announces:
                 self._mirror.remember()
             yield
-            if self.server.in_tail:
+            if self.server.announces:
                 self._send_changes()
                 states = [config.scheduler.state_dict() for config in self._strategy.lr_scheduler_configs]
                 self.announce_open("end", (states, [group_options(o) for o in self._strategy.optimizers]))
@@ -104,7 +104,7 @@ class ManualPart(Part):
         is_nothing = synced and self.server.channel.world_size > 1 and not self._shadow.is_reached_by(loss)
         if is_nothing:  # DDP would hear of no gradient, and the others wait
             loss = loss + self._shadow.no_loss_output()
-        if self.server.in_tail:
+        if self.server.announces:
             self._send_changes(with_parameters=False)
             self.announce("backward", synced)
         if not self.members.serves and self._lockstep.loss_factor != 1.0:
@@ -126,7 +126,7 @@ class ManualPart(Part):
             strategy.post_backward(loss)
         self._shadow.first.settle()
         self._lockstep.check_reduced()
-        if self.server.in_tail:
+        if self.server.announces:
             self._mirror.after_backward(synced)
         else:
             self._mirror.before_tail(synced)
@@ -157,7 +157,7 @@ class ManualPart(Part):
                     " cannot follow. Use an optimizer that takes one gradient per step."
                 )
             result = closure()
-            if self.server.in_tail:
+            if self.server.announces:
                 self._mirror.check_averaged([p for group in optimizer.param_groups for p in group["params"]])
                 self._send_changes()
                 self.announce_open("step", (self._index_of(optimizer), group_options(optimizer), options))
@@ -170,7 +170,7 @@ class ManualPart(Part):
                 yield closure_and_announce
         finally:
             self._stepping = before
-        if self.server.in_tail:
+        if self.server.announces:
             self._mirror.remember()
 
     def answer(self, kind: str, payload: Any) -> None:

@@ -45,6 +45,7 @@ PUBLIC = {
         "Lockstep",
         "LockstepJoin",
         "LoopDriver",
+        "MeetingPoint",
         "ModelShadow",
         "ModuleMetrics",
         "Part",
@@ -309,8 +310,8 @@ def test_too_many_floors_are_found(floors: int, expected: bool, tmp_path: Path) 
         ({f"accelerate_join/{i}.py": "" for i in range(15)}, ["accelerate_join: 15 files, 14 at most"]),
         ({f"tests/core/{i}.py": "" for i in range(20)} | {"tests/core/__init__.py": ""}, []),
         ({f"tests/core/{i}.py": "" for i in range(21)}, ["tests/core: 21 files, 20 at most"]),
-        ({"lightning_join/x.py": "\n" * 500}, []),
-        ({"lightning_join/x.py": "\n" * 501}, ["lightning_join/x.py: 501 lines, 500 at most"]),
+        ({"lightning_join/x.py": "\n" * 700}, []),
+        ({"lightning_join/x.py": "\n" * 701}, ["lightning_join/x.py: 701 lines, 700 at most"]),
     ],
 )
 def test_large_folders_and_files_are_found(files: dict[str, str], expected: list[str], tmp_path: Path) -> None:

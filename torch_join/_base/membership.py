@@ -24,6 +24,14 @@ class Role(Enum):
     SERVING = "serving"  # it has none, and follows what the others announce
 
 
+class MeetingPoint(Enum):
+    """Where in a step of a loop of the user's the ranks find out who is active."""
+
+    TOP = "top"  # before any of the user's code
+    FIRST_USE = "first use"  # where a rank first does something that others take part in: it may leave before that
+    FORWARD = "forward"  # outside of `batches`, at a model's forward
+
+
 class Membership:
     """The ranks that have an input at the current step, and this rank's role among them.
 
@@ -34,7 +42,8 @@ class Membership:
         sizes: Returns a batch's number of samples.
 
     Attributes:
-        may_break: The same; also where batches are counted: ranks meet, and weigh gradients, in every step anyway.
+        meets_late: Whether ranks meet in every step, at its `MeetingPoint.FIRST_USE`: where one may leave a loop in any
+            step, and where batches are counted.
         count: Returns what a batch counts; `None` where the weighting needs no count.
         rank: This rank in the group.
         global_ranks: The group's ranks, as torch numbers them in the whole job.
@@ -61,7 +70,7 @@ class Membership:
         self.global_ranks = [0] if alone else dist.get_process_group_ranks(group)
         self.world_size = len(self.global_ranks)
         self.count = counter(weighting, self.name, sizes)
-        self.may_break = may_break or self.count is not None
+        self.meets_late = may_break or self.count is not None
         self.reset()
 
     def reset(self) -> None:

@@ -130,12 +130,12 @@ def _plain(value: Any) -> Any:
     if kind in _SIMPLE:
         return value
     if kind is list:
-        return value if _SIMPLE.issuperset(map(type, value)) else [_plain(item) for item in value]
+        return _plain_items(value)
     if kind is tuple:
-        return {"t": [_plain(item) for item in value]}
+        return {"t": _plain_items(value)}
     if kind in _CLASSES:
         tag, names = _CLASSES[kind]
-        return {tag: [_plain(getattr(value, name)) for name in names]}
+        return {tag: _plain_items([getattr(value, name) for name in names])}
     if kind is dict:
         return {"d": [[_plain(key), _plain(item)] for key, item in value.items()]}
     if kind is torch.dtype:
@@ -153,6 +153,12 @@ def _plain(value: Any) -> Any:
         f"A {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: only numbers,"
         " strings, lists, tuples, dictionaries, dtypes, devices, and this package's own descriptions are understood."
     )
+
+
+def _plain_items(values: Sequence[Any]) -> Sequence[Any]:
+    if _SIMPLE.issuperset(map(type, values)):  # most are: each record goes through this
+        return values
+    return [value if type(value) in _SIMPLE else _plain(value) for value in values]
 
 
 # ------------------------------------------------------------ writing and reading

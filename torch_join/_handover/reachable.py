@@ -1,11 +1,9 @@
 """Values that hang on the things given to `Join` and that no state dict needs to contain.
 
 Attributes of modules, optimizers (and the state of those that they wrap), schedulers and other objects with a
-state, and what functions among them keep in their closures. Nobody knows what they mean: whether one should be
-the same on all ranks only shows in that it was.
+state. Nobody knows what they mean: whether one should be the same on all ranks only shows in that it was.
 """
 
-import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -83,10 +81,3 @@ def _values(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield f"len({name})", len(value)
         for index, item in enumerate(list(value)[:_ITEMS]):
             yield from _values(item, f"{name}[{index}]", depth - 1)
-    elif depth and isinstance(value, types.FunctionType):
-        for cell_name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                content = cell.cell_contents
-            except ValueError:  # not yet bound
-                continue
-            yield from _values(content, f"{name}'s {cell_name}", depth - 1)

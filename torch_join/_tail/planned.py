@@ -8,7 +8,9 @@ from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail.reader import Reader
+from torch_join._tail.schedules import Schedule
 from torch_join._tail.server import Server
+from torch_join._tail.step import Step
 
 
 def refuse_teams(server: Server) -> None:
@@ -27,8 +29,8 @@ def refuse_teams(server: Server) -> None:
 class PlannedReader(Reader[Any]):
     """Reads the batches that a plan gives to this rank."""
 
-    def __init__(self, plan: Rebalancer) -> None:
-        self._plan = plan
+    def __init__(self, plan: Rebalancer, server: Server) -> None:
+        self._plan, self._members = plan, server.members
         self._taken = -1  # up to which step
         self.pulling = False
 
@@ -37,53 +39,29 @@ class PlannedReader(Reader[Any]):
 
     def take(self) -> Any:
         self._taken += 1
-        return self._plan.take(self._taken - self._plan.step)
+        batch = self._plan.take(self._taken - self._plan.step)
+        self._members.counted = self._plan.count()
+        return batch
 
     @property
     def at_last(self) -> bool:
         return not self.has_next(2)
 
 
-class PlannedLoops:
-    """The loops of one `Join`, on this rank.
+class Planned(Schedule):
+    """Batches are rebalanced, if there is anything to rebalance.
 
     Args:
-        rebalancing: What rebalances batches, if they are.
-
-    Attributes:
-        rebalancing: The same.
+        step: The loop's steps.
+        rebalancing: What rebalances batches.
         server: The ranks' server.
     """
 
-    def __init__(self, rebalancing: Rebalancing) -> None:
-        self.rebalancing = rebalancing
-        self.server: Server
+    def __init__(self, step: Step, rebalancing: Rebalancing, server: Server) -> None:
+        self._current, self._rebalancing, self._server = step, rebalancing, server
 
-    @property
-    def enabled(self) -> bool:
-        """Whether there is rebalancing at all."""
-        return self.rebalancing.enabled
-
-    @property
-    def plan(self) -> Rebalancer | None:
-        """What goes through the current loop, if there is anything to rebalance in it."""
-        return self.rebalancing.current
-
-    @property
-    def share(self) -> Share | None:
-        """Whose batch this rank has at the current step."""
-        return None if self.plan is None else self.plan.share
-
-    def check_in_loop(self, in_loop: bool) -> None:
-        """Raise where a forward outside of a loop over `batches` would be one of a plain `for`."""
-        if self.enabled and not in_loop:
-            raise JoinValueError(
-                "A forward outside of a loop over join.batches, with rebalance=True: in a plain `for`, nothing can"
-                " bring this rank another one's batch. Write `for batch in join.batches(loader)`."
-            )
-
-    def begin(self, reader: Reader[Any]) -> Reader[Any]:
-        """Begin a loop over what `reader` reads; all ranks meet.
+    def read(self, reader: Reader[Any]) -> Reader[Any]:
+        """Make a plan for what `reader` reads, if there is anything to rebalance; all ranks meet.
 
         Returns:
             What reads the batches that this rank trains on.
@@ -91,62 +69,72 @@ class PlannedLoops:
         Raises:
             UnsupportedError: The loader has a state that users save, or ranks compute a batch together.
         """
-        self.rebalancing.current = None  # of the loop before
-        if not self.enabled:
-            return reader
-        refuse_teams(self.server)
+        refuse_teams(self._server)
         return reader.rebalanced(self._begin)
 
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
-        length, lead, count = source.certain_length(), source.lead, self.server.members.count
-        plan = self.rebalancing.begin(
-            self.server.channel, source, length, self._meet, lead=lead, count=count, meets=False
+        length, lead, count = source.certain_length(), source.lead, self._server.members.count
+        plan = self._rebalancing.begin(
+            self._server.channel, source, length, self._meet, lead=lead, count=count, meets=False
         )
-        return None if plan is None else PlannedReader(plan)
+        return None if plan is None else PlannedReader(plan, self._server)
 
     @property
-    def puts_off(self) -> bool:
-        """Whether who is active is certain, and is everybody: ranks need to know late only that nobody has left."""
-        return self.plan is not None and not self.plan.meets and not self.server.members.uneven
+    def _plan(self) -> Rebalancer:
+        assert self._rebalancing.current is not None
+        return self._rebalancing.current
 
-    def advance(self, step: int) -> bool:
-        """Go on to a step, if there is a plan; return whether this is the last one."""
-        assert self.plan is not None
+    @property
+    def share(self) -> Share | None:
+        return self._plan.share
+
+    @property
+    def presumes_all(self) -> bool:  # type: ignore[override]
+        return not (self._plan.meets or self._server.members.uneven)
+
+    def begin(self, step: int) -> bool:
+        plan, members = self._plan, self._server.members
+        self._current.meet()
+        if members.meets_late:
+            self._server.remember_gradients()
         if step > 0:  # the first is planned
-            with self.server.own_collectives():
-                self.plan.advance(self._meet)
-        if not self.plan.meets and len(self.plan.active_ranks) < self.server.members.world_size:
-            self.plan.total = self._meet(self.plan.count(), {}).total
-        if self.plan.has_batch():
-            self.server.members.total = self.plan.total
-        self.server.change(self.plan.active_ranks)
-        return self.plan.is_last_step
-
-    def take(self, reader: Reader[Any]) -> Any:
-        """Return this rank's batch of the current step."""
-        batch = reader.take()
-        if self.plan is not None:
-            self.server.members.counted = self.plan.count()
-        return batch
+            with self._server.own_collectives():
+                plan.advance(self._meet)
+        if not plan.meets and len(plan.active_ranks) < members.world_size:
+            plan.total = self._meet(plan.count(), {}).total
+        if plan.has_batch():
+            members.total = plan.total
+        self._server.change(plan.active_ranks)
+        self._current.is_last = plan.is_last_step
+        if not self.presumes_all:
+            return True
+        # Said here, so that whoever hears waits for nothing that others do in their step.
+        self._current.put_off(plan.count(), plan.is_last_step)
+        self._current.arrive()
+        models = self._server.models()
+        if not models or not all(model.forwards_alone for model in models):
+            self._current.meet()
+        return False
 
     def _meet(self, count: float, notice: dict[str, Any]) -> Beat:
-        self.server.channel.arrive(count, notice or None, self.server.members.active)
-        return self.hear()
+        self._server.channel.arrive(count, notice or None, self._server.members.active)
+        beat = self._server.channel.wait()
+        self.check_beat(beat)
+        return beat
 
-    def hear(self) -> Beat:
-        """Hear what the ranks say that meet.
+    def check_beat(self, beat: Beat) -> None:
+        """Check what the ranks say that meet.
 
         Raises:
-            JoinValueError: With a plan, some of them have left the loop.
+            JoinValueError: Some of them have left the loop.
             PeerFailedError: Another rank has failed, perhaps since it said its part.
         """
-        beat = self.server.channel.wait()
-        if self.puts_off:
-            raise_any(self.server.channel.failure())
-        left = self.server.members.named(rank for rank, notice in beat.notices.items() if not notice)
-        if self.plan is not None and 0 < len(left) < len(self.server.members.active):
+        if self.presumes_all:
+            raise_any(self._server.channel.failure())
+        members = self._server.members
+        left = members.named(rank for rank, notice in beat.notices.items() if not notice)
+        if 0 < len(left) < len(members.active):
             raise JoinValueError(
                 f"The loop of {name_ranks(left)} was left by `break` where others go on, and count on its batches, with"
                 " rebalance=True. Leave it on all ranks at the same step."
             )
-        return beat

@@ -1,11 +1,9 @@
 """Reading a loader so that its end is known in time."""
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -180,36 +178,6 @@ class Batches(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
-
-
-@dataclass(eq=False)
-class Loop:
-    """A loop over `batches`.
-
-    Attributes:
-        asked: Whether it was asked for a batch; else this rank is elsewhere in its own code.
-        certain: All ranks' lengths.
-        stepped: Whether the step's batch has been used.
-        forwarded: Whether it runs forwards of a model that was given.
-        reads_ahead: Whether a second batch was asked for before any such forward.
-        uneven: Whether a rank has run out of batches before another.
-        number: Of the loops of one `with`, from 1 on.
-        trains: The parts of models that have had a backward in it, of this rank's own or followed.
-        thread: The thread that goes through it.
-        even_until: Before this step, each is sure to be as the one before: all ranks have a batch, and more to come.
-    """
-
-    reader: Reader[Any]
-    asked: bool
-    certain: list[int] | None = None
-    stepped: bool = True
-    forwarded: bool = False
-    reads_ahead: bool = False
-    uneven: bool = False
-    number: int = 0
-    trains: set[int] = field(default_factory=set)
-    thread: int = field(default_factory=threading.get_ident)
-    even_until: int = 0
 
 
 class Unbegun:

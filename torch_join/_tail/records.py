@@ -1,6 +1,7 @@
 """The records with which active ranks announce what they do, and what a joined rank takes for one."""
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch_join._collectives.call import Call
@@ -21,7 +22,12 @@ _KINDS = {
 
 def record(said: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
     """Return the record of what these ranks announce."""
-    return _codec.in_tuple(_codec.in_list(said), _codec.encode(active))
+    return _codec.in_tuple(_codec.in_list(said), _ranks(active))
+
+
+@lru_cache(maxsize=8)
+def _ranks(active: tuple[int, ...]) -> _codec.Encoded:
+    return _codec.encode(active)
 
 
 def check_record(said: Sequence[Announcement], active: tuple[int, ...], parts: int, before: tuple[int, ...]) -> None:

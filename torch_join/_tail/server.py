@@ -31,7 +31,7 @@ class Server(Announcer):
 
     Args:
         members: Who is active.
-        arrive: Called before this rank looks whether it is in a tail: a meeting may have been put off.
+        meet: Waits until it is known who is active, where `has_to_meet`.
         check_backward: Called with each collective in backward, see `Backwards.before_collective`.
         before_collective: See `CollectiveTap`.
 
@@ -42,12 +42,13 @@ class Server(Announcer):
         backwards: Hears of collectives in backward.
         hears_asides: Whether a joined rank looks for what is announced aside, see `announce_aside`.
         on_all: How deep this rank is in `on_all_ranks`.
+        has_to_meet: Whether a meeting was put off, or this rank has left a loop that it is to finish.
     """
 
     def __init__(
         self,
         members: Membership,
-        arrive: Callable[[], None] = _NOTHING,
+        meet: Callable[[], None] = _NOTHING,
         check_backward: Callable[[list[int], bool], None] = _NOTHING,
         before_collective: Callable[[str, list[int], bool], None] = _NOTHING,
     ) -> None:
@@ -56,7 +57,7 @@ class Server(Announcer):
         self.parting = Parting(members, channel)
         self._before_collective = before_collective
         self.parts: list[Part] = []
-        self._arrive = arrive
+        self._meet = meet
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
         self.backwards = ServedBackwards(self, members, check_backward)
         self.hears_asides = False
@@ -71,6 +72,7 @@ class Server(Announcer):
         self._heard: deque[_records.Announcement] = deque()  # read, and not yet answered
         self._asides = 0  # answered, before the next record of the log
         self.on_all = 0
+        self.has_to_meet = False
         self._counts = False  # what it announces is compared with the other active ranks'
         self.backwards.reset()
         self.tap = self._new_tap()
@@ -90,7 +92,7 @@ class Server(Announcer):
         self.tap.remove()
         while self.parts:
             self.parts.pop().exit()
-        self._arrive = self.backwards.check = self._before_collective = _NOTHING
+        self._meet = self.backwards.check = self._before_collective = _NOTHING
         self.loader = lambda: None
         self.tap = CollectiveTap(_NOTHING, None)
 
@@ -101,24 +103,32 @@ class Server(Announcer):
         """Return the parts of models."""
         return [cast(LoopModel, part) for part in self.parts if part.is_model]
 
+    def remember_gradients(self) -> None:
+        """Note what gradients there are, as long as all ranks have done the same."""
+        if not self.members.announces:
+            for model in self.models():
+                model.remember()
+
     @property
     def in_pieces(self) -> bool:
         return self.backwards.in_pieces
 
     # ------------------------------------------------------------ on an active rank
 
-    @property
-    def in_tail(self) -> bool:
-        """Whether this rank is active and another one has joined, and does what that one does not."""
-        self._arrive()
-        return self.members.announces and not self.on_all
+    def meet(self) -> bool:
+        if self.has_to_meet:
+            self._meet()
+        return self.members.role is Role.TAIL and not self.on_all
 
     @property
+    def announces(self) -> bool:
+        return self.members.role is Role.TAIL and not self.on_all
+
     def is_quiet(self) -> bool:
-        return not (self.in_tail or self.tap.installed)
+        return not (self.meet() or self.tap.installed)
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
-        if self.in_tail:
+        if self.meet():
             self._said.append(self.agreement.note((index, kind, payload), self.members.leads, self.in_window))
             self._is_due = True
             if not hold:
@@ -127,7 +137,7 @@ class Server(Announcer):
     def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
         if not self.in_window:
             self.announce(index, kind, payload, hold)
-        elif self.in_tail and self.members.leads:
+        elif self.meet() and self.members.leads:
             self._said.append(_codec.encode((index, kind, payload)))
 
     def announce_aside(self, index: int, kind: str, payload: Any) -> None:
@@ -135,7 +145,7 @@ class Server(Announcer):
 
         It has no number in the log, which the active ranks count in common.
         """
-        if self.in_tail and self.members.leads:
+        if self.meet() and self.members.leads:
             keys = (_records.ASIDE.format(self.channel.records, place) for place in count())
             key = next(key for key in keys if not self.channel.posted(key))
             self.channel.post(key, ([(index, kind, payload)], self.members.active))
@@ -163,7 +173,7 @@ class Server(Announcer):
     @contextmanager
     def together(self, announce: Callable[[], None] = _NOTHING) -> Iterator[None]:
         """Put around what all ranks do to what takes part; joined ones hear of it by an active one's `announce`."""
-        if self.in_tail:
+        if self.meet():
             for part in self.parts:
                 part.before_all_ranks()
             announce()
@@ -334,7 +344,7 @@ class Server(Announcer):
             self.announce(-1, _records.COLLECTIVE, call)
 
     def _has_joined(self, rank: int) -> bool:
-        self._arrive()
+        self.meet()
         return self.members.has_joined(rank)
 
     def _compare_counts(self, theirs: list[int]) -> None:

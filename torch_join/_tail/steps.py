@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_join._base.membership import Membership, Role
+from torch_join._base.membership import MeetingPoint, Membership, Role
 from torch_join._base.weighting import Weighting, count_samples
 from torch_join._collectives.backwards import late
 from torch_join._collectives.compat import in_backward
@@ -43,8 +43,8 @@ class StepDriver:
     """
 
     # What the parts ask of a driver: there is always a meeting before the step.
-    in_loop = sees_steps = True
-    in_plain_loop = awaits_others = False
+    meets_at = MeetingPoint.TOP
+    sees_steps = True
     clears: Sequence[Clears] = ()
     step_number = loop_number = 0
     has_loss = True
@@ -63,8 +63,9 @@ class StepDriver:
         self.server.backwards.always = backward_collectives
         self.server.backwards.reset()
 
-    def before_forward(self, count: Callable[[], float], waits: bool = True) -> None:
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
         """Nothing to do: the ranks have met."""
+        return True
 
     def before_notice(self, part: Part) -> None:
         """Nothing to do: the ranks have met."""

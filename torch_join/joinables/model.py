@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base import compat as _compat
+from torch_join._base.membership import MeetingPoint
 from torch_join._base.weighting import weighted
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join.joinables._gradients.evidence import Gradients
@@ -53,6 +54,7 @@ class ModelPart(Part, LoopModel):
         self.forwards = 0  # of this rank's own, since the last tail
         self.synced = 0  # of these, how many are followed by a backward that averages gradients
         self.deferred = 0  # forwards that joined ranks hear of, if there are any, when their backward begins
+        self._has_met = True  # whether it was known, in its last forward, who is active
         self._frozen: list[int] = []  # the parameters, by place, that were frozen in the last of these
         self._task = -1  # the backward that has begun
         self._remembers = -1  # the last one that is remembered at its end
@@ -79,7 +81,7 @@ class ModelPart(Part, LoopModel):
         self.remember()
         self._undo.append(self._plumbing.close)
         self._undo += [self._second_backward.remove, self._pieces.reset]
-        if self.members.may_break:
+        if self.members.meets_late:
             self._watch.begin(self._before_gradient)
         self._undo.append(self._watch.end)
 
@@ -95,13 +97,13 @@ class ModelPart(Part, LoopModel):
 
     def enter_tail(self) -> None:
         self._shadow.news.forget()
-        if self.driver.in_loop and not self.members.may_break:
+        if self.driver.meets_at is MeetingPoint.TOP:
             self.remember()
         if not self._watch.is_on:
             self._watch.begin(self._before_gradient)
 
     def leave_tail(self) -> None:
-        if not self.members.may_break:
+        if not self.members.meets_late:
             self._watch.end()
 
     # ------------------------------------------------------------ on an active rank
@@ -123,12 +125,12 @@ class ModelPart(Part, LoopModel):
         # Of a window's micro-batches ranks may have different numbers: they have in common what has collectives.
         is_alone = grad and not _compat.may_forward_with_collectives(self.ddp)
         if self.meets:
-            driver.before_forward(lambda: self.members.count_forward(args, kwargs), waits=not deferred)
-            if not (driver.in_loop or self.members.announces):
+            self._has_met = driver.before_forward(lambda: self.members.count_forward(args, kwargs), waits=not deferred)
+            if driver.meets_at is MeetingPoint.FORWARD and not self.members.announces:
                 self._gradients.refresh()
         self.forwards += 1
         self.synced += grad and sync
-        if deferred and (self.members.announces or (driver.awaits_others and self._watch.is_on)):
+        if deferred and (self.members.announces or (not self._has_met and self._watch.is_on)):
             self.deferred += 1
             self._frozen = self._shadow.frozen
             return
@@ -137,13 +139,13 @@ class ModelPart(Part, LoopModel):
         if deferred:
             return
         authority, self._shadowed.authority = self._shadowed.authority, self.members.leader
-        if not self.server.in_tail:
+        if not self.server.meet():
             return
         if not self.ddp.require_forward_param_sync:
             authority = 0
         self._announce_deferred()
-        frozen = self._shadow.frozen if self.server.in_tail else []
-        told = self.server.in_tail and _compat.broadcasts_buffers(self.ddp)
+        frozen = self._shadow.frozen if self.server.announces else []
+        told = self.server.announces and _compat.broadcasts_buffers(self.ddp)
         buffers = self._shadow.news.since(self.ddp.module) if told else None
         forward = (grad, sync, authority, frozen, buffers)
         if is_alone:
@@ -172,8 +174,7 @@ class ModelPart(Part, LoopModel):
             self._second_backward.forward(
                 outputs, partial(_before_backward, weakref.ref(self.driver), self.index, self.driver.loop_number)
             )
-        driver = self.driver
-        if self._watch.is_on or (driver.in_loop and not driver.awaits_others):
+        if self._watch.is_on or (self._has_met and self.driver.meets_at is not MeetingPoint.FORWARD):
             return
         begins = weakref.WeakMethod(self._meet_or_remember)  # a loss that is kept keeps nothing of ours
         for output in outputs:  # of which a loss may use any
@@ -182,8 +183,8 @@ class ModelPart(Part, LoopModel):
             self._watch.begin(self._before_gradient)
 
     def _meet_or_remember(self, __: Tensor) -> None:
-        if self.driver.in_loop:
-            _ = self.server.in_tail  # it is not, but who asks meets the others
+        if self.driver.meets_at is not MeetingPoint.FORWARD:
+            self.server.meet()
         else:
             self.driver.before_backward(self.index)
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
@@ -249,9 +250,9 @@ class ModelPart(Part, LoopModel):
         if self.members.serves:
             return
         self.driver.before_backward(self.index)
-        in_tail = self.server.in_tail  # ask this first: it may find out who is active
+        in_tail = self.server.meet()
         averages, self._second_backward.awaits_first = self._second_backward.awaits_first, False
-        if in_tail or not self.driver.in_loop:
+        if in_tail or self.driver.meets_at is MeetingPoint.FORWARD:
             self._remember_after_backward()
         if in_tail:
             if self._pieces.under_way:

@@ -39,7 +39,7 @@ class ShardedOptimizerPart(Part):
 
     def enter(self) -> None:
         self._undo.append(_compat.configure(self.zero))
-        self._undo.append(StepHooks(self.zero, self._send, lambda: not self.server.in_tail).remove)
+        self._undo.append(StepHooks(self.zero, self._send, lambda: not self.server.meet()).remove)
 
     def _send(self) -> AbstractContextManager[None]:
         shards = {rank: _compat.zero_shard(self.zero, rank) for rank in self.members.joined_ranks}

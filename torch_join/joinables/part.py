@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
-from torch_join._base.membership import Membership
+from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
 from torch_join._handover import objects as _objects
@@ -28,16 +28,19 @@ class Announcer(Protocol):
     def in_pieces(self) -> bool:
         """Whether backwards are announced piece by piece, since collectives other than DDP's may come in them."""
 
-    @property
-    def in_tail(self) -> bool:
-        """Whether this rank is active and another one has joined; a part asks when it is about to act.
+    def meet(self) -> bool:
+        """Wait until it is known who is active, if that was put off; a part calls this when it is about to act.
 
-        It may meet the other ranks first, so that it can find that this rank serves; `members` does not.
+        Returns:
+            Whether this rank is active and another one has joined, and does not do the same of its own accord.
         """
 
     @property
+    def announces(self) -> bool:
+        """What `meet` returned last."""
+
     def is_quiet(self) -> bool:
-        """Whether there is nobody to tell of what this rank does with others, and nothing that listens to it."""
+        """Meet; return whether there is nobody to tell of what this rank does, and nothing that listens to it."""
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
         """Tell the joined ranks, if there are any, what comes next.
@@ -90,27 +93,22 @@ class Driver(Protocol):
         """The calls of the `zero_grad` of given optimizers and models, which tell what becomes of gradients."""
 
     @property
-    def in_loop(self) -> bool:
-        """Whether the ranks find out who is active at the top of each step, before any of the user's code."""
-
-    @property
-    def in_plain_loop(self) -> bool:
-        """Whether another rank may be at a meeting: at a forward outside of `batches`, or at the end of its `with`."""
-
-    @property
-    def awaits_others(self) -> bool:
-        """Whether this rank has come to a meeting and has yet to hear what the others say."""
+    def meets_at(self) -> MeetingPoint:
+        """Where the ranks meet in a step; at `FORWARD`, another one may be at a meeting at any time."""
 
     @property
     def sees_steps(self) -> bool:
         """Whether there is a model, or a custom joinable, that shows where a step begins."""
 
-    def before_forward(self, count: Callable[[], float], waits: bool = True) -> None:
-        """Meet the other ranks, if they have not met before this forward.
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
+        """Come to a meeting, if the ranks have not met before this forward.
 
         Args:
             count: Returns what the forward's arguments count, for a step of which nobody sees the batch.
             waits: Whether it is important, for what this forward does, who is active.
+
+        Returns:
+            Whether that is known now; else this rank has arrived, and meets the others later.
         """
 
     def note_backward(self, model: int) -> None:
@@ -231,7 +229,7 @@ class Part:
 
         Not in a backward. All active ranks must have something of the same types.
         """
-        if not self.server.in_tail:
+        if not self.server.meet():
             return
         if _codec.is_closed(payload):
             self.announce(kind, payload)

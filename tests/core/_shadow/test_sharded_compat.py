@@ -198,7 +198,7 @@ def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
 
     @contextmanager
     def watched_around(self: Any, unit: int, kind: str, payload: Any) -> Iterator[None]:
-        announces = not self._part.members.serves and self._part.server.in_tail
+        announces = not self._part.members.serves and self._part.server.meet()
         if announces and active:
             look(self, active)  # what was gathered in the background is there by now
         with around(self, unit, kind, payload):

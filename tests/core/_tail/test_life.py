@@ -1,4 +1,4 @@
-"""Where a rank's own code may go, what happens where it cannot, and what a life leaves behind."""
+"""What happens where a rank cannot go back to its loop, and what a `Join` leaves behind."""
 
 import gc
 
@@ -12,19 +12,8 @@ from tests.support.inside import answer
 from tests.support.workers import Workers
 from torch_join import Join, JoinError
 from torch_join._base.membership import Membership
-from torch_join._tail.life import PLACES, Place, move
 from torch_join._tail.records import DONE
 from torch_join._tail.server import Server
-
-
-def test_only_what_is_in_the_table_is_possible() -> None:
-    for here in Place:
-        for there in Place:
-            if (here, there) in PLACES:
-                assert move(here, there) is there
-            else:
-                with pytest.raises(RuntimeError, match=f"from '{here.value}' to '{there.value}'"):
-                    move(here, there)
 
 
 def leave_amid(rank: int) -> tuple[str, list[list[float]]]:

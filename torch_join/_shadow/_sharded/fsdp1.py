@@ -106,7 +106,7 @@ class FlatParamUnit:
             frees = forward and not fsdp._is_root and _compat.reshards_after_forward(handle)
             frees = frees or (backward and _compat.runtime._should_free_in_backward(fsdp, handle))
             self._others_differ = not frees
-            if observer.is_quiet:
+            if observer.is_quiet():
                 return gather(padded)  # type: ignore[no-any-return]
             with observer.around(index, "gather", Gather(SHARD, SHARD if frees else WHOLE, phase.name, padded.dtype)):
                 return gather(padded)  # type: ignore[no-any-return]
@@ -130,7 +130,7 @@ class FlatParamUnit:
 
         def reducing(run: Callable[[], Any]) -> Any:
             observer.before_backward()
-            if observer.is_quiet:
+            if observer.is_quiet():
                 return run()
             trained = [p.requires_grad for p in self._originals]
             with observer.around(index, "reduce", Reduction(trained, True, True, handle.flat_param.grad.dtype)):

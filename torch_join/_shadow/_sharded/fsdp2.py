@@ -115,7 +115,7 @@ class ParamGroupUnit:
             # A prefetch pretends to be in the phase that it is for.
             self._target = after = self._after()
             self._others_differ = after != SHARD
-            if observer.is_quiet:
+            if observer.is_quiet():
                 return None
             return observer.around(index, "gather", Gather(self._state, after, group._training_state.name))
 
@@ -125,7 +125,7 @@ class ParamGroupUnit:
 
         def reducing(*args: Any) -> None:
             observer.before_backward()
-            if observer.is_quiet:
+            if observer.is_quiet():
                 post_backward(*args)
                 return
             used = self._used()

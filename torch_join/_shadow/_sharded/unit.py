@@ -59,7 +59,6 @@ class Reduction(NamedTuple):
 class Observer(Protocol):
     """What is told of what a unit is about to do with others."""
 
-    @property
     def is_quiet(self) -> bool:
         """Whether nobody needs to be told, so that `around` would do nothing: on even inputs, at every unit."""
 

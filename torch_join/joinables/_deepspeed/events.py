@@ -117,10 +117,9 @@ class EngineEvents:
 
     # ------------------------------------------------------------ on an active rank
 
-    @property
     def is_quiet(self) -> bool:
         """Whether nobody is to hear of what this rank does."""
-        return self._part.members.serves or self.is_inside or self._part.server.is_quiet
+        return self._part.members.serves or self.is_inside or self._part.server.is_quiet()
 
     def say(
         self, owner: Any, name: str, kind: str, payload: Callable[..., Any] = lambda *_: None, hold: bool = False
@@ -129,7 +128,7 @@ class EngineEvents:
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def saying(*args: Any, **kwargs: Any) -> Any:
-                if self.is_quiet:
+                if self.is_quiet():
                     return original(*args, **kwargs)
                 self._part.announce(kind, payload(*args, **kwargs), hold)
                 return self.inside(partial(original, *args, **kwargs))
@@ -185,7 +184,7 @@ class EngineEvents:
 
     def say_present(self) -> None:
         """Announce, before the epilogue, which gradients there are, if nothing has heard of them as they came."""
-        if self.stage == 1 and not self.is_quiet and not _compat.has_gradient_hooks(self.engine):
+        if self.stage == 1 and not self.is_quiet() and not _compat.has_gradient_hooks(self.engine):
             self._part.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

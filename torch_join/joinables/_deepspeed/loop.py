@@ -134,7 +134,7 @@ class LoopEnginePart(Part, LoopModel):
                 return original(loss, *args, **kwargs)
             self.driver.before_backward(self.index, self._forwarded_in)
             self.synced += 1
-            if self.server.in_tail:  # ask this first: it may find out what the batches count
+            if self.server.meet():
                 if kwargs.get("retain_graph") or (args and args[0]):
                     raise UnsupportedError(
                         f"engine.backward(retain_graph=True) while ranks {self.members.joined_names} have run out of"
@@ -160,7 +160,7 @@ class LoopEnginePart(Part, LoopModel):
     def _prologue(self, original: Callable[[], None]) -> Callable[[], None]:
         def prologue() -> None:
             if not (self.members.serves or self._is_in_an_engines_backward()):
-                in_tail = self.server.in_tail  # ask this first: it may find out what the batches count
+                in_tail = self.server.meet()
                 if in_tail or self.members.loss_factor != 1.0:
                     where = f"while ranks {self.members.joined_names} have run out of batches: they do not hear of it"
                     if not in_tail:
@@ -180,7 +180,7 @@ class LoopEnginePart(Part, LoopModel):
 
     def _coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def coalesce(*args: Any, **kwargs: Any) -> Any:
-            if not self.members.serves and self.server.in_tail:
+            if not self.members.serves and self.server.meet():
                 raise UnsupportedError(
                     f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches:"
                     " they cannot follow a reduction apart from its backward. Leave it out, or add the losses up, and"
@@ -192,7 +192,7 @@ class LoopEnginePart(Part, LoopModel):
 
     def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
         def epilogue() -> None:
-            if self._events.is_quiet:
+            if self._events.is_quiet():
                 original()
             else:
                 self._events.say_present()
@@ -205,9 +205,9 @@ class LoopEnginePart(Part, LoopModel):
 
     def _stepping(self, of_engine: bool, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self._events.is_quiet:
+            if self._events.is_quiet():
                 return original(*args, **kwargs)
-            if self.server.in_tail and (args or kwargs):
+            if self.server.meet() and (args or kwargs):
                 raise UnsupportedError(
                     f"step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
                     " step their shards without. Set what they say in the optimizer's param_groups."

@@ -14,8 +14,7 @@ from torch_join.joinables.part import LoopModel, Part
 class _Server(Protocol):
     parts: list[Part]
 
-    @property
-    def in_tail(self) -> bool: ...
+    def meet(self) -> bool: ...
 
     def models(self) -> list[LoopModel]: ...
 
@@ -50,7 +49,7 @@ class ServedBackwards(Backwards):
         self.in_pieces = self.always
 
     def before_collective(self, group: list[int], ddps: bool) -> None:
-        in_tail = self._server.in_tail  # ask this first: it may find out what the batches count
+        in_tail = self._server.meet()
         self.check(group, ddps)
         if not ddps and self._is_apart(group):
             return
@@ -69,7 +68,7 @@ class ServedBackwards(Backwards):
         self.in_pieces = {*self._members.global_ranks} <= {*group}
 
     def before_exchange(self, operation: str, group: list[int]) -> None:
-        if not self._server.in_tail or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
+        if not self._server.meet() or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
             return
         owned = [] if self.replicas else [name for part in self._server.parts for name in part.owned]
         if owned:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_join._base.compat_metrics import State, own_states
+from torch_join._base.membership import MeetingPoint
 from torch_join._base.specs import raw_bytes
 from torch_join._control.codec import closed
 from torch_join._handover import transfer as _transfer
@@ -42,7 +43,7 @@ class Exchange:
         self._driver, self._metric = driver, metric
         self._states = own_states(metric) if contributes else {}
         schema = {name: (state.listed, [_Spec.of(t) for t in state.tensors]) for name, state in self._states.items()}
-        plain = driver.in_plain_loop and not driver.members.serves
+        plain = driver.meets_at is MeetingPoint.FORWARD and not driver.members.serves
         self._schemas: list[_Schema | None] = driver.server.channel.gather(
             schema if contributes else None, plain, _Schema | None
         )

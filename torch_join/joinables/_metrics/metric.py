@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torch_join._base import compat_metrics as _compat_metrics
 from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._base.membership import MeetingPoint
 from torch_join.joinables._metrics.exchange import Exchange
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, Part
@@ -157,7 +158,7 @@ class MetricPart(Part):
     def _leads_plain_loops(self, metric: Any) -> bool:
         """Whether the forward of `metric` is where ranks in a plain loop meet, for lack of a model's."""
         driver = self.driver
-        if driver.in_loop or driver.sees_steps or not metric.dist_sync_on_step:
+        if driver.meets_at is not MeetingPoint.FORWARD or driver.sees_steps or not metric.dist_sync_on_step:
             return False
         parts = [part for part in self.server.parts if isinstance(part, MetricPart)]
         return metric is next(one for part in parts for one in part.metrics if one.dist_sync_on_step)

@@ -102,7 +102,7 @@ class ModuleMetrics(Part):
 
     def _sync(self, position: int, metric: Any, sync_dist: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         why = self._refused.get(id(metric))
-        if why is not None and self.server.in_tail:
+        if why is not None and self.server.meet():
             raise UnsupportedError(
                 f"{why} It was synced in a step that ranks {self.members.joined_names} do not have. At an epoch's end,"
                 " where all ranks take part, it works as ever."

@@ -45,7 +45,7 @@ class ClippingPart(Part):
         return [parameter for model in self._sharded for parameter in model.gradients.parameters]
 
     def _is_even(self) -> bool:
-        return self.members.serves or not self.server.in_tail
+        return self.members.serves or not self.server.meet()
 
     def _get_total_norm(
         self,
@@ -126,7 +126,7 @@ class Fsdp1ClippingPart(Part):
             self._undo.append(partial(vars(root).pop, "clip_grad_norm_", None))
 
     def _clip(self, place: int, max_norm: float, norm_type: float = 2.0) -> Any:
-        if self.members.serves or not self.server.in_tail:
+        if self.members.serves or not self.server.meet():
             return self._clips[place](max_norm, norm_type)
         self.announce("clip", (place, float(max_norm), float(norm_type), self._model.check()))
         with self.server.own_collectives():

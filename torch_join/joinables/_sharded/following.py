@@ -78,16 +78,15 @@ class Following:
 
     # ------------------------------------------------------------ on an active rank
 
-    @property
     def is_quiet(self) -> bool:
         """See `Observer`."""
-        return self._part.server.is_quiet
+        return self._part.server.is_quiet()
 
     def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
         """See `Observer`."""
         if self._part.members.serves:
             return nullcontext()
-        if self._part.server.in_tail:
+        if self._part.server.meet():
             self.check_teams()
             self._part.announce(kind, (unit, payload))
         return self._reducing() if kind == "reduce" else self._part.server.own_collectives()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError
+from torch_join._base.membership import MeetingPoint
 from torch_join._shadow._sharded import compat as _compat_sharded
 from torch_join._shadow._sharded.unit import Unit
 from torch_join._shadow.synced_norms import sync_norms
@@ -74,7 +75,7 @@ class ShardedModelPart(Part):
         left = any(holder.grad is not None for holder in self._holders())
         self.accumulates = left or any(unit.has_unsynced for unit in self.following.units)
         self.remember()
-        if self.members.may_break:
+        if self.members.meets_late:
             self._scale()
 
     # ------------------------------------------------------------ what the loop knows
@@ -127,12 +128,12 @@ class ShardedModelPart(Part):
     @property
     def at_top(self) -> bool:
         """Whether the ranks meet before any code of a step: else some of it has run, which joined ranks have not."""
-        return self.driver.in_loop and not self.members.may_break
+        return self.driver.meets_at is MeetingPoint.TOP
 
     def leave_tail(self) -> None:
         self.following.settle()
         self.contents.forget()
-        if not self.members.may_break:
+        if not self.members.meets_late:
             self._stop_scaling()
 
     # ------------------------------------------------------------ on an active rank
@@ -150,9 +151,9 @@ class ShardedModelPart(Part):
             return
         self._task = task
         self.driver.before_backward(self.index, self._forwarded_in)
-        in_tail = self.server.in_tail  # ask this first: it may find out who is active
+        in_tail = self.server.meet()
         syncs = any(unit.synchronizes for unit in self.following.units)
-        if in_tail or not self.driver.in_loop:
+        if in_tail or self.driver.meets_at is MeetingPoint.FORWARD:
             self._remember_after_backward()
         if in_tail:
             self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])

@@ -66,7 +66,7 @@ class ShardedStepPart(Part):
 
     def _is_quiet(self) -> bool:
         # A joined rank's own reduction steps what a reduction here steps.
-        return not self.server.in_tail or any(model.following.reduces for model in self._sharded)
+        return not self.server.meet() or any(model.following.reduces for model in self._sharded)
 
     def _send(self) -> AbstractContextManager[None]:
         states = [model.check() for model in self._sharded]

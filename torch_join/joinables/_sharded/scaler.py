@@ -46,7 +46,7 @@ class ShardedScalerPart(Part):
 
     def _unscale_announced(self, kind: str, optimizer: Any) -> Any:
         place = next((index for index, mine in enumerate(self._steppers) if mine is optimizer), None)
-        if self.members.serves or place is None or not self._scaler.is_enabled() or not self.server.in_tail:
+        if self.members.serves or place is None or not self._scaler.is_enabled() or not self.server.meet():
             return self._own[kind](optimizer)
         self.announce(kind, (place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]))
         with self.server.own_collectives():
@@ -55,7 +55,7 @@ class ShardedScalerPart(Part):
         return found
 
     def _update_announced(self, new_scale: Any = None) -> None:
-        if not self.members.serves and self._scaler.is_enabled() and self.server.in_tail:
+        if not self.members.serves and self._scaler.is_enabled() and self.server.meet():
             self.announce("update", None if new_scale is None else float(new_scale))
         with self.server.own_collectives():
             self._update(new_scale)

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 
 from torch_join._base.devices import use_device
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks
-from torch_join._base.membership import Membership, Role
+from torch_join._base.membership import MeetingPoint, Membership, Role
 from torch_join._base.weighting import Weighting
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
@@ -96,7 +96,8 @@ class HookDriver:
     # ------------------------------------------------------------ what the parts see
 
     # They ask as well what only our own Join has.
-    in_loop = in_plain_loop = awaits_others = in_pieces = False
+    meets_at = MeetingPoint.FORWARD
+    in_pieces = False
     clears: Sequence[Clears] = ()
     step_number = loop_number = 0
 
@@ -110,14 +111,17 @@ class HookDriver:
         """Whether a model is the first."""
         return self._first is not None and self._first.is_model
 
-    @property
-    def in_tail(self) -> bool:
-        """Whether this rank is active and another one has joined."""
+    def meet(self) -> bool:
+        """Return whether this rank is active and another one has joined; all have met at the first forward."""
         return self.members.announces
 
     @property
+    def announces(self) -> bool:
+        """The same."""
+        return self.members.announces
+
     def is_quiet(self) -> bool:
-        """Whether there is nobody to tell of what this rank does."""
+        """Return whether there is nobody to tell of what this rank does."""
         return not self.members.announces
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
@@ -137,8 +141,8 @@ class HookDriver:
         """Nothing else is mirrored, so that there is nothing to pass over."""
         return nullcontext()
 
-    def before_forward(self, count: Callable[[], float], waits: bool = True) -> None:
-        """Begin a step."""
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
+        """Begin a step; all ranks have met when this returns."""
         self.started = True
         with telling_failures(self.channel):
             if self.members.announces and self._undone:
@@ -151,6 +155,7 @@ class HookDriver:
                 self.members.role = Role.TAIL
                 for part in self.parts:
                     part.enter_tail()
+        return True
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
         """Tell the joined ranks, if there are any, what comes next, at once."""

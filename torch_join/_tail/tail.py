@@ -23,8 +23,8 @@ from torch_join.joinables.missing_model import missing_model
 from torch_join.joinables.model import ModelPart
 
 
-class Tails:
-    """The tails of one `Join`, on this rank.
+class Tail:
+    """The tail of a loop, one after the other, on this rank.
 
     Args:
         objects: Everything that was given to `Join`.
@@ -68,7 +68,7 @@ class Tails:
 
     # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
     @torch.inference_mode(False)
-    def begin_tail(self, at_top: bool) -> None:
+    def begin(self, at_top: bool) -> None:
         """Begin a tail on an active rank.
 
         Args:
@@ -78,7 +78,7 @@ class Tails:
         self.server.begin_tail()
 
     @torch.inference_mode(False)
-    def end_tail(self, has_run: bool) -> None:
+    def end(self, has_run: bool) -> None:
         """All ranks have joined; if some came earlier, give all of them the last one's state.
 
         Args:
@@ -93,7 +93,7 @@ class Tails:
 
     @torch.inference_mode(False)
     def serve(self, at_top: bool) -> None:
-        """Do what the active ranks announce, with nothing, until they have joined too; see `begin_tail`."""
+        """Do what the active ranks announce, with nothing, until they have joined too; see `begin`."""
         if self.refusal is not None:
             raise self.refusal
         members = self.server.members

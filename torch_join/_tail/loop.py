@@ -1,0 +1,688 @@
+"""The loops of a `Join`: how one is gone through, left and finished."""
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeVar, cast
+
+from torch_join._base.devices import use_device
+from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
+from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
+from torch_join._base.membership import MeetingPoint, Membership
+from torch_join._base.weighting import Window
+from torch_join._collectives.compat import collective_under_way, in_backward
+from torch_join._control.channel import Channel
+from torch_join._schedule.attendance import early_termination
+from torch_join._schedule.plan import Share
+from torch_join._schedule.rebalancing import Rebalancing
+from torch_join._tail import nesting as _nesting
+from torch_join._tail.planned import Planned
+from torch_join._tail.reader import Batches, Reader, Unbegun
+from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
+from torch_join._tail.server import Server
+from torch_join._tail.step import Step, Telling
+from torch_join._tail.tail import Tail
+from torch_join.joinables._gradients.clears import Clears, innermost_optimizer
+from torch_join.joinables.custom import CustomPart
+from torch_join.joinables.part import Part
+from torch_join.joinables.parts import make_parts
+
+T = TypeVar("T")
+P = TypeVar("P", bound=Part)
+
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str]]  # of a loop
+# How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
+_ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
+
+
+class Place(Enum):
+    """Where this rank's own code is, as far as its `Join` can know."""
+
+    OUTSIDE = "outside"  # in the `with`, before any loop
+    LOOP = "loop"  # in a loop over `batches`
+    LEFT = "left"  # behind one that it has left by `break`, which the others do not know yet
+    FINISHING = "finishing"  # as before, and about to do something with others: it finishes that loop first
+    ENDED = "ended"  # behind one that has ended on all ranks
+    PLAIN = "plain"  # in, or behind, a loop without `batches`, where the ranks meet at a model's forward
+
+
+@dataclass(eq=False)
+class Loop:
+    """A loop over `batches`.
+
+    Attributes:
+        asked: Whether it was asked for a batch; else this rank is elsewhere in its own code.
+        schedule: Says who is active at which step.
+        stepped: Whether the step's batch has been used.
+        forwarded: Whether it runs forwards of a model that was given.
+        reads_ahead: Whether a second batch was asked for before any such forward.
+        uneven: Whether a rank has run out of batches before another.
+        number: Of the loops of one `with`, from 1 on.
+        trains: The parts of models that have had a backward in it, of this rank's own or followed.
+        thread: The thread that goes through it.
+        even_until: Before this step, each is sure to be as the one before: all ranks have a batch, and more to come.
+    """
+
+    reader: Reader[Any]
+    asked: bool
+    schedule: Schedule = field(default_factory=Schedule)
+    stepped: bool = True
+    forwarded: bool = False
+    reads_ahead: bool = False
+    uneven: bool = False
+    number: int = 0
+    trains: set[int] = field(default_factory=set)
+    thread: int = field(default_factory=threading.get_ident)
+    even_until: int = 0
+
+
+class LoopDriver:
+    """The driver of loops of the user's: over `batches` and, from forward to forward, others.
+
+    Args:
+        members: Who is active.
+        objects: Everything that was given to `Join`.
+        tail: What happens where ranks join and where all have.
+        rebalancing: What rebalances batches, if they are.
+        enable: `False` has ranks know nothing of each other.
+        throws: Whether to raise when the first rank runs out of inputs while others have some.
+        options: What else was given to `Join`: arguments for hooks.
+
+    Attributes:
+        place: Where this rank's own code is.
+        step: Where the ranks find out who is active at the current step.
+        step_number: The current step, counted from the loop's begin.
+        end_with_loop: Ends the `with`, where that is to end with its only loop: called when this rank, which has left
+            the loop by `break`, is about to do something with others.
+        is_one_loop: Whether the `with` is around one loop over `batches`, on all ranks, and around nothing else.
+        begins_with_loop: Whether all ranks meet only as that loop begins, and not as the `with` does.
+        asks: Whether this rank's user has asked for a batch of the loops that it goes through.
+        plain_steps: How many steps there were outside of `batches`.
+    """
+
+    end_with_loop: Callable[[], None] | None = None
+    is_one_loop = begins_with_loop = False
+    asks = True
+    plain_steps = 0
+    _backward_collectives = False
+
+    def __init__(
+        self,
+        members: Membership,
+        objects: list[Any],
+        tail: Tail,
+        rebalancing: Rebalancing,
+        enable: bool,
+        throws: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self.members, self.tail = members, tail
+        self._objects, self._options = objects, options
+        self._throws = throws
+        self._rebalancing = rebalancing
+        self.enabled = enable
+        self._loop: Loop | None = None  # the current one, or the last
+        self._clears: list[Clears] = []
+        self._unbegun = Unbegun()
+        self._renew_server()
+        self._reset()
+        if enable:
+            self.server.parts = make_parts(self, objects, options)
+
+    def _reset(self) -> None:
+        """Begin anew, as before the first step."""
+        self.members.reset()
+        self.server.reset()
+        self.step.reset()
+        self.tail.reset()
+        self.place = Place.OUTSIDE
+        self.step_number = self._loops = self.plain_steps = 0
+        self._loop = None
+        self._telling.raised = None
+        self._steps = Steps(self._objects)
+        self._entered_in = threading.get_ident()
+        self._steps_in: int | None = None  # the thread of the last forward
+        self._uneven_loops: set[tuple[int, int]] = set()  # that have ended, and a model that had backwards in it
+
+    def _renew_server(self) -> None:
+        self.server = self.tail.server = Server(
+            self.members, self.meet, self.tail.check_backward, self.before_collective
+        )
+        self._telling = Telling(self.server)
+        self.step = Step(self.server, self._telling, self._follow_up)
+        self.server.loader = self._loader_status
+        self.server.backwards.replicas = self.tail.hands_over_ignored is True
+        self.backward_collectives = self._backward_collectives
+
+    def add(self, make: Callable[["LoopDriver", int], P]) -> P:
+        """Add a part after all others, before the `with` is entered; `make` gets this object and an index."""
+        part = make(self, len(self.server.parts))
+        self.server.parts.append(part)
+        return part
+
+    def enter(self, open_channel: Callable[[], Channel]) -> None:
+        """Begin a `with`; all ranks meet.
+
+        Raises:
+            JoinValueError: The ranks were given different things.
+        """
+        _nesting.enter(self, self._objects, lambda: self.in_loop)
+        if not self.server.parts:  # it has been left before
+            self._renew_server()
+            self.server.parts = make_parts(self, self._objects, self._options)
+        self._reset()
+        try:
+            parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
+            if (first := next(parameters, None)) is not None:
+                use_device(first.device, self.members.group)  # before the channel, which may have to go by it
+            self.server.open(open_channel())
+            if not self.begins_with_loop:
+                self.tail.compare_given(self.server.channel.gather(self.tail.given, of=list[str]))
+            for part in self.server.parts:
+                part.enter()
+        except BaseException:
+            self.leave()
+            raise
+
+    def finish(self, error: BaseException | None) -> None:
+        """End a `with`, by an error or without one; all ranks meet."""
+        if error is not None:
+            self._telling.raised = None  # this one passes, also where it was raised from that
+        with self._telling:
+            if error is not None:
+                raise error
+            if self.in_loop:  # left by `break`, while a variable holds its iterator
+                self._abandon(at_once=False)
+            self._unbegun.begin_all()
+            self.return_to_loop()
+            if not (self.is_one_loop and self.place is Place.ENDED):  # else all have left it, and there is no other
+                verdict = self.members.last_joiner
+                self._meet_without_input()
+                if self.place is Place.ENDED:
+                    self.members.last_joiner = verdict
+            for part in self.server.parts:
+                part.after_all(self.members.last_joiner)
+            # No rank's process ends before all have come here.
+            said = self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters)
+            compare(said, self.members.global_ranks)
+            self._rebalancing.close()
+            self.server.channel.close(meets=self._rebalancing.enabled)
+
+    def leave(self) -> None:
+        """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
+        self.step.reset()
+        self._telling.raised = None
+        self._rebalancing.abandon()
+        self.place = Place.OUTSIDE
+        self._unbegun = Unbegun()
+        self.server.close()
+        while self._clears:
+            self._clears.pop().remove()
+        self.server.channel.close()
+        _nesting.leave(self)
+
+    # ------------------------------------------------------------ what the user sees, and adapters
+
+    @property
+    def given(self) -> list[Any]:
+        """Everything that was given to `Join`, in an order that is the same on all ranks."""
+        return self._objects
+
+    @property
+    def backward_collectives(self) -> bool:
+        """Whether backwards are announced piece by piece before anything shows that they must be."""
+        return self._backward_collectives
+
+    @backward_collectives.setter
+    def backward_collectives(self, always: bool) -> None:
+        self._backward_collectives = self.server.backwards.always = always
+        self.server.backwards.in_pieces = always or self.server.backwards.in_pieces
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether this rank is in a loop over `batches`."""
+        return self.place is Place.LOOP
+
+    @property
+    def reader(self) -> Reader[Any] | None:
+        """What reads the loader of the current loop, or of the last one; `None` before the first."""
+        return None if self._loop is None else self._loop.reader
+
+    @property
+    def certain_lengths(self) -> list[int] | None:
+        """All ranks' numbers of batches in the current loop, or the last one, where these can be no others."""
+        return None if self._loop is None else self._loop.schedule.lengths
+
+    @property
+    def was_even(self) -> bool:
+        """Whether all ranks knew that they had equally many batches in the current loop, or the last one."""
+        certain = self.certain_lengths
+        return certain is not None and min(certain) == max(certain)
+
+    @property
+    def trained_ahead(self) -> list[Any]:
+        """The models that the last loop has trained, if it asked for batches ahead of its steps and was uneven."""
+        loop = self._loop
+        if loop is None or not (loop.reads_ahead and loop.uneven):
+            return []
+        return [model.modules[0] for model in self.server.models() if model.index in loop.trains]
+
+    @property
+    def share(self) -> Share | None:
+        """Whose batch this rank has at the current step of a loop over `batches`."""
+        planned = None if self._loop is None else self._loop.schedule.share
+        if planned is not None or not self.in_loop or self.members.joined:
+            return planned
+        return Share(self.members.rank, self.step_number)
+
+    def find_members(self) -> Membership:
+        """Meet the other ranks, if that was put off; return who is active at the current step."""
+        self.meet()
+        return self.members
+
+    def find_last_step(self) -> bool:
+        """Meet the others, if that was put off; return whether no rank has an input after this step, as is known."""
+        if not (self.in_loop and self._loop is not None and self._loop.schedule.presumes_all):  # else it is planned
+            self.meet()
+        return self.step.is_last
+
+    def find_main_joined(self) -> bool:
+        """Meet, if that was put off; return whether rank 0, which saves and logs, has joined, and this one not."""
+        return self.server.meet() and 0 not in self.members.active
+
+    def find_stand_in(self) -> bool:
+        """Meet the others, if that was put off; return whether this rank does what rank 0 would, which has joined."""
+        return self.find_main_joined() and self.members.leads
+
+    # ------------------------------------------------------------ a loop over batches
+
+    def batches(self, loader: Iterable[T]) -> Iterable[T]:
+        """See `Join.batches`."""
+        return Batches(self._begin_later, loader)
+
+    def _begin_later(self, loader: Iterable[T]) -> Iterator[T]:
+        """Go through `loader` from the first `next` on, or from where it should have come to that."""
+        ticket = self._unbegun.add(lambda: self.go_through(loader, asks=False)) if self.enabled else None
+        return self._in_order(ticket, loader)
+
+    def _in_order(self, ticket: object, loader: Iterable[T]) -> Iterator[T]:
+        if self.enabled and not self._unbegun.begin(ticket) and _nesting.is_entered(self):
+            with self._telling:
+                raise _nesting.left_behind()
+        yield from self.go_through(loader)
+
+    def go_through(
+        self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader, asks: bool = True
+    ) -> Iterator[T]:
+        if not self.enabled:
+            self.step_number = 0
+            for batch in loader:
+                yield batch
+                self.step_number += 1
+            return
+        with self._telling:
+            loop = self._begin_loop(loader, reader_of, asks and self.asks)
+        if loop is None:
+            return
+        has_models = bool(self.server.models())
+        try:
+            while True:
+                with self._telling:
+                    if not self._begin_step(loop, loop.schedule):
+                        break
+                    loop.stepped = not has_models
+                    batch = loop.reader.take()
+                    self.server.in_window = type(batch) is Window
+                yield batch
+                loop.reads_ahead = loop.reads_ahead or not loop.forwarded
+                if not self._is_in(loop):
+                    if loop.reader.has_next():
+                        raise _nesting.left_behind()
+                    return
+                self.step_number += 1
+        except GeneratorExit:
+            if self._is_in(loop):
+                self._abandon()
+            raise
+        finally:
+            if self._is_in(loop):
+                self._finish_loop()
+
+    def _begin_loop(
+        self, loader: Iterable[Any], reader_of: Callable[[Iterable[Any]], Reader[Any]], asks: bool
+    ) -> Loop | None:
+        """Begin a loop; all ranks meet. Return `None` if nobody goes through it."""
+        _nesting.check_entered(self)
+        if self.in_loop and self._loop is not None and not self._loop.reader.has_next():
+            self._abandon(at_once=False)  # a loop by iter() and next(), which never asks for the end
+        if self.in_loop:
+            raise _nesting.nested()
+        self.meet()
+        self._loops += 1
+        reader = reader_of(loader)
+        loop = self._loop = Loop(reader, asks, number=self._loops)
+        for model in self.server.models():
+            model.check_can_train(reader.has_next)
+        length = None if self.members.meets_late else reader.certain_length()
+        how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
+        given = self.tail.given if self.begins_with_loop else []
+        begin = length, hyperparameters(self._objects), how, given
+        said = self.server.channel.gather(begin, not self.in_loop, _BEGIN)
+        lengths, hyper, ways, everyone = zip(*said, strict=True)
+        if self.begins_with_loop:
+            self.tail.compare_given(everyone)
+        compare(hyper, self.members.global_ranks)
+        if _ASKS not in ways:
+            return None
+        rebalances = self._rebalancing.enabled
+        refused = (_UNASKED, _EMPTY) if rebalances else (_UNASKED,)  # with none, it is to be given some
+        _nesting.refuse_unasked(self.members.named(rank for rank, way in enumerate(ways) if way in refused))
+        if self.members.meets_late:
+            self.server.tap.install()
+        loop.schedule = self._choose_schedule(loop, lengths)
+        self.place, self.step_number = Place.LOOP, 0
+        self._steps.forget()
+        self.server.parting.begin_loop(self.server.channel)
+        for model in self.server.models():
+            model.begin_loop()
+        return loop
+
+    def _choose_schedule(self, loop: Loop, lengths: Sequence[int | None]) -> Schedule:
+        self.step.check = None
+        if self._rebalancing.enabled:
+            planned = Planned(self.step, self._rebalancing, self.server)
+            loop.reader = planned.read(loop.reader)
+            if self._rebalancing.current is not None:
+                self.step.check = planned.check_beat
+                return planned
+        if self.members.meets_late:
+            return EachUse(self.step, loop.reader, self.server)
+        if None in lengths:
+            return EachBatch(self.step, loop.reader)
+        return Certain(self.step, loop.reader, self.server, cast(list[int], [*lengths]), self._throws)
+
+    def _is_in(self, loop: Loop) -> bool:
+        return self.place is Place.LOOP and self._loop is loop
+
+    def _abandon(self, at_once: bool = True) -> None:
+        """Leave a loop by `break`; `at_once` unless this rank's own code has gone on since."""
+        loop, in_tail = self._loop, self.members.announces
+        assert loop is not None
+        loop.reader.leave()
+        self.server.remember_gradients()
+        lengths = loop.schedule.lengths
+        # Where no rank can run out before another, nothing will be handed over.
+        ends = in_tail or lengths is None or min(lengths) <= self.step_number + 1 < max(lengths)
+        self.tail.depart(watches=at_once and ends and self.members.world_size > 1)
+        self.place, self.server.has_to_meet = Place.LEFT, True
+        loop.stepped = self.step.drop() or loop.stepped
+        self.server.parting.end()
+        # Others may go on, or wait at the end of the `with`: what comes next with them is to finish the loop first.
+        # All ranks must look in the same way at a step that is the last one of some, or may be.
+        is_last = (lengths is None or self.step_number + 1 in lengths) and not isinstance(loop.schedule, Planned)
+        if in_tail or is_last or self.members.meets_late or self.end_with_loop is not None:
+            self.server.tap.install()
+        else:
+            self.server.tap.remove()
+
+    def return_to_loop(self) -> None:
+        """Finish a loop that this rank has left by `break`, before it does anything else with others."""
+        loop = self._loop
+        if self.place is not Place.LEFT or self.members.serves or loop is None:
+            return
+        end, self.end_with_loop = self.end_with_loop, None
+        if end is not None:
+            end()
+            return
+        self.place = Place.FINISHING
+        try:
+            self._catch_up(loop)
+        except BaseException:
+            self.place, self.server.has_to_meet = Place.OUTSIDE, False
+            raise
+        self._finish_loop()
+
+    def _catch_up(self, loop: Loop) -> None:
+        """Go, without batches, to where all ranks have joined."""
+        if self.tail.departure is not None:
+            self.tail.departure.meet()
+        if isinstance(loop.schedule, EachUse) and loop.forwarded and not loop.stepped:
+            raise _nesting.left_amid(self.members.name, self.step_number)
+        with self._telling:
+            if loop.schedule.lengths is not None:  # those who left with their last batch have ended, as the others know
+                self.step_number += 1
+                self._steps.now = False
+                self.step.know(self.step_number, loop.schedule.lengths)
+                if not self._go_on():
+                    return
+            self._meet_without_input()
+
+    def _finish_loop(self) -> None:
+        if (loop := self._loop) is not None and loop.uneven:
+            self._uneven_loops |= {(loop.number, model) for model in loop.trains}
+        self.tail.departure = None
+        with self._telling:
+            self._rebalancing.end_epoch()
+        self.place, self.server.has_to_meet = Place.ENDED, False
+        self._steps.forget()
+        if not self.members.announces:
+            self.server.tap.remove()
+
+    # ------------------------------------------------------------ a step
+
+    def _begin_step(self, loop: Loop, schedule: Schedule) -> bool:
+        """Begin a step, with whoever is active or still to meet; serve if this rank is not. Return whether it is."""
+        if self.step_number < loop.even_until and loop.reader.has_next():  # most are so: this costs next to nothing
+            self._steps.skip()
+            if self.step_number % 2:
+                raise_any(self.server.channel.failure())
+            return True
+        self._steps.begin()
+        self.server.parting.end()
+        if not schedule.begin(self.step_number):
+            return True
+        goes_on = self._go_on()
+        schedule.check(self.step_number)
+        if schedule.lengths is not None and self._is_even():
+            loop.even_until = min(schedule.lengths) - 1  # that step is the last one of some
+        return goes_on
+
+    def _is_even(self) -> bool:
+        """Whether a step is as the one before, and leaves nothing to do to the next one."""
+        members = self.members
+        return (
+            len(members.active) == len(members.before) == members.world_size
+            and self.step_number > 0
+            and not self._steps_elsewhere
+            and all(model.is_prepared for model in self.server.models())
+        )
+
+    def _meet_without_input(self) -> None:
+        """Meet as a rank that has no batch; serve until all ranks have joined."""
+        if self.step.has_arrived:
+            self.step.meet()
+        self.step.meet_now(False)
+        self._go_on()
+
+    def meet(self) -> None:
+        """Finish a loop that was left, and wait until it is known who is active, if that was put off."""
+        if self.place is Place.LEFT:
+            self.return_to_loop()
+        self.step.meet()
+
+    def _follow_up(self) -> None:
+        self._go_on(asked=False)
+        if not self.members.announces:
+            for model in self.server.models():
+                model.deferred = 0
+
+    def _go_on(self, asked: bool = True) -> bool:
+        """Do what follows from who is active: throw, serve, begin or end the tail. Return whether this rank is.
+
+        Args:
+            asked: Whether this rank's code asks for a batch; else it is in a step.
+        """
+        members, loop = self.members, self._loop
+        joined, is_first = members.joined, len(members.before) == members.world_size
+        if not members.active:
+            self.tail.end(has_run=self.place is not Place.ENDED)
+            return not joined
+        if is_first and not self._steps_elsewhere:
+            for model in self.server.models():  # all ranks come here
+                model.prepare()
+        if members.uneven:
+            if asked:
+                self._check_thread()
+            if self.in_loop and loop is not None:
+                loop.uneven = True
+            if self._throws:
+                raise early_termination(members.rank, joined)
+            if members.active != members.before:
+                with self.step.watching_loaders() if joined else nullcontext():
+                    self.tail.compare_steps(self._steps, members.meets_late)
+            at_top = self.meets_at is MeetingPoint.TOP and loop is not None and loop.asked
+            if joined:
+                self.tail.serve(at_top)
+                return False
+            if not members.announces:
+                self.tail.begin(at_top)
+            self.server.agreement.compare(members.rank, members.active)
+        if self.step.ending and self.in_loop and self.server.parting.begin(self.step_number, self.step.ending):
+            self.server.tap.install()
+        return not joined
+
+    @property
+    def _steps_elsewhere(self) -> bool:
+        """Whether batches are asked for in another thread than the one that takes the steps, which may be in one."""
+        here = threading.get_ident()
+        # Before its first forward a rank's steps are taken where the `with` was entered; with no batch there are none.
+        steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self.step_number else here
+        return self._loop is not None and self.in_loop and here != steps_in
+
+    def _check_thread(self) -> None:
+        if not self._steps_elsewhere:
+            return
+        raise JoinError(
+            f"Rank {self.members.name} goes through join.batches in another thread than the one that runs its steps (a"
+            f" prefetcher, a queue that is filled in the background), and {name_ranks(self.members.joined_names)} ran"
+            " out of batches: nobody can tell which step a batch is for. Put the thread inside: give join.batches what"
+            " takes the batches out of the queue, `join.batches(prefetcher(loader))`."
+        )
+
+    def _loader_status(self) -> tuple[int, list[int]] | None:
+        """See `Status`; another thread calls this."""
+        if not self.in_loop or (loop := self._loop) is None or not loop.reader.pulling:
+            return None
+        ranks = collective_under_way(loop.thread)
+        return None if ranks is None else (self.step_number, ranks)
+
+    # ------------------------------------------------------------ what the parts call
+
+    @property
+    def clears(self) -> list[Clears]:
+        """The calls of the `zero_grad` of given optimizers (of one that wraps another, of that one's) and models."""
+        if not self._clears:
+            found = {id(inner): inner for thing in self._objects if (inner := innermost_optimizer(thing)) is not None}
+            models = [module for part in self.server.models() for module in part.modules]
+            self._clears = [Clears(one) for one in (*found.values(), *models)]
+        return self._clears
+
+    @property
+    def meets_at(self) -> MeetingPoint:
+        """See `Driver`."""
+        if self.place is not Place.LOOP:
+            return MeetingPoint.FORWARD
+        return MeetingPoint.FIRST_USE if self.members.meets_late else MeetingPoint.TOP
+
+    @property
+    def sees_steps(self) -> bool:
+        """See `Driver`."""
+        return any(part.is_model or isinstance(part, CustomPart) for part in self.server.parts)
+
+    @property
+    def loop_number(self) -> int:
+        """See `Driver`."""
+        return self._loop.number if self.place is Place.LOOP and self._loop is not None else 0
+
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
+        """See `Driver`; a step begins here where the forward stands outside of `batches`."""
+        if not in_backward():
+            self._steps_in = threading.get_ident()
+        if self.place is not Place.LOOP:
+            self.return_to_loop()
+            if not _nesting.is_entered(self):
+                return True  # the `with` has ended in this
+            if not self._is_read_elsewhere:
+                self._begin_plain_step(count() if self.members.count is not None else 0)
+                if self.members.count is not None:
+                    self.server.tap.install()
+        if self._loop is not None:
+            self._loop.stepped = True
+            self._loop.forwarded = self._loop.forwarded or self.place is Place.LOOP
+            if self.place is Place.LOOP and self._loop.schedule.lengths is not None:
+                return True  # no meeting is put off
+        self.step.arrive()
+        # As long as the tap listens, nothing that others take part in can come before the answer is asked for. Where
+        # all are certain to be active, only a `break` is yet to be heard of.
+        late = self.server.tap.installed and (self.in_loop or self.members.announces)
+        if waits or self._throws or not (late or (self._loop is not None and self._loop.schedule.presumes_all)):
+            self.step.meet()
+        return not self.step.has_arrived
+
+    def before_notice(self, part: Part) -> None:
+        """See `Driver`; a step begins here if there is no model whose forward shows it, and this is the first part."""
+        self.return_to_loop()
+        if not _nesting.is_entered(self):
+            return
+        first = next(one for one in self.server.parts if isinstance(one, CustomPart))
+        if not self.in_loop and not self.server.models() and part is first:
+            self._begin_plain_step(0)
+        self.step.meet()
+
+    def _begin_plain_step(self, count: float) -> None:
+        if self._rebalancing.enabled:
+            raise JoinValueError(
+                "A forward outside of a loop over join.batches, with rebalance=True: in a plain `for`, nothing can"
+                " bring this rank another one's batch. Write `for batch in join.batches(loader)`."
+            )
+        self.step.meet()
+        self.place = Place.PLAIN
+        self._steps.begin()
+        self.plain_steps += 1
+        self.step.put_off(count)
+        self.step_number += 1
+
+    @property
+    def _is_read_elsewhere(self) -> bool:
+        """Whether the last loop was even, and another thread went through it: its steps may come after its end."""
+        if (loop := self._loop) is None or self.place is not Place.ENDED:
+            return False
+        return not loop.uneven and loop.thread != threading.get_ident()
+
+    def before_collective(self, operation: str, ranks: Collection[int] | None = None, waits: bool = True) -> None:
+        """Come to a collective of this rank's own: see `Parting`."""
+        self.meet()  # whoever has met knows in which step it is
+        if self.in_loop and (ranks is None or {*ranks} == {*self.members.global_ranks}):
+            with self._telling:
+                self.server.parting.before_collective(operation, waits)
+
+    def note_backward(self, model: int) -> None:
+        """See `Driver`."""
+        if self.place is Place.LOOP and self._loop is not None:
+            self._loop.trains.add(model)
+
+    def before_backward(self, model: int, loop: int = 0) -> None:
+        """See `Driver`."""
+        here = self._loop
+        if here is None:
+            return
+        if self.place is Place.LOOP and loop == here.number:
+            here.trains.add(model)
+        elif (loop, model) in self._uneven_loops:
+            with self._telling:
+                raise _nesting.late_backward(self.members.name)
+        elif not self.in_loop and here.reads_ahead and model in here.trains and here.uneven:
+            with self._telling:
+                raise _nesting.read_ahead(self.members.name)

@@ -1,0 +1,110 @@
+"""How the ranks find out who is active at each step of a loop over `batches`."""
+
+from typing import Any
+
+from torch_join._base.errors import JoinValueError, raise_any
+from torch_join._schedule.plan import Share
+from torch_join._tail.reader import Reader
+from torch_join._tail.server import Server
+from torch_join._tail.step import Step
+
+
+class Schedule:
+    """Says who is active, from one step to the next.
+
+    Attributes:
+        lengths: All ranks' numbers of batches, where these can be no others.
+        presumes_all: Whether all ranks are taken to be active in this step until this one hears that some have left.
+    """
+
+    lengths: list[int] | None = None
+    presumes_all = False
+
+    @property
+    def share(self) -> Share | None:
+        """Whose batch this rank has at the current step, if it may be another rank's."""
+        return None
+
+    def begin(self, step: int) -> bool:
+        """Begin a step.
+
+        Returns:
+            Whether it is known who is active; else this rank has a batch, and the meeting is put off.
+        """
+        raise NotImplementedError
+
+    def check(self, step: int) -> None:
+        """Raise, once it is known who is active, for what the others could not know in time."""
+
+
+class EachBatch(Schedule):
+    """The ranks meet at each batch."""
+
+    def __init__(self, step: Step, reader: Reader[Any]) -> None:
+        self._current, self._reader = step, reader
+
+    def begin(self, step: int) -> bool:
+        self._current.meet_now(self._reader.has_next(), 0, self._reader.at_last)
+        return True
+
+
+class EachUse(Schedule):
+    """The ranks meet where a rank first does something with others in its step: it may break before that."""
+
+    def __init__(self, step: Step, reader: Reader[Any], server: Server) -> None:
+        self._current, self._reader, self._server = step, reader, server
+
+    def begin(self, step: int) -> bool:
+        self._current.meet()  # at the step before, in which this rank has done nothing with others
+        if not self._reader.has_next():
+            self._current.meet_now(False)
+            return True
+        count = self._server.members.count
+        self._current.put_off(0 if count is None else self._reader.count(count), self._reader.at_last)
+        self._server.remember_gradients()
+        return False
+
+
+class Certain(Schedule):
+    """The ranks' numbers of batches can be no others, and were exchanged as the loop began.
+
+    Args:
+        step: The loop's steps.
+        reader: This rank's batches.
+        server: The ranks' server.
+        lengths: Their numbers of batches.
+        throws: Whether all ranks raise where the first one runs out.
+    """
+
+    def __init__(self, step: Step, reader: Reader[Any], server: Server, lengths: list[int], throws: bool) -> None:
+        self._current, self._reader, self._server = step, reader, server
+        self.lengths: list[int] = lengths
+        self._mine = lengths[server.members.rank]
+        self._throws = throws
+
+    def begin(self, step: int) -> bool:
+        # As a loop begins a loader may do something with all others, also one without a batch (Accelerate's does).
+        if step == 0 or self._mine <= step:
+            self._check(step)
+        self._current.know(step, self.lengths)
+        return True
+
+    def check(self, step: int) -> None:
+        # Here and not before: from now on a collective of the loader's is followed.
+        if 0 < step < self._mine:
+            self._check(step)
+
+    def _check(self, step: int) -> None:
+        """Raise if this rank's length proves wrong, or, at every other step, if another rank has failed."""
+        if self._throws and min(self.lengths) <= step:
+            return  # all know, and throw
+        has_next = self._reader.has_next()
+        if has_next != (step < self._mine):
+            does = "goes on after that" if has_next else f"ended after {step} batches"
+            raise JoinValueError(
+                f"The loader of rank {self._server.members.name} said its length was {self._mine} and {does}, which the"
+                " other ranks cannot know in time. Mend what it draws from, do not change it in the loop, or use"
+                " Join(..., heartbeat=True)."
+            )
+        if step % 2:
+            raise_any(self._server.channel.failure())
