@@ -33,6 +33,7 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "_handover": ("_base", "_control", "_shadow", "_collectives"),
         "joinables": ("_base", "_control", "_shadow", "_collectives", "_handover"),
         "_tail": ("_base", "_control", "_schedule", "_shadow", "_collectives", "_handover", "joinables"),
+        "_lockstep": ("_base", "_control", "_schedule", "_shadow", "_collectives", "_handover", "joinables", "_tail"),
     },
     "lightning_join": {
         "_compat": (),
@@ -62,7 +63,7 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # The files beside these folders, which may import all of them.
 FACE = {
-    "torch_join": ("__init__", "engine_lockstep", "integration", "join", "lockstep", "own_loops", "sharded_lockstep"),
+    "torch_join": ("__init__", "integration", "join", "own_loops"),
     "lightning_join": ("__init__", "_callback", "_joining", "_sharded", "_strategy", "fabric"),
     "pytorch_lightning_join": ("__init__",),
     "accelerate_join": ("__init__", "_context"),

@@ -1,8 +1,8 @@
 """Training on uneven inputs that just works, and trains exactly: the core, on torch alone.
 
 `join.py` is where to begin reading. Below it lie the wings, each a folder that imports only those that stand above it:
-`_base`, `_control`, `_schedule`, `_shadow`, `_collectives`, `_handover`, `joinables`, `_tail`. Adapters to frameworks
-import `integration` besides what is here.
+`_base`, `_control`, `_schedule`, `_shadow`, `_collectives`, `_handover`, `joinables`, `_tail`, `_lockstep`. Adapters
+to frameworks import `integration` besides what is here.
 """
 
 from torch_join._base.errors import (

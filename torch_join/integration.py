@@ -25,6 +25,9 @@ from torch_join._control.failures import telling_failures
 from torch_join._control.farewell import say_farewell
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
+from torch_join._lockstep.base import Lockstep
+from torch_join._lockstep.ddp import LockstepJoin
+from torch_join._lockstep.driver import StepDriver
 from torch_join._schedule.attendance import ReadStep, early_termination
 from torch_join._schedule.epoch_record import EpochRecord, RankRecord
 from torch_join._schedule.plan import steps_of
@@ -32,17 +35,14 @@ from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.reach import leads_to
-from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
-from torch_join._tail.steps import StepDriver
 from torch_join.join import Join
 from torch_join.joinables import ModuleMetrics, Part
 from torch_join.joinables.arguments import check_timeout, listed
 from torch_join.joinables.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join.joinables.part import Driver
-from torch_join.lockstep import LockstepJoin
 
 __all__ = [
     "DECIDE",
@@ -107,28 +107,28 @@ __all__ = [
 
 def sharded_lockstep_join(driver: StepDriver, model: nn.Module, **kwargs: Any) -> Lockstep:
     """Return the `Lockstep` of a model that FSDP shards: see `ShardedLockstepJoin`."""
-    from torch_join.sharded_lockstep import ShardedLockstepJoin  # FSDP takes long to import
+    from torch_join._lockstep.sharded import ShardedLockstepJoin  # FSDP takes long to import
 
     return ShardedLockstepJoin(driver, model, **kwargs)
 
 
 def engine_lockstep_join(driver: StepDriver, engine: Any, **kwargs: Any) -> Lockstep:
     """Return the `Lockstep` of a DeepSpeed engine: see `EngineLockstepJoin`."""
-    from torch_join.engine_lockstep import EngineLockstepJoin  # DeepSpeed takes long to import
+    from torch_join._lockstep.engine import EngineLockstepJoin  # DeepSpeed takes long to import
 
     return EngineLockstepJoin(driver, engine, **kwargs)
 
 
 def follow_engine(driver: StepDriver, engine: Any) -> Part:
     """Have joined ranks replay, in steps that evaluate, what a DeepSpeed engine gathers."""
-    from torch_join.joinables._deepspeed.lockstep import LockstepEnginePart
+    from torch_join._lockstep.engine import LockstepEnginePart
 
     return driver.add(partial(LockstepEnginePart, engine=engine))
 
 
 def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Part:
     """Have joined ranks follow, in steps that evaluate, what FSDP gathers of `model`."""
-    from torch_join.joinables._sharded.lockstep import LockstepShardedPart
+    from torch_join._lockstep.sharded import LockstepShardedPart
 
     return driver.add(partial(LockstepShardedPart, model=model))
 

@@ -9,10 +9,57 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch_join._base.errors import EarlyTerminationError
 from torch_join._control.channel import Channel
+from torch_join._schedule.plan import Share
+
+
+class ActiveRanks(Protocol):
+    """Who is active, from one step of an epoch in lockstep to the next.
+
+    Attributes:
+        step: The current step.
+        counted: What this rank's batch counts, where batches are counted.
+        total: What all ranks' batches count together, once this rank has heard.
+        has_heard: Whether this rank has heard what all ranks have said of the current step.
+    """
+
+    step: int
+    total: float
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """The ranks that have a batch."""
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the current step is the last in which any rank has a batch."""
+
+    @property
+    def counted(self) -> float: ...
+
+    @property
+    def has_heard(self) -> bool: ...
+
+    def share_of(self, rank: int) -> Share | None:
+        """Return whose batch `rank` trains on."""
+
+    def say(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
+        """Go on to the next step, and say this rank's part; see `Lockstep.say`."""
+
+    def hear(self) -> dict[int, dict[str, Any]]:
+        """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.hear`."""
+
+    def leave(self, ranks: list[int], count: float, total: float) -> None:
+        """Go on without ranks that leave the epoch at the current step; then batches count this, here and in all."""
+
+    def ended_last(self, rank: int) -> bool:
+        """Whether no other rank has, or may still have, more batches than `rank`."""
+
+    def end(self) -> None:
+        """End the epoch."""
 
 
 class Attendance:
@@ -52,8 +99,10 @@ class Attendance:
         """Whether `rank` has no batch at the current step."""
         return rank not in self.active_ranks
 
+    def share_of(self, rank: int) -> Share | None:
+        return None if self.joined(rank) else Share(rank, self.step)
+
     def ended_last(self, rank: int) -> bool:
-        """Whether no other rank has, or may still have, more batches than `rank`."""
         ends = [float("inf") if end is None else end for end in self._ends]
         return ends[rank] == max(ends)
 
@@ -101,7 +150,6 @@ class ToldAttendance(Attendance):
         return super().is_last_step
 
     def say(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
-        """Go on to the next step, and say this rank's part; see `Lockstep.say`."""
         waits = waits or self.in_tail
         self._channel.arrive(count, notice)
         self.go_to(self.step + 1)
@@ -122,11 +170,9 @@ class ToldAttendance(Attendance):
 
     @property
     def has_heard(self) -> bool:
-        """Whether this rank has heard what the others have said of the current step."""
         return not self._is_unheard
 
     def hear(self) -> dict[int, dict[str, Any]]:
-        """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.hear`."""
         with self._lock:
             # Not in the handler of a signal that comes while this very thread waits, or reads: what is known counts.
             if self._is_unheard and not self._is_hearing:
@@ -136,6 +182,13 @@ class ToldAttendance(Attendance):
                 finally:
                     self._is_hearing = self._is_unheard = False
         return self._notices
+
+    def leave(self, ranks: list[int], count: float, total: float) -> None:
+        self.announce(dict.fromkeys(ranks, self.step))
+        self.counted, self.total = count, total
+
+    def end(self) -> None:
+        pass
 
     def _take(self) -> None:
         beat = self._channel.wait()

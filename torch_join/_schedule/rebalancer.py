@@ -38,7 +38,7 @@ Meet = Callable[[float, dict[str, Any]], Beat]
 
 
 class Rebalancer:
-    """One epoch: whose batch each rank trains on, and this rank's batches; answers what `Attendance` does.
+    """One epoch: whose batch each rank trains on, and this rank's batches; an `ActiveRanks`.
 
     A row of the plan is made some steps ahead, so that gifts travel while the steps before are run. All meet before
     each row: a rank that has come to its end before it said so says what it has left, and if others must then read on,
@@ -86,6 +86,7 @@ class Rebalancer:
         self.meets = meets
         self.gifts = self.lost = 0
         self.total = 0.0
+        self._notices: dict[int, dict[str, Any]] = {}  # of the meeting before the current step
 
     # ------------------------------------------------------------ the epoch
 
@@ -141,8 +142,9 @@ class Rebalancer:
         mine = self._exchange.expect(share.owner) if share is not None and comes else batches[0] if is_own else None
         self._steps.append(_Step(row, unknown, len(receivers), mine, comes))
 
-    def leave(self, ranks: list[int]) -> None:
+    def leave(self, ranks: list[int], count: float, total: float) -> None:
         """Go on without ranks that leave the epoch at the current step: nobody trains on what was given to them."""
+        self.total = total
         self._plan.leave(ranks)
         for index, step in enumerate(self._steps):
             shares = [share for rank in ranks if (share := step.row[rank]) is not None]
@@ -218,21 +220,44 @@ class Rebalancer:
     @property
     def share(self) -> Share | None:
         """Whose batch this rank trains on at the current step."""
-        return self._steps[0].row[self._channel.rank] if self._steps else None
+        return self.share_of(self._channel.rank)
+
+    # ------------------------------------------------------------ in lockstep: see `ActiveRanks`
+
+    has_heard = True  # all meet before each step
+
+    def say(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
+        beats: list[Beat] = []
+
+        def meet(count: float, news: dict[str, Any]) -> Beat:
+            said = news if beats else {**(notice or {}), **news}
+            beats.append(self._channel.barrier(count, said or None))
+            return beats[-1]
+
+        self.advance(meet)
+        self._notices = beats[0].notices
+        return True
+
+    def hear(self) -> dict[int, dict[str, Any]]:
+        return self._notices
+
+    @property
+    def counted(self) -> float:
+        return self.count()
+
+    def share_of(self, rank: int) -> Share | None:
+        return self._steps[0].row[rank] if self._steps else None
 
     @property
     def active_ranks(self) -> tuple[int, ...]:
-        """See `Attendance`."""
         row = self._steps[0].row if self._steps else ()
         return tuple(rank for rank, share in enumerate(row) if share is not None)
 
     @property
     def is_last_step(self) -> bool:
-        """See `Attendance`."""
         return bool(self.active_ranks) and not any(self._steps[1].row)
 
     def ended_last(self, rank: int) -> bool:
-        """See `Attendance`."""
         return rank in self._last_ranks
 
     def _note_last(self) -> None:

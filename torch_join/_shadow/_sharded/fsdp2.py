@@ -1,7 +1,7 @@
 """A unit of `fully_shard`: an `FSDPParamGroup`."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,133 @@ from torch_join._shadow._sharded.unit import (
 from torch_join._shadow.lost_hooks import noticed
 
 
+def _state(group: Any) -> str:
+    return WHOLE if group.is_unsharded else SHARD if group.is_sharded else PART
+
+
+def _is_pending(group: Any) -> bool:
+    """Whether it has been gathered for a module that has not run yet."""
+    return group._all_gather_result is not None
+
+
+class AnnouncedGroup:
+    """What takes the place of an `FSDPParamGroup`'s methods on an active rank: each tells first, and calls FSDP's.
+
+    Args:
+        group: The `FSDPParamGroup`.
+        index: The unit's.
+        observer: What is told.
+
+    Attributes:
+        others_differ: Whether joined ranks hold more of it than their shards.
+        target: The state that the last gather leads to.
+    """
+
+    def __init__(self, group: Any, index: int, observer: Observer) -> None:
+        self._group, self._index, self._observer = group, index, observer
+        self._own_pre_backward, self._own_post_backward = group.pre_backward, group.post_backward
+        self._own_to_sharded, self._own_finalize = group._to_sharded, group.finalize_backward
+        self._own_record = group._record_post_forward
+        self.others_differ = not group.is_sharded
+        self.target = SHARD
+        self._reduces = False
+
+    def replace(self) -> Callable[[], None]:
+        """Put these methods in the place of the group's; return what undoes it."""
+        group, comm = self._group, _compat.gathers_by(self._group)
+        will_gather = None if comm is not None else partial(_compat.will_gather, group)
+        gather = AnnouncedGather(comm, group.unshard, self.before_gather, will_gather)
+        replaced = {
+            "unshard": gather.unshard,
+            "pre_backward": self.pre_backward,
+            "post_backward": self.post_backward,
+            "_to_sharded": self.to_sharded,
+            "finalize_backward": self.finalize_backward,
+            "_record_post_forward": self.record_post_forward,
+        }
+        vars(group).update(replaced)
+        if comm is not None:
+            group._all_gather_comm = gather
+
+        def undo() -> None:
+            if comm is not None:
+                group._all_gather_comm = comm
+            for name in replaced:
+                delattr(group, name)
+
+        return undo
+
+    def before_gather(self) -> AbstractContextManager[None] | None:
+        """Return what to put around a gather; `None` where nobody is told."""
+        # A prefetch pretends to be in the phase that it is for.
+        self.target = after = self._state_after()
+        self.others_differ = after != SHARD
+        if self._observer.is_quiet():
+            return None
+        gather = Gather(_state(self._group), after, self._group._training_state.name)
+        return self._observer.around(self._index, "gather", gather)
+
+    def pre_backward(self, *args: Any) -> None:
+        """A backward comes to the unit."""
+        self._observer.before_backward()
+        self._own_pre_backward(*args)
+
+    def post_backward(self, *args: Any) -> None:
+        """Reduce the unit's gradients."""
+        self._observer.before_backward()
+        if self._observer.is_quiet():
+            self._own_post_backward(*args)
+            return
+        used, group = self._used(), self._group
+        reduction = Reduction(used, bool(group.all_reduce_grads), bool(group.reshard_after_backward))
+        self._reduces = any(used)
+        try:
+            with self._observer.around(self._index, "reduce", reduction) if self._reduces else nullcontext():
+                self._own_post_backward(*args)
+        finally:
+            self._reduces = False
+
+    def to_sharded(self) -> None:
+        """Reshard; of what a reduction does joined ranks know."""
+        tells = self.others_differ and not self._group.is_sharded and not self._reduces
+        with self._observer.around(self._index, "reshard", None) if tells else nullcontext():
+            self._own_to_sharded()
+        self.others_differ = self.others_differ and _is_pending(self._group)
+
+    def finalize_backward(self) -> None:
+        """Throw away what was prefetched for a module that did not run; joined ranks hold it."""
+        tells = self.others_differ and _is_pending(self._group)
+        with self._observer.around(self._index, "reshard", None) if tells else nullcontext():
+            self._own_finalize()
+        self.others_differ = self.others_differ and not tells
+
+    def record_post_forward(self) -> None:
+        """Note that the unit's forward has run, as the next backward gathers ahead in this order.
+
+        Of evaluation, in which ranks differ, nothing must be left in it.
+        """
+        if torch.is_grad_enabled():
+            self._own_record()
+
+    def _state_after(self) -> str:
+        """Return the state after the current phase."""
+        group, phase = self._group, self._group._training_state
+        if phase == _compat.TrainingState.FORWARD and group._reshard_after_forward:
+            return PART if group._use_post_forward_mesh else SHARD
+        return SHARD if phase == _compat.TrainingState.PRE_BACKWARD and group.reshard_after_backward else WHOLE
+
+    def _used(self) -> list[bool]:
+        """Return which parameters have something to reduce, as FSDP decides it."""
+        group = self._group
+        if not group.reduce_grads:
+            return []
+        return [
+            hasattr(p, "_unsharded_param")
+            and (_has_own(p) or (_compat.reduces_unused(group) and p._unsharded_param.requires_grad))
+            for p in group.fsdp_params
+        ]
+
+
 class ParamGroupUnit:
     """What `fully_shard` gathers at once, on this rank.
 
@@ -43,9 +170,7 @@ class ParamGroupUnit:
         self.name = name
         self._group = group
         self._init = init
-        self._others_differ = not group.is_sharded  # joined ranks hold more than their shards of it
-        self._target = SHARD  # the state that the last gather leads to
-        self._reducing = False
+        self._announced: AnnouncedGroup | None = None
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -81,116 +206,25 @@ class ParamGroupUnit:
         """See `Unit`."""
         return any(hasattr(p, "_unsharded_param") and _has_own(p) for p in self._group.fsdp_params)
 
-    @property
-    def _state(self) -> str:
-        return WHOLE if self._group.is_unsharded else SHARD if self._group.is_sharded else PART
-
-    @property
-    def _is_pending(self) -> bool:
-        """Whether it has been gathered for a module that has not run yet."""
-        return self._group._all_gather_result is not None
-
     def settle(self) -> None:
         """See `Unit`."""
-        if self._is_pending and self._others_differ:
+        if self._announced is not None and self._announced.others_differ and _is_pending(self._group):
             self._group.wait_for_unshard()
-            self._become(self._target)
+            self._become(self._announced.target)
         self._drop_pending()
         self._group._post_forward_indices.clear()
         self._group.comm_ctx.post_forward_order.clear()
 
     def _drop_pending(self) -> None:
-        if self._is_pending:
+        if _is_pending(self._group):
             type(self._group).finalize_backward(self._group)
 
     # ------------------------------------------------------------ on an active rank
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
         """See `Unit`."""
-        group = self._group
-        comm, post_backward, to_sharded = _compat.gathers_by(group), group.post_backward, group._to_sharded
-        pre_backward, finalize, record = group.pre_backward, group.finalize_backward, group._record_post_forward
-
-        def gathering() -> Any:
-            # A prefetch pretends to be in the phase that it is for.
-            self._target = after = self._after()
-            self._others_differ = after != SHARD
-            if observer.is_quiet():
-                return None
-            return observer.around(index, "gather", Gather(self._state, after, group._training_state.name))
-
-        def beginning(*args: Any) -> None:
-            observer.before_backward()
-            pre_backward(*args)
-
-        def reducing(*args: Any) -> None:
-            observer.before_backward()
-            if observer.is_quiet():
-                post_backward(*args)
-                return
-            used = self._used()
-            reduction = Reduction(used, bool(group.all_reduce_grads), bool(group.reshard_after_backward))
-            self._reducing = any(used)
-            try:
-                with observer.around(index, "reduce", reduction) if self._reducing else nullcontext():
-                    post_backward(*args)
-            finally:
-                self._reducing = False
-
-        def resharding() -> None:
-            if self._others_differ and not group.is_sharded and not self._reducing:
-                with observer.around(index, "reshard", None):
-                    to_sharded()
-            else:
-                to_sharded()
-            self._others_differ = self._others_differ and self._is_pending
-
-        def finalizing() -> None:
-            # FSDP throws away what was prefetched for a module that did not run; joined ranks hold it.
-            tells = self._others_differ and self._is_pending
-            with observer.around(index, "reshard", None) if tells else nullcontext():
-                finalize()
-            self._others_differ = self._others_differ and not tells
-
-        def recording() -> None:
-            # The next backward gathers ahead in the order recorded since the last one. Of evaluation, in which ranks
-            # differ, nothing must be left in it.
-            if torch.is_grad_enabled():
-                record()
-
-        will_gather = None if comm is not None else partial(_compat.will_gather, group)
-        gather = AnnouncedGather(comm, group.unshard, gathering, will_gather)
-        replaced = {"unshard": gather.unshard, "pre_backward": beginning, "post_backward": reducing}
-        replaced |= {"_to_sharded": resharding, "finalize_backward": finalizing, "_record_post_forward": recording}
-        vars(group).update(replaced)
-        if comm is not None:
-            group._all_gather_comm = gather
-
-        def undo() -> None:
-            if comm is not None:
-                group._all_gather_comm = comm
-            for name in replaced:
-                delattr(group, name)
-
-        return undo
-
-    def _after(self) -> str:
-        """Return the state after the current phase."""
-        group, phase = self._group, self._group._training_state
-        if phase == _compat.TrainingState.FORWARD and group._reshard_after_forward:
-            return PART if group._use_post_forward_mesh else SHARD
-        return SHARD if phase == _compat.TrainingState.PRE_BACKWARD and group.reshard_after_backward else WHOLE
-
-    def _used(self) -> list[bool]:
-        """Return which parameters have something to reduce, as FSDP decides it."""
-        group = self._group
-        if not group.reduce_grads:
-            return []
-        return [
-            hasattr(p, "_unsharded_param")
-            and (_has_own(p) or (_compat.reduces_unused(group) and p._unsharded_param.requires_grad))
-            for p in group.fsdp_params
-        ]
+        self._announced = AnnouncedGroup(self._group, index, observer)
+        return self._announced.replace()
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
         """See `Unit`."""
@@ -225,8 +259,8 @@ class ParamGroupUnit:
         self._init()
         self._drop_pending()
         group = self._group
-        if self._state != gather.before:
-            raise out_of_step(self.name, self._state, gather.before)
+        if (state := _state(group)) != gather.before:
+            raise out_of_step(self.name, state, gather.before)
         with group.use_training_state(_compat.TrainingState[gather.phase]):
             self._wait_for_optimizer()
             group.unshard()

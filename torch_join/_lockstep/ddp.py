@@ -14,15 +14,15 @@ from torch_join._base import compat_groups as _compat_groups
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._base.weighting import finite
 from torch_join._handover.buffers import StepBuffers
+from torch_join._lockstep.base import Lockstep
+from torch_join._lockstep.driver import StepDriver
+from torch_join._lockstep.model_part import LockstepModelPart
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.synced_norms import has_synced_norms
 from torch_join._shadow.zero_gradient import following_zero
-from torch_join._tail.lockstep import Lockstep
 from torch_join._tail.no_loss import NoLossCount
-from torch_join._tail.steps import StepDriver
 from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.kinds import unsynced_models
-from torch_join.joinables.lockstep_model import LockstepModelPart
 
 
 class LockstepJoin(Lockstep):
@@ -62,6 +62,7 @@ class LockstepJoin(Lockstep):
         self._in_pieces = False  # the backward of this step, which this rank follows
         self._no_loss = NoLossCount(self.channel)
         self._has_gathered = False  # in this step, with gradients
+        self._shadow = self._model.shadow  # asked for often in a step
         self._enter_model: Callable[[], None] = lambda: None  # ends what the wrapper does before the model
 
     @property
@@ -275,10 +276,6 @@ class LockstepJoin(Lockstep):
         return look
 
     @property
-    def _shadow(self) -> ModelShadow:
-        return self._model.shadow
-
-    @property
     def _syncs(self) -> bool:
         return bool(self._shadow.ddp.require_backward_grad_sync)
 
@@ -288,6 +285,7 @@ class LockstepJoin(Lockstep):
 
     def use(self, model: ModelShadow) -> None:
         """Go on with another shadow: the model has been wrapped anew."""
+        self._shadow = model
         self._model.use(model)
 
     def unfrozen(self) -> list[str]:

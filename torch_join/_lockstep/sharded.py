@@ -3,17 +3,41 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.weighting import finite
 from torch_join._handover.buffers import StepBuffers
-from torch_join._tail.lockstep import Lockstep
-from torch_join._tail.steps import StepDriver
+from torch_join._lockstep.base import Lockstep
+from torch_join._lockstep.driver import StepDriver
+from torch_join._shadow._sharded import compat as _compat
 from torch_join.joinables._sharded.following import Following
-from torch_join.joinables._sharded.lockstep import LockstepShardedPart
+from torch_join.joinables.part import Driver, Part
+
+
+def _nothing() -> None:
+    pass
+
+
+class LockstepShardedPart(Part):
+    """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
+
+    kinds: ClassVar[dict[str, Any]] = Following.kinds
+
+    def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
+        super().__init__(driver, index)
+        self.following = Following(self, model, _nothing)
+
+    def enter(self) -> None:
+        self._undo += [self.following.watch(), _compat.clip_by_whole_norms()]
+
+    def leave_tail(self) -> None:
+        self.following.settle()
+
+    def answer(self, kind: str, payload: Any) -> None:
+        self.following.answer(kind, payload)
 
 
 class ShardedLockstepJoin(Lockstep):

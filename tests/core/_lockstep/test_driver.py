@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.inside import keys_of
 from tests.support.workers import Workers
 from torch_join._control.rendezvous import open_channel
+from torch_join._lockstep.ddp import LockstepJoin
+from torch_join._lockstep.driver import StepDriver
 from torch_join._shadow.model import ModelShadow
-from torch_join._tail.steps import StepDriver
-from torch_join.lockstep import LockstepJoin
 
 STEPS = 60
 

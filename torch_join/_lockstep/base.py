@@ -15,14 +15,14 @@ from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
 from torch_join._control.said import Beat
 from torch_join._handover.buffers import StepBuffers
-from torch_join._schedule.attendance import ReadStep, ToldAttendance
+from torch_join._lockstep.driver import StepDriver
+from torch_join._schedule.attendance import ActiveRanks, ReadStep, ToldAttendance
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer, Source
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.planned import refuse_teams
-from torch_join._tail.steps import StepDriver
 from torch_join.joinables._torch.joinable import WrappingJoinable
 from torch_join.joinables.custom import CustomPart
 from torch_join.joinables.part import Driver, Part
@@ -47,6 +47,7 @@ class Lockstep:
 
     Attributes:
         keeps_buffers: Whether each rank keeps its own buffers for now.
+        plan: What plans whose batch each rank trains on, in an epoch in which batches are rebalanced.
         no_loss: Whether this rank has a batch and no loss that depends on the model.
         no_output: Whether it has returned nothing at all.
         follows_backward: Whether joined ranks take part in each collective of the backward of what is computed now.
@@ -80,9 +81,9 @@ class Lockstep:
         self._model: Part = driver.add(make_model)
         self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
         self._attendance = ToldAttendance(self.channel, throw_on_early_termination)
-        self._plan: Rebalancer | None = None
-        self._present: ToldAttendance | Rebalancer | ReadStep = self._attendance  # the plan, if there is one
-        self._notices: dict[int, dict[str, Any]] = {}  # of the meeting before a step that is planned
+        self.plan: Rebalancer | None = None
+        self._ranks: ActiveRanks = self._attendance  # or the plan
+        self._present: ActiveRanks | ReadStep = self._attendance  # these ranks, or what was read ahead
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
 
     def note_gather(self) -> None:
@@ -123,14 +124,15 @@ class Lockstep:
         for part in self._customs:
             part.renew()
         self._buffers.begin()
-        self._attendance = self._present = attendance = ToldAttendance(self.channel, self._throws, first_step)
+        attendance = ToldAttendance(self.channel, self._throws, first_step)
+        self._attendance = self._ranks = self._present = attendance
+        self.plan = None
         mine = (end, float(count), value, self._known())
         everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None])
         self._compare([known for *_, known in everyone], end is None or end > first_step)
         attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
         attendance.counted, attendance.total = count, math.fsum(theirs for _, theirs, *_ in everyone)
         attendance.check_termination(self.channel.rank, self._throws)
-        self._plan = None
         return [value for _, _, value, _ in everyone]
 
     def rebalance(self, rebalancing: Rebalancing, source: Source, length: int | None, **options: Any) -> None:
@@ -146,24 +148,18 @@ class Lockstep:
             UnsupportedError: Several ranks compute a batch together.
         """
         refuse_teams(self.driver.server)
+
+        def meet(count: float, notice: dict[str, Any]) -> Beat:
+            return self.channel.barrier(count, notice or None)
+
         step = self._attendance.step
-        self._plan = rebalancing.begin(self.channel, source, length, self._meet, step=step, **options)
-        self._present = self._plan or self._attendance
-
-    def _meet(self, count: float, notice: dict[str, Any]) -> Beat:
-        return self.channel.barrier(count, notice or None)
-
-    @property
-    def plan(self) -> Rebalancer | None:
-        """What plans whose batch each rank trains on, in an epoch in which batches are rebalanced."""
-        return self._plan
+        self.plan = rebalancing.begin(self.channel, source, length, meet, step=step, **options)
+        self._ranks = self._present = self.plan or self._attendance
 
     @property
     def share(self) -> Share | None:
         """Whose batch this rank trains on at the current step."""
-        if self._plan is not None:
-            return self._plan.share
-        return None if self.joined else Share(self.channel.rank, self._attendance.step)
+        return self._ranks.share_of(self.channel.rank)
 
     def say(self, end: int | None, count: float, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
         """Go on to the next step, and say what the others need to know of it; all ranks call this.
@@ -181,15 +177,12 @@ class Lockstep:
         """
         if end is not None:
             notice = {"end": end, **(notice or {})}
-        if self._plan is not None:
-            self._notices = self._advance_plan(self._plan, notice or {})
-            return True
-        return self._attendance.say(count, notice, waits or not self._forwards_alone)
+        return self._ranks.say(count, notice, waits or not self._forwards_alone)
 
     @property
     def has_heard(self) -> bool:
         """Whether this rank has heard what all ranks have said of the current step."""
-        return self._plan is not None or self._attendance.has_heard
+        return self._ranks.has_heard
 
     def hear(self) -> dict[int, dict[str, Any]]:
         """Hear what all ranks have said of the current step, unless this rank has.
@@ -197,17 +190,7 @@ class Lockstep:
         Returns:
             The notices of the ranks that had one.
         """
-        return self._attendance.hear() if self._plan is None else self._notices
-
-    def _advance_plan(self, plan: Rebalancer, notice: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        beats: list[Beat] = []
-
-        def meet(count: float, news: dict[str, Any]) -> Beat:
-            beats.append(self._meet(count, news if beats else {**notice, **news}))
-            return beats[-1]
-
-        plan.advance(meet)
-        return beats[0].notices
+        return self._ranks.hear()
 
     def go_to(self, step: ReadStep) -> None:
         """Go on to a step that was read ahead; all ranks call this, in place of `say`."""
@@ -221,13 +204,8 @@ class Lockstep:
         """
         count = 0 if skips else self._counts[0]
         beat = self.channel.barrier(count, {} if skips else None)
-        if self._plan is not None:
-            self._plan.leave([*beat.notices])
-            self._plan.total = beat.total
-            return [*beat.notices]
-        self._attendance.announce(dict.fromkeys(beat.notices, self._attendance.step))
-        self._attendance.counted, self._attendance.total = count, beat.total
-        return list(beat.notices)
+        self._ranks.leave([*beat.notices], count, beat.total)
+        return [*beat.notices]
 
     def count_first(self, count: float) -> None:
         """Say what this rank's first batch counts, where that was not said as the epoch began; all ranks meet."""
@@ -236,13 +214,7 @@ class Lockstep:
     @property
     def counts_nothing(self) -> bool:
         """Whether this rank's batch counts 0: then the gradient of its mean, times the factor of 0, may be NaN."""
-        return self.driver.members.count is not None and not self.joined and self._counted == 0
-
-    @property
-    def _counted(self) -> float:
-        if isinstance(self._present, ReadStep):
-            return self._present.counted
-        return self._attendance.counted if self._plan is None else self._plan.count()
+        return self.driver.members.count is not None and not self.joined and self._present.counted == 0
 
     @property
     def loss_factor(self) -> float:
@@ -252,17 +224,14 @@ class Lockstep:
     @property
     def _counts(self) -> tuple[float, float]:
         """What this rank's batch counts, and what all of the step do."""
-        if self._plan is not None:
-            return self._counted, self._plan.total
-        self.hear()
-        return self._counted, self._attendance.total
+        self._ranks.hear()
+        return self._present.counted, self._present.total
 
     def finish(self) -> None:
         """End the epoch: run the joinables' post-hooks."""
         for part in self._customs:
             part.after_all(self._present.ended_last(self.channel.rank))
-        if self._plan is not None:
-            self._plan.end()
+        self._ranks.end()
         self._buffers.end()
 
     # ------------------------------------------------------------ the model's; what it does with others is followed

@@ -1,0 +1,4 @@
+"""Tests of `torch_join/_tail`.
+
+Whole loops, of which the tail is a part, are in `tests/core/loops`.
+"""
