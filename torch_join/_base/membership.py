@@ -50,7 +50,12 @@ class Membership:
         active: The ranks that have an input.
         before: Those that had one at the step before.
         leader: The lowest active rank, which speaks for all; once all have joined, the one whose state all take.
-        role: What this rank does for the others.
+        role: What this rank does for the others; set by `take_role`.
+        announces: Whether this rank is active and another one has joined, which it tells what comes next.
+        serves: Whether this rank has joined and follows the others.
+        joined: Whether this rank has run out of inputs.
+        uneven: Whether some rank has no input at this step.
+        leads: Whether this is the leader.
         counted: What this rank's batch counts, where batches are counted.
         total: That of all ranks.
         last_joiner: Whether this rank was among the last to run out of inputs, in a loop of a `LoopDriver`.
@@ -77,35 +82,35 @@ class Membership:
         """Begin anew, as before the first step."""
         self.all_active()
         self.before = self.active
-        self.leader = 0
-        self.role = Role.EVEN
+        self.follow_leader(0)
+        self.take_role(Role.EVEN)
         self.counted = self.total = 0.0
         self.last_joiner = False
 
     def all_active(self) -> None:
         """All ranks have an input again: a tail is over."""
-        self.active: tuple[int, ...] = tuple(range(self.world_size))
+        self._set_active(tuple(range(self.world_size)))
 
     def change(self, active: tuple[int, ...]) -> None:
         """Go on to another step, with these ranks."""
-        self.before, self.active = self.active, active
+        self.before = self.active
+        self._set_active(active)
         if active:
-            self.leader = active[0]
+            self.follow_leader(active[0])
 
-    @property
-    def announces(self) -> bool:
-        """Whether this rank is active and another one has joined, which it tells what comes next."""
-        return self.role is Role.TAIL
+    # What follows is asked for many times in a step of the tail, so that it is kept.
 
-    @property
-    def serves(self) -> bool:
-        """Whether this rank has joined and follows the others."""
-        return self.role is Role.SERVING
+    def _set_active(self, active: tuple[int, ...]) -> None:
+        self.active = active
+        self.joined, self.uneven = self.rank not in active, len(active) < self.world_size
 
-    @property
-    def joined(self) -> bool:
-        """Whether this rank has run out of inputs."""
-        return self.rank not in self.active
+    def follow_leader(self, leader: int) -> None:
+        """Note which rank speaks for all."""
+        self.leader, self.leads = leader, self.rank == leader
+
+    def take_role(self, role: Role) -> None:
+        """Go on with another role."""
+        self.role, self.announces, self.serves = role, role is Role.TAIL, role is Role.SERVING
 
     @property
     def joined_ranks(self) -> list[int]:
@@ -125,16 +130,6 @@ class Membership:
     def named(self, ranks: Iterable[int]) -> list[int]:
         """Return what errors call these ranks: as torch numbers them in the whole job."""
         return [self.global_ranks[rank] for rank in ranks]
-
-    @property
-    def uneven(self) -> bool:
-        """Whether some rank has no input at this step."""
-        return len(self.active) < self.world_size
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the lowest active rank."""
-        return self.rank == self.leader
 
     @property
     def loss_factor(self) -> float:

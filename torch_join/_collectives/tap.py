@@ -8,10 +8,9 @@ the backend's place would keep it, and deadlock with Python callbacks in the bac
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -103,7 +102,7 @@ class CollectiveTap:
         self._allow_graphs = _compat_c10d.refuse_graphs(self._refuse_graph)
         try:
             for operator in _compat_c10d.operators():
-                self._library.impl(operator, self._kernel(operator), "BackendSelect", with_keyset=True)
+                self._library.impl(operator, _kernel(operator), "BackendSelect", with_keyset=True)
         except BaseException:
             self.remove()
             raise
@@ -125,34 +124,6 @@ class CollectiveTap:
             yield
         finally:
             self._ignoring -= 1
-
-    def _kernel(self, operator: str) -> Callable[..., Any]:
-        op = _dispatch.overload(operator)
-        operation = _compat_c10d.OPERATORS.get(operator)
-        names = _compat_c10d.argument_names(operator)
-        # torch keeps kernels that have run, and with them what they close over.
-        weak = weakref.ref(self)
-
-        def kernel(keyset: Any, *args: Any) -> Any:
-            tap = weak()
-            if tap is not None and not tap._ignoring and tap._is_ours():
-                caller = sys._getframe().f_back
-                backward = _compat_c10d.in_backward()
-                ddps = backward and _compat_c10d.is_ddps(operation, caller)
-                # Trailing arguments that have their default are left out.
-                named = dict(zip(names, args, strict=False))
-                if tap._backwards is not None and "process_group" in named:
-                    tap._tell(tap._backwards, operation or operator, named, caller, ddps)
-                if not ddps:
-                    named = tap._see(operator, named, caller)
-                    if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
-                        return issue_weighted(partial(op.redispatch, keyset & _dispatch.BELOW), named, factor)
-                    args = tuple(named.values())
-            elif tap is not None and not tap._is_ours():
-                tap._check_other_thread(dict(zip(names, args, strict=False)), sys._getframe().f_back)
-            return op.redispatch(keyset & _dispatch.BELOW, *args)
-
-        return kernel
 
     def _check_other_thread(self, args: dict[str, Any], caller: FrameType | None) -> None:
         if self._joined is None or threading.get_ident() in self._others or "process_group" not in args:
@@ -262,3 +233,35 @@ class CollectiveTap:
 def _ranks(args: dict[str, Any]) -> list[int]:
     """Return the global ranks of the process group that an operator was given."""
     return _compat_c10d.group_ranks(_compat_c10d.unbox_group(args["process_group"]))
+
+
+@cache  # torch keeps kernels that have run
+def _kernel(operator: str) -> Callable[..., Any]:
+    """Return what runs in place of an operator as long as a tap is installed."""
+    op = _dispatch.overload(operator)
+    operation = _compat_c10d.OPERATORS.get(operator)
+    names = _compat_c10d.argument_names(operator)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        tap = CollectiveTap._installed
+        if tap is None:
+            return op.redispatch(keyset & _dispatch.BELOW, *args)
+        is_ours = tap._is_ours()
+        if is_ours and not tap._ignoring:
+            caller = sys._getframe().f_back
+            backward = _compat_c10d.in_backward()
+            ddps = backward and _compat_c10d.is_ddps(operation, caller)
+            # Trailing arguments that have their default are left out.
+            named = dict(zip(names, args, strict=False))
+            if tap._backwards is not None and "process_group" in named:
+                tap._tell(tap._backwards, operation or operator, named, caller, ddps)
+            if not ddps:
+                named = tap._see(operator, named, caller)
+                if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
+                    return issue_weighted(partial(op.redispatch, keyset & _dispatch.BELOW), named, factor)
+                args = tuple(named.values())
+        elif not is_ours:
+            tap._check_other_thread(dict(zip(names, args, strict=False)), sys._getframe().f_back)
+        return op.redispatch(keyset & _dispatch.BELOW, *args)
+
+    return kernel

@@ -111,14 +111,14 @@ class StepDriver:
             return
         if listens:
             server.agreement.compare(members.rank, active)
-        members.role = Role.TAIL
+        members.take_role(Role.TAIL)
         if listens:
             server.tap.install()
         try:
             yield
             server.announce(-1, DONE, (server.in_pieces, self.has_loss))
         finally:
-            members.role = Role.EVEN
+            members.take_role(Role.EVEN)
             server.tap.remove()
 
     def backward(self) -> AbstractContextManager[None]:

@@ -29,8 +29,8 @@ def refuse_teams(server: Server) -> None:
 class PlannedReader(Reader[Any]):
     """Reads the batches that a plan gives to this rank."""
 
-    def __init__(self, plan: Rebalancer, server: Server) -> None:
-        self._plan, self._members = plan, server.members
+    def __init__(self, plan: Rebalancer) -> None:
+        self._plan = plan
         self._taken = -1  # up to which step
         self.pulling = False
 
@@ -39,9 +39,7 @@ class PlannedReader(Reader[Any]):
 
     def take(self) -> Any:
         self._taken += 1
-        batch = self._plan.take(self._taken - self._plan.step)
-        self._members.counted = self._plan.count()
-        return batch
+        return self._plan.take(self._taken - self._plan.step)
 
     @property
     def at_last(self) -> bool:
@@ -70,6 +68,7 @@ class Planned(Schedule):
             UnsupportedError: The loader has a state that users save, or ranks compute a batch together.
         """
         refuse_teams(self._server)
+        self._rebalancing.current = None  # of the loop before: not every reader begins a plan
         return reader.rebalanced(self._begin)
 
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
@@ -77,7 +76,7 @@ class Planned(Schedule):
         plan = self._rebalancing.begin(
             self._server.channel, source, length, self._meet, lead=lead, count=count, meets=False
         )
-        return None if plan is None else PlannedReader(plan, self._server)
+        return None if plan is None else PlannedReader(plan)
 
     @property
     def _plan(self) -> Rebalancer:
@@ -103,7 +102,7 @@ class Planned(Schedule):
         if not plan.meets and len(plan.active_ranks) < members.world_size:
             plan.total = self._meet(plan.count(), {}).total
         if plan.has_batch():
-            members.total = plan.total
+            members.counted, members.total = plan.count(), plan.total
         self._server.change(plan.active_ranks)
         self._current.is_last = plan.is_last_step
         if not self.presumes_all:

@@ -118,11 +118,11 @@ class Server(Announcer):
     def meet(self) -> bool:
         if self.has_to_meet:
             self._meet()
-        return self.members.role is Role.TAIL and not self.on_all
+        return self.members.announces and not self.on_all
 
     @property
     def announces(self) -> bool:
-        return self.members.role is Role.TAIL and not self.on_all
+        return self.members.announces and not self.on_all
 
     def is_quiet(self) -> bool:
         return not (self.meet() or self.tap.installed)
@@ -206,7 +206,8 @@ class Server(Announcer):
 
     def begin_tail(self) -> None:
         """Begin a tail on an active rank; all active ranks call this."""
-        self.members.role, self._counts = Role.TAIL, True
+        self.members.take_role(Role.TAIL)
+        self._counts = True
         self._subgroups.find(self.members.before)
         self.agreement.begin()
         self.announce(-1, _records.TAIL, [part.synced - part.deferred for part in self.models()])
@@ -226,7 +227,8 @@ class Server(Announcer):
     def leave_tail(self) -> None:
         """This rank announces no more."""
         if self.members.announces:
-            self.members.role, self._counts = Role.EVEN, False
+            self.members.take_role(Role.EVEN)
+            self._counts = False
             self.tap.remove()
             for part in self.parts:
                 part.leave_tail()
@@ -246,7 +248,7 @@ class Server(Announcer):
         Raises:
             JoinError: No active rank can have written what is there.
         """
-        self.members.role = Role.SERVING
+        self.members.take_role(Role.SERVING)
         try:
             while True:
                 index, kind, payload = self._next()
@@ -254,7 +256,7 @@ class Server(Announcer):
                     return payload
                 self._answer(index, kind, payload)
         finally:
-            self.members.role = Role.EVEN
+            self.members.take_role(Role.EVEN)
 
     def follow_to(self, index: int, kind: str) -> None:
         """Do, in the midst of an answer, what the active ranks announce, until a part announces this.

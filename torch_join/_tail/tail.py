@@ -105,7 +105,7 @@ class Tail:
         self.server.backwards.in_pieces = in_pieces or self.server.backwards.in_pieces
         self.server.change(())
         # It may be another one than in the last announcement: the others may have left without one since.
-        members.leader = leader
+        members.follow_leader(leader)
         members.last_joiner = False
         self._hand_over(words)
         members.all_active()

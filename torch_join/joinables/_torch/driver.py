@@ -152,7 +152,7 @@ class HookDriver:
             if work.get_future().wait()[0].item() < self.members.world_size or self.members.count is not None:
                 self._meet(True, int(count()) if self.members.count is not None else 0)
             if self.members.joined_ranks and not self.members.announces:
-                self.members.role = Role.TAIL
+                self.members.take_role(Role.TAIL)
                 for part in self.parts:
                     part.enter_tail()
         return True
@@ -187,7 +187,7 @@ class HookDriver:
                 self._meet(False)
                 if not self.members.active:
                     self.channel.follow()  # raises what they tell
-            self.members.role = Role.SERVING
+            self.members.take_role(Role.SERVING)
             try:
                 while index in self._undone:
                     if self._word(_LEAVING) <= 0:
@@ -198,7 +198,7 @@ class HookDriver:
                     if done:
                         self._undone.discard(part)
             finally:
-                self.members.role = Role.EVEN
+                self.members.take_role(Role.EVEN)
 
     def finish(self, is_last_joiner: bool) -> None:
         """Give every rank the state of the last joiner, once; all ranks have joined."""
@@ -210,7 +210,7 @@ class HookDriver:
                 self._leave_tail()
                 words = [part.closing_message() for part in self.parts] if is_last_joiner else None
                 said = self.channel.gather(words, of=list[Any] | None)
-                self.members.leader = next(rank for rank, theirs in enumerate(said) if theirs is not None)
+                self.members.follow_leader(next(rank for rank, theirs in enumerate(said) if theirs is not None))
                 if None in said:
                     for part, theirs in zip(self.parts, said[self.members.leader] or [], strict=True):
                         part.receive_closing(theirs, self.members.leader)
@@ -229,8 +229,7 @@ class HookDriver:
             here[0, self.members.rank], here[1, self.members.rank] = 1, samples
         dist.all_reduce(here, group=self.members.group)
         present, counts = here.tolist()
-        self.members.active = tuple(rank for rank, is_active in enumerate(present) if is_active)
-        self.members.leader = min(self.members.active, default=0)
+        self.members.change(tuple(rank for rank, is_active in enumerate(present) if is_active))
         self.members.counted, self.members.total = samples, sum(counts)
         self._undone = set(range(len(self.parts)))
 
@@ -251,7 +250,7 @@ class HookDriver:
         """Say, after torch has, that this rank has joined: if a word was due, torch's count was taken for it."""
         if not self.members.announces:
             return
-        self.members.role = Role.EVEN
+        self.members.take_role(Role.EVEN)
         for part in self.parts:
             part.leave_tail()
         if self._undone:
