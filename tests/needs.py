@@ -60,6 +60,12 @@ def _shards_by_parameter() -> bool:
     return bool(known(FullyShardedDataParallelPlugin, fsdp_version=2))
 
 
+def _loads_a_state_that_is_empty() -> bool:
+    from accelerate.utils.fsdp_utils import load_fsdp_optimizer
+
+    return "load_sharded_optimizer_state_dict" not in load_fsdp_optimizer.__code__.co_names
+
+
 _RUNS_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event")  # before any is lent
 # By what is needed, whether it is there.
 _FEATURES: dict[str, Callable[[], bool]] = {
@@ -74,6 +80,7 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     ),
     "a val_check_interval in seconds": _validates_by_a_clock,
     "Accelerate's fsdp_version=2": _shards_by_parameter,
+    "Accelerate's loading of a sharded optimizer without a state": _loads_a_state_that_is_empty,
     "Accelerate's ParallelismConfig": lambda: importlib.util.find_spec("accelerate.parallelism_config") is not None,
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
     "hooks that a checkpoint's second run leaves": lambda: not are_lost(),

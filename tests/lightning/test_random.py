@@ -79,7 +79,8 @@ def check(workers: Workers, seed: int) -> None:
 
     found = fitted()
     assert_exact(case, found)
-    if all(len(set(case.lengths_in(epoch))) == 1 for epoch in range(case.epochs)) and not case.ragged:
+    is_even = all(len(set(case.lengths_in(epoch))) == 1 for epoch in range(case.epochs)) and not case.ragged
+    if is_even and case.weighting != "count":  # by which even batches, too, count as ddp does not let them
         plain = fitted(strategy="ddp_find_unused_parameters_true" if case.ddp else "ddp")
         if [result.trained for result in plain] == [result.trained for result in found]:  # ddp keeps the first length
             for mine, its in zip(found[0].parameters, plain[0].parameters, strict=True):

@@ -1,5 +1,6 @@
 """What a tensor is, apart from its contents; and these as bytes, as they lie in memory."""
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,12 @@ def flat_elements(tensor: Tensor) -> Tensor:
 def raw_bytes(tensor: Tensor) -> Tensor:
     """Return the elements of `tensor` in order, as bytes: its own memory where they lie in it so, else a copy."""
     return flat_elements(tensor).view(torch.uint8)
+
+
+def copied_bytes(data: Tensor) -> bytes:
+    """Return a copy of what `raw_bytes` gives, of a tensor on the CPU."""
+    # Not by `tensor.numpy()`: numpy may not be there.
+    return ctypes.string_at(data.data_ptr(), data.numel())
 
 
 def raw_words(tensor: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ import io
 import pickle
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_join._base.errors import JoinTypeError
+from torch_join._base.specs import copied_bytes
 from torch_join._control.codec import closed
 from torch_join._handover import transfer as _transfer
 
@@ -60,6 +62,11 @@ def broadcast(packed: bytes | None, source: int, group: dist.ProcessGroup | None
         group: The process group, by default the whole world.
     """
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)
-    found = [packed]
-    dist.broadcast_object_list(found, group_src=source, group=group, device=_transfer.carrier("cpu", group))
-    return pickle.loads(cast(bytes, found[0]))
+    # Torch's `broadcast_object_list` takes numpy to do it, which may not be there.
+    size = torch.tensor([len(packed or b"")], device="cpu")
+    _transfer.broadcast_flat(size, source, group)
+    data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    if packed is not None:
+        data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    _transfer.broadcast_flat(data, source, group)
+    return pickle.loads(packed or copied_bytes(data))

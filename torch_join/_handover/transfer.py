@@ -64,7 +64,7 @@ def _broadcast_bucket(
 ) -> None:
     spec, tensors = bucket[0]
     if len(bucket) == 1 and (memory := _memory(tensors[0], spec)) is not None:
-        _broadcast(memory, source, group)
+        broadcast_flat(memory, source, group)
         if dist.get_rank(group) != source:
             torch.autograd.graph.increment_version(tensors[0])  # autograd knows nothing of a broadcast
             _copy_to_others(tensors)
@@ -76,7 +76,7 @@ def _broadcast_bucket(
         for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
             view = storage_view(tensors[0], spec)
             piece.view(spec.dtype).view(view.shape).copy_(view)
-    _broadcast(packed, source, group)
+    broadcast_flat(packed, source, group)
     if dist.get_rank(group) == source:
         return
     for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
@@ -121,7 +121,8 @@ def carrier(kind: str, group: dist.ProcessGroup) -> torch.device | None:
     return own if own.type in served else torch.device(served[0])
 
 
-def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:
+def broadcast_flat(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Fill a tensor of one dimension with the source's, which has the same dtype and size."""
     place = carrier(flat.device.type, group)
     if place is None:
         dist.broadcast(flat, group_src=source, group=group)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torch_join._base import compat
 from torch_join._base.errors import JoinError, PeerFailedError
+from torch_join._base.specs import copied_bytes
 from torch_join._control.beside import beside
 from torch_join._control.channel import Channel
 from torch_join._schedule.packing import Skeleton, pack, unpack
@@ -278,7 +279,7 @@ def _receive_batch(group: _Group, giver: int, skeletons: dict[int, Skeleton]) ->
     if size == _STOP:
         raise _Stopped
     if size:
-        skeletons[giver] = Skeleton(*pickle.loads(receive(_SKELETON, size).numpy().tobytes()))
+        skeletons[giver] = Skeleton(*pickle.loads(copied_bytes(receive(_SKELETON, size))))
     skeleton = skeletons[giver]
     small = [size for size in skeleton.sizes if size < _LARGE_BYTES]
     together = iter(torch.split(receive(_SMALL, sum(small)), small) if any(small) else map(torch.empty, small))

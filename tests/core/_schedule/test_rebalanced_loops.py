@@ -5,6 +5,7 @@ import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,6 +71,18 @@ SOME = [f"{OPTIMIZERS[i % 4]}-{feature}" for i, feature in enumerate(FEATURES)]
 def test_parameters_are_those_of_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
     program = PROGRAMS[name]
     outcomes = workers.run(program.world_size, train, program)
+    assert_exact(program, outcomes, *reference(program))
+
+
+def train_without_numpy(rank: int, program: Program) -> Any:
+    with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
+        return train(rank, program)
+
+
+@pytest.mark.parametrize("rebalance", [False, True])
+def test_numpy_may_be_missing(workers: Workers, rebalance: bool) -> None:
+    program = Program((2, 7), rebalance=rebalance)
+    outcomes = workers.run(program.world_size, train_without_numpy, program)
     assert_exact(program, outcomes, *reference(program))
 
 

@@ -1,16 +1,17 @@
 """`Join` in random plain loops: the parameters are those of a single process, and the same bits everywhere.
 
-The longer run is `long`.
+`-m long` runs 2,000 of them, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on.
 """
 
 import hashlib
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.support import loops
@@ -21,6 +22,8 @@ from tests.support.workers import WorkerError, Workers
 # torch says so where a GradScaler has skipped the first step.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 BATCH = 12  # programs per call of the workers, whose set-up costs as much as one program
+CASES = int(os.environ.get("TORCH_JOIN_CASES", 2000))
+FIRST = int(os.environ.get("TORCH_JOIN_SEED", 0))
 # Shrinking would run for an hour, and a failure names its program anyway.
 PROFILE = settings(
     derandomize=True,
@@ -179,7 +182,8 @@ def test_random_loops_are_exact(workers: Workers, batch: list[Program]) -> None:
 
 
 @pytest.mark.long
+@seed(FIRST)
 @given(batch=batches(4))
-@settings(PROFILE, max_examples=170)
+@settings(PROFILE, max_examples=-(-CASES // BATCH))
 def test_many_random_loops_are_exact(workers: Workers, batch: list[Program]) -> None:
     check_all(workers, batch)
