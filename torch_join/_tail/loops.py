@@ -147,7 +147,7 @@ class LoopDriver(Meetings):
     def finish(self, error: BaseException | None) -> None:
         """End a `with`, by an error or without one; all ranks meet."""
         if error is not None:
-            self._raised = None  # this one passes, also where it was raised from that
+            self.raised = None  # this one passes, also where it was raised from that
         with self._telling():
             if error is not None:
                 raise error
@@ -170,7 +170,7 @@ class LoopDriver(Meetings):
 
     def leave(self) -> None:
         """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
-        self._due = self._raised = None
+        self._due = self.raised = None
         self._planned.rebalancing.abandon()
         self.place = Place.OUTSIDE
         self._unbegun = Unbegun()
@@ -242,9 +242,9 @@ class LoopDriver(Meetings):
         if self._planned.plan is None and None not in lengths:
             mine.certain = [length for length in lengths if length is not None]
         try:
-            has_models = bool(self.server.models())
+            has_models, telling = bool(self.server.models()), self._telling()
             while True:
-                with self._telling():
+                with telling:
                     if not self._goes_on_evenly(mine, reader):
                         self._steps.begin()
                         if not self._find_out(reader, mine.certain):

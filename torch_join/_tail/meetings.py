@@ -41,7 +41,8 @@ class _Telling(telling_failures):
         self._its = its
 
     def __enter__(self) -> None:
-        self._its.check_raised()
+        if self._its.raised is not None:
+            raise self._its.raised
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -70,6 +71,7 @@ class Meetings:
         place: Where this rank's own code is.
         tails: What happens where ranks join and where all have.
         step_number: The current step, counted from the loop's begin.
+        raised: What was raised before, which the next meeting raises again.
     """
 
     _backward_collectives = False
@@ -97,7 +99,7 @@ class Meetings:
         self.place = Place.OUTSIDE
         self.step_number = 0
         self._due: Due | None = None
-        self._raised: BaseException | None = None
+        self.raised: BaseException | None = None
         self._at_last = False
         self._ending: tuple[int, ...] = ()  # whose last batch the current one is known to be
         self._steps = Steps(self._objects)
@@ -175,15 +177,10 @@ class Meetings:
         """
         return _Telling(self)
 
-    def check_raised(self) -> None:
-        """Raise what was raised before."""
-        if self._raised is not None:
-            raise self._raised
-
     def note_raised(self, error: BaseException) -> None:
         """Have the next meeting raise this."""
         if self.members.world_size > 1:
-            self._raised = error
+            self.raised = error
 
     def _goes_on_evenly(self, loop: Loop, reader: Reader[Any]) -> bool:
         """Whether this step is sure to be as the one before; most are, so that this costs next to nothing."""
