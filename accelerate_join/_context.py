@@ -10,7 +10,7 @@ import accelerate
 from torch.utils.data import DataLoader
 
 from accelerate_join._accelerator import class_replaced
-from accelerate_join._loaders import PreparedReader, even_batches_set, is_prepared, loops_replaced
+from accelerate_join._loaders import PreparedReader, even_batches_set, goes_through_join, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import Progress, check_supported, prepared_by, unwrap
 from accelerate_join._protocol import PreparedLoader
@@ -20,7 +20,6 @@ from torch_join.integration import LoopDriver, driver_of, listed, own_loops
 T = TypeVar("T")
 
 
-@contextmanager
 def join_uneven_inputs(
     accelerator: accelerate.Accelerator,
     joinables: Sequence[Any] | None = None,
@@ -29,7 +28,7 @@ def join_uneven_inputs(
     weighting: Weighting = "world",
     throw_on_early_termination: bool = False,
     **kwargs: Any,
-) -> Iterator[Join]:
+) -> AbstractContextManager[Join]:
     """Train on uneven inputs with Accelerate, exactly.
 
     ```python
@@ -51,8 +50,8 @@ def join_uneven_inputs(
         **kwargs: What else `torch_join.Join` takes: `heartbeat`, `timeout`, `audit`, `hand_over_ignored`,
             `hand_over_buffers`, `backward_collectives`, `rebalance`, and options for hooks.
 
-    Yields:
-        The `torch_join.Join`, whose `batches` takes loaders that Accelerate has not prepared.
+    Returns:
+        The context, which gives the `torch_join.Join`: its `batches` takes loaders that Accelerate has not prepared.
 
     Raises:
         UnsupportedError: Accelerate runs on something else than DistributedDataParallel; or accumulates, where a
@@ -60,11 +59,26 @@ def join_uneven_inputs(
         JoinError: A prepared model has several wrappers, so that nobody knows which the loop calls.
         JoinTypeError: There is no such argument, and no hook that could take it.
     """
+    options = {"weighting": weighting, "throw_on_early_termination": throw_on_early_termination, **kwargs}
+    return _context(accelerator, joinables, even_batches, **options)
+
+
+@contextmanager
+def _context(
+    accelerator: accelerate.Accelerator,
+    joinables: Sequence[Any] | None,
+    even_batches: bool | None,
+    is_one_loop: bool = False,
+    *,
+    weighting: Any = "world",
+    **kwargs: Any,
+) -> Iterator[Join]:
+    """See `join_uneven_inputs`; `is_one_loop` if it is around one loop that goes through `Join`, and nothing else."""
     own_loops.finish(accelerator, also_held=True)
     distributed = check_supported(accelerator)
     given = [] if joinables is None else listed(joinables)
     if weighting == "world" and "divide_by_initial_world_size" in kwargs:
-        weighting = None  # type: ignore[assignment]  # torch's name for the same thing decides
+        weighting = None  # torch's name for the same thing decides
     if callable(weighting) and accelerator.gradient_accumulation_steps > 1:
         raise UnsupportedError(
             "A weighting by a function, with gradient_accumulation_steps > 1: each step of a window would be weighted"
@@ -72,12 +86,12 @@ def join_uneven_inputs(
             " `for window in join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all"
             " of its batches but the last."
         )
-    options = {"weighting": weighting, "throw_on_early_termination": throw_on_early_termination, **kwargs}
-    context = AcceleratorContext(accelerator, given, distributed, **options)
+    context = AcceleratorContext(accelerator, given, distributed, weighting=weighting, **kwargs)
+    driver = driver_of(context.join)
     with ExitStack() as stack:
         if distributed:
             stack.enter_context(even_batches_set(accelerator, even_batches))
-        with own_loops.begin(accelerator):
+        with own_loops.begin(accelerator, driver if is_one_loop else None):
             stack.enter_context(context.join)
         if distributed:
             stack.enter_context(loops_replaced(context))
@@ -86,7 +100,7 @@ def join_uneven_inputs(
         yield context.join
     context.warn_of_mixed_epochs()
     if distributed:
-        own_loops.may_end(accelerator, driver_of(context.join))
+        own_loops.may_end(accelerator, driver)
 
 
 @overload
@@ -146,7 +160,7 @@ def join_batches(
     return own_loops.Loop(
         accelerator,
         loader,
-        partial(_driver_within, accelerator, joinables, even_batches, **kwargs),
+        partial(_driver_within, accelerator, joinables, even_batches, goes_through_join(loader), **kwargs),
         lambda driver, loader: loader if is_prepared(loader) else driver.batches(loader),
         check_supported(accelerator),  # in a single process nobody waits for this one
         "accelerator.end_training()",
@@ -155,7 +169,7 @@ def join_batches(
 
 @contextmanager
 def _driver_within(*args: Any, **kwargs: Any) -> Iterator[LoopDriver]:
-    with join_uneven_inputs(*args, **kwargs) as join:
+    with _context(*args, **kwargs) as join:
         yield driver_of(join)
 
 

@@ -144,6 +144,12 @@ def is_prepared(loader: object) -> bool:
     return issubclass(type(loader), _KINDS)
 
 
+def goes_through_join(loader: object) -> bool:
+    """Whether a loop of `join_batches` over `loader` does; a class of the user's may have an `__iter__` of its own."""
+    own: Any = type(loader)
+    return not is_prepared(loader) or any(own.__iter__ is kind.__iter__ for kind in _KINDS)
+
+
 def remainder(loader: PreparedLoader) -> int:
     """Return how many samples the last step has besides those that have been given out before, as Accelerate does.
 

@@ -204,6 +204,11 @@ def steps_in_backward(parameter: Tensor) -> bool:
     return bool(post_accumulate_hooks(parameter)) or hasattr(parameter, "_in_backward_optimizers")
 
 
+def parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the modules' own parameters: without another walk through all that they hold."""
+    return [p for module in modules for p in module._parameters.values() if p is not None]
+
+
 def is_shard(tensor: Tensor) -> bool:
     """Whether a tensor is this rank's part of one that FSDP, or a `DTensor`, has divided."""
     return (
@@ -215,7 +220,12 @@ def is_shard(tensor: Tensor) -> bool:
 
 def will_accumulate(parameter: Tensor) -> bool:
     """Whether the backward that is under way in this thread adds to the gradient of `parameter`."""
-    return parameter.requires_grad and will_run(get_gradient_edge(parameter).node)
+    return parameter.requires_grad and will_run(accumulator(parameter))
+
+
+def accumulator(parameter: Tensor) -> Any:
+    """Return the node that adds to the gradient of `parameter`, which requires one."""
+    return get_gradient_edge(parameter).node
 
 
 def will_run(node: Any) -> bool:
@@ -293,6 +303,11 @@ def zero_shard(zero: Any, rank: int) -> list[Tensor]:
     return [p for group in zero._partition_parameters()[rank] for p in group["params"]]
 
 
+# Of dynamo: what is called with each frame of this thread, `None` where nothing is compiled. Older versions may lack
+# it: hooks cost more then.
+compiles_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
+
+
 def check_reduced(ddp: DistributedDataParallel, watch: Callable[[], Callable[[], None]]) -> None:
     """Raise what the next forward of `ddp` would raise if the backward that has just synced left parameters out.
 
@@ -326,7 +341,7 @@ check_names(
         Tensor: "_backward_hooks _post_accumulate_grad_hooks",
         dist: "_broadcast_coalesced",
         distributed_c10d: "_world",
-        nn.Module: "_buffers _modules _non_persistent_buffers_set",
+        nn.Module: "_buffers _modules _non_persistent_buffers_set _parameters",
         torch: "_foreach_norm",
         torch._C: "_current_graph_task_id _will_engine_execute_node",
         torch.autograd.Variable: "_execution_engine",

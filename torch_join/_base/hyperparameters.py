@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_join._base.errors import JoinError
 
+_SIMPLE = (bool, int, float, str)
 _Simple = float | bool | str | None  # an `int` is a `float`, too
 Hyperparameters = list[tuple[str, _Simple | tuple[_Simple, ...]]]  # name and value of each
 # Some optimizers compute one (Prodigy and D-Adaptation their `d`), and the last bits of that depend on the number of
@@ -204,6 +205,9 @@ def _described(
         for index, group in enumerate(groups_of_it):
             where = f" (group {index})" if len(groups_of_it) > 1 else ""
             for name, value in group.items():
+                if type(value) in _SIMPLE:
+                    described.append((f"{name}{where} of {label}", value))
+                    continue
                 held = _read(value) if is_now else value
                 if (found := _comparable(held.copy.item() if isinstance(held, _OnDevice) else held)) is not None:
                     described.append((f"{name}{where} of {label}", found))
@@ -212,7 +216,7 @@ def _described(
 
 def _comparable(value: Any) -> Any:
     """Return `value` as what can be sent and compared, `None` if it cannot."""
-    if type(value) in (bool, int, float, str):
+    if type(value) in _SIMPLE:
         return value
     if isinstance(value, tuple):
         parts = tuple(map(_comparable, value))

@@ -23,10 +23,14 @@ class FirstIteration:
     Args:
         ddp: The model.
         parameters: Those that DDP averages, in its order.
+
+    Attributes:
+        decides: Whether it decides about all others.
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
         self._ddp = ddp
+        self.decides = bool(ddp.static_graph)
         self._parameters = parameters
         self._fired: dict[int, int] | None = _first_iterations.setdefault(ddp, {}) if ddp.static_graph else None
         self._watches: list[RemovableHandle] = []

@@ -63,7 +63,8 @@ class Reader(Source, Generic[T]):
 
     def take(self) -> T:
         """Return the next batch."""
-        self.has_next()
+        if not self._ahead:
+            self.has_next()
         return self._ahead.popleft()
 
     def certain_length(self) -> int | None:
@@ -259,7 +260,7 @@ def is_length_certain(loader: object) -> bool:
     """Whether a loader can have no other number of batches than its length."""
     if type(loader) is Windows:
         return is_length_certain(loader._loader)
-    if isinstance(loader, DataLoader) and not _methods_beyond(type(loader)):
+    if isinstance(loader, DataLoader) and (type(loader) is DataLoader or not _methods_beyond(type(loader))):
         return draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     return type(loader) in (list, tuple)
 

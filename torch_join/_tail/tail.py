@@ -1,6 +1,7 @@
 """A tail, from the first rank that joins to the last, whose state all ranks get; and what is compared at both ends."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,10 +52,20 @@ class Tail:
     ) -> None:
         self._objects = objects
         self.hands_over_ignored = hands_over_ignored
-        self._buffers = UnsyncedBuffers(unsynced_models(objects), hands_over_buffers)
-        self._audit = Audit(stateful(objects), often, hands_over_ignored, Forgotten(objects), self._buffers)
+        self._hands_over_buffers = hands_over_buffers
+        self._often = often
         self.server: Server
         self.changes_freely: object = None
+
+    # Of a tail, so that an even loop pays nothing for them.
+    @cached_property
+    def _buffers(self) -> UnsyncedBuffers:
+        return UnsyncedBuffers(unsynced_models(self._objects), self._hands_over_buffers)
+
+    @cached_property
+    def _audit(self) -> Audit:
+        objects = self._objects
+        return Audit(stateful(objects), self._often, self.hands_over_ignored, Forgotten(objects), self._buffers)
 
     def reset(self) -> None:
         """Begin anew, as before the first loop."""
@@ -87,7 +98,7 @@ class Tail:
         self.server.members.last_joiner = True
         if self.server.members.announces:
             self._hand_over(self.server.end_tail())
-        elif has_run:
+        elif has_run and self._often is True:
             self._audit.even(self.server.channel, self._has_synced, self.departure is not None)
         self.server.members.all_active()
 

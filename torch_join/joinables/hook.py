@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache
 from typing import Any
 
 import torch
 
+from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
 
 
@@ -13,16 +15,20 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls `call` as it is, also where `torch.compile` traces what it is called from.
+@cache
+def _untraced() -> Callable[..., Any]:
+    # Made when it is needed: dynamo takes long to import, and torch's optimizers have done so by then.
+    return torch.compiler.disable(_call)  # type: ignore[no-any-return, no-untyped-call]
 
-    What ours do is between the ranks, and no part of a graph. (dynamo is there already: torch's optimizers import it.)
-    """
-    return torch.compiler.disable(call)  # type: ignore[no-any-return, no-untyped-call]
+
+def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call(*args, **kwargs)
 
 
 class Hook:
     """A callable that stays with its object: a copy or a pickle of that has another one in its place.
+
+    `torch.compile` does not trace it: what ours do is between the ranks, and no part of a graph.
 
     Args:
         call: What to call.
@@ -30,10 +36,14 @@ class Hook:
     """
 
     def __init__(self, call: Callable[..., Any], copied: Callable[..., Any] = _nothing) -> None:
-        self._call = untraced(call)
+        self._call = call
         self._copied = copied
+        self._untraced = _untraced()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Where nothing is compiled, what keeps dynamo away would be most of what a hook costs in a step.
+        if torch.compiler.is_dynamo_compiling() or _compat.compiles_frames():
+            return self._untraced(self._call, args, kwargs)
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -56,7 +66,7 @@ class StepHooks:
         self._send = send
         self._is_quiet = is_quiet
         self._stepping = ExitStack()
-        before, after = untraced(self._before), untraced(self._after)
+        before, after = Hook(self._before), Hook(self._after)
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
     def remove(self) -> None:

@@ -23,16 +23,22 @@ def holds_metrics(thing: Any) -> bool:
 
 def is_sharded_model(thing: Any) -> bool:
     """Whether `thing` is a module that FSDP, of either generation, has sharded, or holds such modules."""
+    return isinstance(thing, nn.Module) and _has_sharded([*thing.modules()])
+
+
+def _has_sharded(modules: Sequence[nn.Module]) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes long to import
-    if fsdp is None or not isinstance(thing, nn.Module):
+    if fsdp is None:
         return False
-    return any(isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for module in thing.modules())
+    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    return any(isinstance(module, kinds) for module in modules)
 
 
 def holds_shards(thing: Any) -> bool:
     """Whether some of a model's, or an optimizer's, parameters are shards."""
     if isinstance(thing, nn.Module):
-        return is_sharded_model(thing) or any(map(_compat.is_shard, thing.parameters()))
+        modules = [*thing.modules()]
+        return _has_sharded(modules) or any(map(_compat.is_shard, _compat.parameters_of(modules)))
     groups = getattr(innermost_optimizer(thing), "param_groups", ())
     return any(any(map(_compat.is_shard, group["params"])) for group in groups)
 

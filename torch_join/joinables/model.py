@@ -110,7 +110,8 @@ class ModelPart(Part, LoopModel):
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _compat.check_not_captured(self._parameters[0])
-        self._shadow.first.settle()
+        if (first := self._shadow.first).decides:
+            first.settle()
         driver = self.driver
         if self.members.serves:
             return
@@ -119,18 +120,18 @@ class ModelPart(Part, LoopModel):
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
         # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
         # second one, which may not be followed by a backward either.
-        deferred = grad and sync and not self.deferred and self.forwards_alone
-        if self._shadow.first.shadow_only:
-            self._shadow.first.check_fired()
+        deferred = grad and sync and not self.deferred and _compat.forwards_without_collectives(self.ddp)
+        if first.decides:
+            first.check_fired()
         # Of a window's micro-batches ranks may have different numbers: they have in common what has collectives.
-        is_alone = grad and not _compat.may_forward_with_collectives(self.ddp)
+        is_alone = deferred or (grad and not _compat.may_forward_with_collectives(self.ddp))
         if self.meets:
             self._has_met = driver.before_forward(lambda: self.members.count_forward(args, kwargs), waits=not deferred)
             if driver.meets_at is MeetingPoint.FORWARD and not self.members.announces:
                 self._gradients.refresh()
         self.forwards += 1
         self.synced += grad and sync
-        if deferred and (self.members.announces or (not self._has_met and self._watch.is_on)):
+        if deferred and (self.members.announces or (self._watch.is_on and not self._has_met)):
             self.deferred += 1
             self._frozen = self._shadow.frozen
             return

@@ -28,7 +28,8 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
             `joinables`; or it is trained by post-local SGD; or something other than torch shards it.
     """
     name = type(thing).__name__
-    if what := _sharded_elsewhere(thing):
+    modules = [*thing.modules()] if isinstance(thing, nn.Module) else []
+    if what := _sharded_elsewhere(thing, modules):
         raise UnsupportedError(
             f"{name} is sharded by {what}, with collectives of its own, which need the shards of ranks that have"
             " joined: zeros in their place would be wrong. Of DeepSpeed give Join the engine, and its optimizer only"
@@ -40,7 +41,6 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
             "DataParallel uses the devices of one process and averages nothing between processes, so a rank that has"
             " joined has nothing to take part in. Use DistributedDataParallel."
         )
-    modules = list(thing.modules()) if isinstance(thing, nn.Module) else []
     if isinstance(thing, _classes(_LOCAL_SGD, "PostLocalSGDOptimizer")) or (
         isinstance(thing, DistributedDataParallel) and _compat.has_local_sgd_hook(thing)
     ):
@@ -60,11 +60,11 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
             )
 
 
-def _sharded_elsewhere(thing: Any) -> str:
-    """Return what shards `thing` if that is not torch, else nothing."""
+def _sharded_elsewhere(thing: Any, modules: Sequence[nn.Module]) -> str:
+    """Return what shards `thing`, which has these modules, if that is not torch, else nothing."""
     if callable(stage := getattr(thing, "zero_optimization_stage", None)) and (number := stage()):
         return f"ZeRO stage {number}"
-    if any(hasattr(parameter, "ds_id") for parameter in thing.parameters()) if isinstance(thing, nn.Module) else False:
+    if any(hasattr(parameter, "ds_id") for parameter in _compat.parameters_of(modules)):
         return "ZeRO stage 3"
     for kind in type(thing).__mro__:
         if kind.__module__.startswith(_SHARDING):

@@ -64,6 +64,26 @@ def test_torchs_reducer() -> None:
     assert [None if n is None else n.item() for n in torch_compat.norms([torch.full((3,), -2.0), None])] == [6.0, None]
 
 
+def test_dynamo_tells_whether_something_is_compiled() -> None:
+    assert torch_compat.compiles_frames() is None
+    found = []
+
+    @torch.compile(backend="eager")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        note()
+        return x + 1
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def note() -> None:
+        found.append(torch_compat.compiles_frames() is None)
+
+    compiled(torch.ones(1))
+    assert found == [False]
+    assert torch_compat.compiles_frames() is None
+
+
 def test_torch_tells_which_gradients_a_backward_adds_to() -> None:
     x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
     seen = []

@@ -37,7 +37,7 @@ class Tree:
     """
 
     def __init__(self, connections: Mapping[int, socket], node: Node) -> None:
-        self._has_cores = len(node.processes) < (os.cpu_count() or 1)
+        self._has_cores = bool(connections) and len(node.processes) < (os.cpu_count() or 1)
         self.node = node
         kind = Links if has_epoll() else PortableLinks
         node.links = self.links = kind(connections, node.handle, node.look_after)
@@ -99,7 +99,8 @@ class Tree:
         It would take a rank that has left by then for one that was killed.
         """
         self.links.flush()
-        time.sleep(max(0.0, self.node.stays_until - time.monotonic()))
+        if (stays := self.node.stays_until - time.monotonic()) > 0:  # to sleep for no time gives the core away, too
+            time.sleep(stays)
 
     def open(self) -> tuple[int, Stream]:
         """Begin the next stream, as all ranks do; its messages may have come before. Return its number too."""

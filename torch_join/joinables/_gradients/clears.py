@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_join.joinables.hook import Hook, untraced
+from torch_join.joinables.hook import Hook
 
 
 class Clears:
@@ -29,7 +29,7 @@ class Clears:
         self._remove_hook: Callable[[], None] = lambda: None
         # What derives from torch's optimizers need not have called their constructor.
         with suppress(AttributeError, TypeError):
-            self._remove_hook = optimizer.register_step_post_hook(untraced(self._stepped)).remove
+            self._remove_hook = optimizer.register_step_post_hook(Hook(self._stepped)).remove
             self._counts = True
 
     def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,8 +52,9 @@ class Pieces:
 
     def before_forward(self) -> None:
         """Begin anew: the last backward may have raised."""
-        self.reset()
-        self._delays = _compat.delays_all_reduce(self._shadow.ddp)
+        if self._came is not None or self._is_whole or self._is_open:
+            self.reset()
+        self._delays = _compat.delays_all_reduce(self._shadow.ddp) if self._shadow.first.decides else False
 
     def begin(self, ended: Callable[[], None]) -> None:
         """A backward that will sync has come to the model, and goes in pieces.

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError
-from torch_join.joinables.hook import untraced
+from torch_join.joinables.hook import Hook
 
 
 class SecondBackward:
@@ -38,10 +38,12 @@ class SecondBackward:
         self.awaits_first = False
         self._touched: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []  # by a second one, and the gradient
         self._waits: RemovableHandle | None = None
+        self._found: tuple[Tensor, Any] | None = None  # to which the last first one has added, and the node that does
 
     def remove(self) -> None:
-        """Remove what was installed."""
+        """Remove what was installed, and what refers to it."""
         self._touched.clear()
+        self._found = None
         if self._waits is not None:
             self._waits.remove()
             self._waits = None
@@ -67,12 +69,20 @@ class SecondBackward:
         self._last = task
         if self._first == -1:
             # A gradient penalty's `autograd.grad` adds to no gradient.
-            if any(map(_compat.will_accumulate, self._parameters)):
+            if self._adds():
                 self._first = task
                 first()
                 _compat.after_backward(self._end_first)  # nobody may have heard it begin
         elif touched := [p for p in self._parameters if _compat.will_accumulate(p)]:
             _compat.after_backward(lambda: self._wait(touched))
+
+    def _adds(self) -> bool:
+        """Whether the backward that is under way adds to any gradient: as a rule, to the one that the last added to."""
+        if self._found is not None and self._found[0].requires_grad and _compat.will_run(self._found[1]):
+            return True
+        added = next(filter(_compat.will_accumulate, self._parameters), None)
+        self._found = None if added is None else (added, _compat.accumulator(added))
+        return added is not None
 
     def _end_first(self) -> None:
         self.awaits_first = False
@@ -80,7 +90,7 @@ class SecondBackward:
     def _wait(self, touched: Sequence[Tensor]) -> None:
         self._touched += [(weakref.ref(p), weakref.ref(p.grad)) for p in touched if p.grad is not None]
         if self._waits is None:
-            self._waits = register_optimizer_step_pre_hook(untraced(self._check))
+            self._waits = register_optimizer_step_pre_hook(Hook(self._check))
 
     def _check(self, optimizer: Any, *_: Any) -> None:
         steps = {id(p) for group in optimizer.param_groups for p in group["params"]}
