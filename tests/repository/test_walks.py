@@ -30,7 +30,7 @@ def test_each_walk_leads_somewhere() -> None:
     found = walks(TEXT)
     assert len(found) == 7
     for walk in found:
-        assert 6 <= len(walk) <= 10
+        assert 5 <= len(walk) <= 7
         assert [station for station in walk if not there(*station)] == []
 
 
