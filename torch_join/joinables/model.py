@@ -6,6 +6,7 @@ accumulators fires exactly then. A node on the model's outputs would not do: it 
 penalty's `autograd.grad` too, and misses L2 terms on the parameters.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,11 +22,12 @@ from torch_join._base import compat as _compat
 from torch_join._base.membership import MeetingPoint
 from torch_join._base.weighting import weighted
 from torch_join._shadow.synced_norms import sync_norms
+from torch_join._shadow.zero_gradient import broadcast_gradient
 from torch_join.joinables._gradients.evidence import Gradients
-from torch_join.joinables._gradients.leftovers import settle
+from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
 from torch_join.joinables._gradients.second_backward import SecondBackward
 from torch_join.joinables._gradients.shadowed import ShadowedSteps
-from torch_join.joinables._gradients.verdicts import Runs, common_verdict, runs_of, states_of
+from torch_join.joinables._gradients.verdicts import CHANGED, Runs, State, runs_of, states_of
 from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.hook import Hook
 from torch_join.joinables.part import Driver, LoopModel, Part
@@ -49,15 +51,11 @@ class ModelPart(Part, LoopModel):
         super().__init__(driver, index)
         self.ddp = ddp
         self._shadowed = ShadowedSteps(self, ddp)  # on a joined rank
-        self._shadow, self._pieces, self._others = self._shadowed.shadow, self._shadowed.pieces, self._shadowed.others
+        self._shadow, self._pieces = self._shadowed.shadow, self._shadowed.pieces
         self._parameters = self._shadow.parameters
-        self.forwards = 0  # of this rank's own, since the last tail
-        self.synced = 0  # of these, how many are followed by a backward that averages gradients
-        self.deferred = 0  # forwards that joined ranks hear of, if there are any, when their backward begins
+        self._others = OtherVerdicts(driver, index)
         self._has_met = True  # whether it was known, in its last forward, who is active
-        self._frozen: list[int] = []  # the parameters, by place, that were frozen in the last of these
-        self._task = -1  # the backward that has begun
-        self._remembers = -1  # the last one that is remembered at its end
+        self._frozen: list[int] = []  # the parameters, by place, that were frozen in the last deferred forward
         self._factor = 1.0  # what to multiply its gradients with
         self._beginning = threading.Lock()  # for several devices the engine has several threads
         self._second_backward = SecondBackward(self._parameters)
@@ -72,9 +70,7 @@ class ModelPart(Part, LoopModel):
         self._undo.append(self.ddp.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove)
         self._undo.append(self.ddp.register_forward_hook(Hook(self._after_forward)).remove)
         views = bool(self.ddp.gradient_as_bucket_view)
-        self._gradients = self._shadowed.gradients = Gradients(
-            self._parameters, self.driver.clears, views, self._shadow.sparse
-        )
+        self._gradients = Gradients(self._parameters, self.driver.clears, views, self._shadow.sparse)
         # What is left of a loop before this `with` may be an average, or this rank's share of one.
         left = any(p.grad is not None for p in self._parameters)
         self._shadowed.accumulates = self._shadow.accumulated = left
@@ -93,7 +89,7 @@ class ModelPart(Part, LoopModel):
         self._gradients.begin_loop()
 
     def remember(self) -> None:
-        self._gradients.remember(self._shadowed.accumulates)
+        self._gradients.remember(self.accumulates)
 
     def enter_tail(self) -> None:
         self._shadow.news.forget()
@@ -189,7 +185,7 @@ class ModelPart(Part, LoopModel):
         else:
             self.driver.before_backward(self.index)
             # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
-            self._remember_after_backward()
+            self.remember_after_backward()
 
     @property
     def is_prepared(self) -> bool:
@@ -221,10 +217,6 @@ class ModelPart(Part, LoopModel):
         return _compat.forwards_without_collectives(self.ddp)
 
     @property
-    def in_backward(self) -> bool:
-        return self._task == _compat.backward_in_progress()
-
-    @property
     def will_accumulate(self) -> bool:
         return self._watch.will_run
 
@@ -254,23 +246,20 @@ class ModelPart(Part, LoopModel):
         in_tail = self.server.meet()
         averages, self._second_backward.awaits_first = self._second_backward.awaits_first, False
         if in_tail or self.driver.meets_at is MeetingPoint.FORWARD:
-            self._remember_after_backward()
+            self.remember_after_backward()
         if in_tail:
             if self._pieces.under_way:
                 self._pieces.check_nested()
             self._announce_deferred()
-            states = self._gradients.states()
-            self._gradients.raise_if_changed(states, self.members.joined_names)
-            # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
-            self._others.leave(common_verdict(state.verdict for state in states), averages)
+            runs = self._others.found(self._gradients, averages)
             if not averages:  # what has been cleared now counts at the next one
-                self.server.announce_alone(self.index, "gradients", runs_of(states))
+                self.server.announce_alone(self.index, "gradients", runs)
             elif self.server.in_pieces:
                 self._pieces.begin(self._end_backward)
-                self.announce("begin", runs_of(states), hold=True)
+                self.announce("begin", runs, hold=True)
             else:
                 self._pieces.begin_whole()
-                self.announce("backward", runs_of(states))
+                self.announce("backward", runs)
         if averages:
             self._shadowed.accumulates = self._shadow.accumulated = False
         self._factor = self.members.loss_factor
@@ -279,15 +268,11 @@ class ModelPart(Part, LoopModel):
         # A hook for communication may have had no collective, before which the pieces would have been told.
         self.announce("ended", hold=not _compat.has_comm_hook(self.ddp))
 
-    def _remember_after_backward(self) -> None:
-        if (task := _compat.backward_in_progress()) == self._remembers:
-            return
-        self._remembers = task
-        _compat.after_backward(lambda: _compat.after_backward(self.remember))  # after DDP's own callback
-
     # ------------------------------------------------------------ on a joined rank, and at the end
 
     def answer(self, kind: str, payload: Any) -> None:
+        if kind in ("backward", "begin", "gradients"):
+            self._others.follow(self._gradients, payload, kind != "gradients", self.accumulates)
         self._shadowed.answer(kind, payload)
         if kind == "forward" and all(payload[:2]):
             self._second_backward.forward([])
@@ -302,7 +287,6 @@ class ModelPart(Part, LoopModel):
 
     def close(self, message: tuple[Runs, bool, list[int] | None, list[int] | None], source: int) -> None:
         runs, accumulates, fired, deferred = message
-        states = states_of(runs, len(self._parameters))
         self._shadow.first.note_fired(fired)
         if not self.ddp.broadcast_buffers:
             sync_norms(self.ddp, source, self.members.group)
@@ -310,10 +294,35 @@ class ModelPart(Part, LoopModel):
             self.answer(
                 "forward", (True, True, 0, deferred, None)
             )  # DDP averages in the next backward, in whichever loop
-        mine = self._shadowed.accumulates
-        settle(self.driver, self.ddp.process_group, self._gradients, states, source, accumulates, mine)
+        self._settle(states_of(runs, len(self._parameters)), source, accumulates)
+        self._others.reset()
         self._shadowed.forget()
         self._shadowed.authority = source
         self.forwards = self.synced = self.deferred = 0
         self._shadowed.accumulates = accumulates
         self.remember()
+
+    def _settle(self, states: list[State], source: int, accumulates: bool) -> None:
+        """Clear, on every rank, what was cleared on the source, and send what was changed there.
+
+        Args:
+            states: What has become of the source's gradients (on ranks that were active to the end: of their own).
+            source: The rank whose state all take.
+            accumulates: Whether the source is amid an accumulation: each rank then has its own share.
+        """
+        joined = self.members.rank != source and not self.members.last_joiner
+        mine: list[int] = []
+        if self.members.rank == source and not accumulates:
+            # A norm that is infinite does not tell whether they are unscaled.
+            odd = [state.norm is not None and not math.isfinite(state.norm) for state in states]
+            mine = [index for index, state in enumerate(states) if state.verdict == CHANGED or odd[index]]
+        elif joined:
+            if accumulates:
+                self._gradients.raise_if_lost(states)
+            mine = self._gradients.differing(states, self.accumulates)
+        # All send the same, whatever each has seen.
+        changed = {index for found in self.server.channel.gather(mine, of=list[int]) for index in found}
+        if joined:
+            self._gradients.follow(states, self.accumulates, None)
+        for index in sorted(changed):
+            broadcast_gradient(self._parameters[index], source, self.ddp.process_group)

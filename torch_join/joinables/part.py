@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
+from torch_join._base import compat as _compat
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
@@ -129,7 +130,7 @@ class Driver(Protocol):
         """Meet the other ranks, if they have not met before this notice of a custom joinable."""
 
 
-class LoopModel(Protocol):
+class LoopModel:
     """What a loop of the user's knows of the part of a model.
 
     Attributes:
@@ -140,29 +141,34 @@ class LoopModel(Protocol):
     """
 
     index: int
-    forwards: int
-    synced: int
-    deferred: int
+    forwards = synced = deferred = 0
+    _task = -1  # the backward that has come to this model
+    _remembers = -1  # the last one that is remembered at its end
 
     @property
     def accumulates(self) -> bool:
         """Whether the last backward did not sync, on some rank."""
+        return False
 
     @property
     def forwards_alone(self) -> bool:
         """Whether its forwards have no collective."""
+        return False
 
     @property
     def in_backward(self) -> bool:
         """Whether the backward that is under way has come to this model."""
+        return self._task == _compat.backward_in_progress()
 
     @property
     def will_accumulate(self) -> bool:
-        """Whether the backward that is under way adds to this model's gradients."""
+        """Whether the backward that is under way adds to this model's gradients, and these are weighted then."""
+        return False
 
     @property
     def modules(self) -> Sequence[nn.Module]:
         """The model, and what it wraps: each has a `zero_grad`."""
+        raise NotImplementedError
 
     def check_can_train(self, has_batch: Callable[[], bool]) -> None:
         """Raise if this rank cannot run the model itself, and is to do so."""
@@ -173,9 +179,17 @@ class LoopModel(Protocol):
     def remember(self) -> None:
         """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
 
+    def remember_after_backward(self) -> None:
+        """Note it when the backward that is under way has ended."""
+        if (task := _compat.backward_in_progress()) != self._remembers:
+            self._remembers = task
+            # After the wrapper's own callback, which may yet have to be queued.
+            _compat.after_backward(lambda: _compat.after_backward(self.remember))
+
     @property
     def is_prepared(self) -> bool:
         """Whether `prepare` has nothing to do any more."""
+        return True
 
     def prepare(self) -> None:
         """Do, at the top of a step on every rank, what would wait for all of them later."""

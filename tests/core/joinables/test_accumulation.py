@@ -68,6 +68,7 @@ def reference(choices: tuple[list[int], ...]) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("clear_first", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("loop", ["sized", "plain", "heartbeat"])
@@ -96,6 +97,7 @@ def train_over_two_loops(rank: int, loops: tuple[tuple[list[int], ...], ...], lo
     return [p.detach() for p in ddp.parameters()]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("loop", ["sized", "heartbeat"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 @pytest.mark.parametrize("third", [[0], [0, 1, 1]], ids=["uneven", "even"])
@@ -161,6 +163,7 @@ def step_halves(step: int, window: int, optimizers: list[torch.optim.Optimizer])
             optimizer.step()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("loop", ["sized", "plain", "heartbeat"])
 @pytest.mark.parametrize(("lengths", "window"), [((4, 1), 1), ((3, 6), 1), ((0, 3), 1), ((12, 6), 2), ((8, 10), 2)])
@@ -194,6 +197,7 @@ def mask(rank: int, loop: str, own: int) -> list[Tensor]:
     return [p.detach() for p in ddp.parameters()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize("loop", ["sized", "plain", "heartbeat"])
 def test_a_joined_ranks_zeros_are_kept(workers: Workers, loop: str, own: int) -> None:

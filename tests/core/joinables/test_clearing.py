@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.covering import others_long
 from tests.emulator import place
 from tests.support.cases import difference
 from tests.support.small import train_alone
@@ -28,6 +29,7 @@ from torch_join.integration import ModelShadow
 from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
 
 LENGTHS = ((1, 5, 2), (2, 2, 2))
+LOOPS = ["sized", "heartbeat", "plain"]
 
 Clear = Callable[[Sequence[Tensor], torch.optim.Optimizer], None]
 
@@ -177,11 +179,11 @@ def reference(idiom: str, pattern: Pattern, epochs: Any) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("loop", ["sized", "heartbeat", "plain"])
+@pytest.mark.parametrize("turn", others_long(range(len(LOOPS)), 0))
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_way_of_clearing_is_seen(workers: Workers, pattern: str, loop: str) -> None:
+def test_every_way_of_clearing_is_seen(workers: Workers, pattern: str, turn: int) -> None:
     # Where rank 1 cannot tell, rank 2 can.
-    for found in workers.run(3, train_with_all, PATTERNS[pattern], loop, LENGTHS):
+    for found in workers.run(3, train_with_all, pattern, turn):
         for idiom, parameters in found.items():
             assert difference(parameters, reference(idiom, PATTERNS[pattern], LENGTHS)) < 1e-10, idiom
 
@@ -303,7 +305,8 @@ def test_micro_batches_left_out_in_the_tail_are_told(workers: Workers, step: int
 ALONE = ((1, 4), (2, 2))
 
 
-@pytest.mark.parametrize("loop", ["sized", "heartbeat", "plain"])
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("idiom", ["zero_grad", "zero_grad, zeros"])
 @pytest.mark.parametrize("pattern", ["masked", "skipped"])
 def test_the_optimizers_zero_grad_tells_where_no_gradient_does(
@@ -322,9 +325,11 @@ def test_where_nobody_can_tell_all_ranks_raise(workers: Workers, pattern: str, i
     assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
 
 
-def train_with_all(rank: int, pattern: Pattern, loop: str, lengths: Any) -> dict[str, list[Tensor]]:
+def train_with_all(rank: int, pattern: str, turn: int) -> dict[str, list[Tensor]]:
+    """Train with each idiom, in loops that take turns: with all patterns, each idiom comes to be in each loop."""
     idioms = [idiom for idiom in IDIOMS if idiom != "numpy" or place().type == "cpu"]  # whose memory it shares
-    return {idiom: train(rank, idiom, pattern, loop, lengths) for idiom in idioms}
+    loops = {idiom: LOOPS[(turn + number + [*PATTERNS].index(pattern)) % 3] for number, idiom in enumerate(idioms)}
+    return {idiom: train(rank, idiom, PATTERNS[pattern], loop, LENGTHS) for idiom, loop in loops.items()}
 
 
 def leave_out(rank: int) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.covering import others_long
 from tests.support.cases import difference
 from tests.support.inside import planned_rows
 from tests.support.workers import Workers
@@ -171,9 +172,11 @@ def crossed() -> Iterator[tuple[str, Program]]:
 
 
 PROGRAMS = dict(crossed())
+# Each kind with each weighting, rebalanced or not in turn.
+PAIRS = [name for place, name in enumerate(PROGRAMS) if place % 4 in (0, 3) or place >= 6 * len(KINDS)]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", others_long(PROGRAMS, *PAIRS))
 def test_it_is_what_one_process_computes(workers: Workers, name: str) -> None:
     program = PROGRAMS[name]
     parameters, trained = reference(program)

@@ -168,6 +168,7 @@ def train(rank: int, lengths: Sequence[int], between: str, how: str) -> list[Ten
     return training.parameters
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("how", ["sized", "heartbeat", "plain"])
 @pytest.mark.parametrize("between", ["no_grad", "no_sync", "sync", "collective"])
 @pytest.mark.parametrize("lengths", [(2, 7, 6), (6, 0, 3)])

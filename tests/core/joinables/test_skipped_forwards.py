@@ -54,6 +54,7 @@ def reference(epochs: Epochs, skipped: Skipped) -> list[Tensor]:
 
 
 # DDP rebuilds its buckets in the forward that follows the first sync, step 2 here, and waits in there for all ranks.
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("loop", ["sized", "unsized", "heartbeat"])
 @pytest.mark.parametrize(

@@ -57,15 +57,11 @@ class LoopEnginePart(Part, LoopModel):
     closing: ClassVar[Any] = tuple[Options, list[bool], list[bool]]
 
     is_model = True
-    in_backward = will_accumulate = accumulates = forwards_alone = False  # see `LoopModel`
-    is_prepared = True
-    deferred = 0
 
     def __init__(self, driver: Driver, index: int, engine: Any) -> None:
         super().__init__(driver, index)
         self.engine = engine
         self._events = EngineEvents(self, engine)
-        self.forwards = self.synced = 0
         self._forwarded_in = 0  # the loop of the last forward
         # In stage 0 each rank holds, and steps, all of them: those that are known to the others.
         self._gradients: list[tuple[Tensor | None, int]] = []
@@ -98,19 +94,6 @@ class LoopEnginePart(Part, LoopModel):
     @property
     def modules(self) -> Sequence[nn.Module]:
         return [self.engine, self.engine.module]
-
-    # An engine has nothing of these to do.
-    def check_can_train(self, has_batch: Callable[[], bool]) -> None:
-        pass
-
-    def begin_loop(self) -> None:
-        pass
-
-    def remember(self) -> None:
-        pass
-
-    def prepare(self) -> None:
-        pass
 
     # ------------------------------------------------------------ on an active rank
 

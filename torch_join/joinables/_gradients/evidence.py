@@ -128,21 +128,23 @@ class Gradients:
                     called[id(p)] = called.get(id(p), False) or each.calls > calls
         verdicts = {state.verdict for state in found}
         kept, cleared = KEPT in verdicts, CLEARED in verdicts
-        decided = []
-        for parameter, state in zip(self.parameters, found, strict=True):
-            verdict = state.verdict
-            calls_of = [called[id(p)] for p in _parameters(parameter) if id(p) in called]
-            if verdict != UNKNOWN and 0 < sum(calls_of) < len(_parameters(parameter)):
-                verdict = CHANGED  # a rank's shard may hold nothing of those
-            elif verdict == CHANGED and state.content == ZERO and (any(calls_of) or (cleared and not kept)):
-                verdict = CLEARED
-            elif verdict == UNKNOWN and calls_of:
-                verdict = CLEARED if any(calls_of) else KEPT
-            elif verdict == UNKNOWN and (kept or cleared):
+
+        def decide(holder: Tensor, verdict: str, content: str) -> str:
+            calls_of = [called[id(p)] for p in _parameters(holder) if id(p) in called]
+            if verdict == UNKNOWN:
+                if calls_of:
+                    return CLEARED if any(calls_of) else KEPT
+                if kept != cleared:
+                    return KEPT if kept else CLEARED
                 # What is zero was there when others were cleared. What is not there may be part of an accumulation.
-                verdict = (CLEARED if cleared else KEPT) if state.content == ZERO else KEPT if kept else CLEARED
-            decided.append(state._replace(verdict=verdict))
-        return decided
+                return UNKNOWN if not kept else CLEARED if content == ZERO else KEPT
+            if 0 < sum(calls_of) < len(_parameters(holder)):
+                return CHANGED  # a rank's shard may hold nothing of those
+            is_cleared = verdict == CHANGED and content == ZERO and (any(calls_of) or (cleared and not kept))
+            return CLEARED if is_cleared else verdict
+
+        pairs = zip(self.parameters, found, strict=True)
+        return [state._replace(verdict=decide(holder, state.verdict, state.content)) for holder, state in pairs]
 
     def raise_if_changed(self, states: Sequence[State], joined: Sequence[int]) -> None:
         """Raise if one was changed by hand before the next backward accumulates into it.
@@ -224,6 +226,21 @@ class Gradients:
                 " changed by hand (through `.data` or GradScaler.unscale_, for example), which ranks that have joined"
                 " cannot know. Call zero_grad() after each optimizer step, or change gradients only right before it."
             )
+
+    def raise_if_lost(self, states: Sequence[State]) -> None:
+        """Raise on a joined rank that holds a share of a gradient which an active rank has changed by hand.
+
+        Raises:
+            JoinError: It does, and the loop has ended.
+        """
+        for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
+            if state.verdict == CHANGED and holds_something(parameter.grad):
+                raise JoinError(
+                    f"A gradient (parameter {index}, of shape {tuple(parameter.shape)}) was changed by hand while it"
+                    " was accumulated, and the loop has ended before it was averaged. This rank had joined and holds a"
+                    " share of it, which it cannot change alike. Change gradients only right before the optimizer's"
+                    " step."
+                )
 
     def raise_unknown(self, index: int = 0) -> None:
         """Raise, since nobody can tell whether what this rank holds of a parameter still counts.

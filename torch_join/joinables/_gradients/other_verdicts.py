@@ -1,4 +1,6 @@
-"""What active ranks besides the leader have seen of an accumulation, in case the leader has seen nothing.
+"""What active ranks tell of their gradients when a backward begins, and how those that have joined follow.
+
+The lowest one announces it. What the others have seen counts where that one has seen nothing.
 
 At a backward that averages, to which all active ranks come, each leaves its words on those since the last such one, and
 nobody waits. They are named by how many there have been: of backwards that do not average, others may leave some out.
@@ -9,7 +11,8 @@ Words are kept for a while (`Channel.keep`): where the host does not wait for an
 communication hook makes none), active ranks may be some backwards ahead of those that have joined.
 """
 
-from torch_join.joinables._gradients.verdicts import CLEARED, KEPT, UNKNOWN, common_verdict
+from torch_join.joinables._gradients.evidence import Gradients, holds_something
+from torch_join.joinables._gradients.verdicts import CLEARED, KEPT, UNKNOWN, Runs, common_verdict, runs_of, states_of
 from torch_join.joinables.part import Driver
 
 _Word = tuple[int, str]  # the number of active ranks, and a verdict
@@ -29,6 +32,36 @@ class OtherVerdicts:
         self._words: list[_Word] = []  # of the backwards since the last one that averaged
         self._doubted = 0  # with how many active ranks this one, which has joined, had its first doubt since then
         self._averages = 0  # in all tails: no name is used twice
+
+    def found(self, gradients: Gradients, averages: bool) -> Runs:
+        """Return what an active rank announces of its gradients when a backward begins.
+
+        Raises:
+            JoinError: They were changed in a way that joined ranks do not know of.
+        """
+        states = gradients.states()
+        gradients.raise_if_changed(states, self._driver.members.joined_names)
+        # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
+        self.leave(common_verdict(state.verdict for state in states), averages)
+        return runs_of(states)
+
+    def follow(self, gradients: Gradients, runs: Runs, averages: bool, accumulates: bool) -> None:
+        """Do, on a joined rank, to its gradients what the active ranks have done to theirs when a backward begins.
+
+        Args:
+            gradients: This rank's.
+            runs: What they have announced.
+            averages: Whether the backward does.
+            accumulates: Whether this rank holds something of its own: a share that was not averaged yet, or a shard.
+        """
+        states = states_of(runs, len(gradients.parameters))
+        verdict = self.settle() if averages else None
+        if verdict == UNKNOWN and any(holds_something(p.grad) for p in gradients.parameters):
+            gradients.raise_unknown()
+        for parameter in gradients.parameters if verdict == CLEARED else ():
+            parameter.grad = None
+        gradients.raise_if_differing(states, accumulates)
+        gradients.follow(states, accumulates, self.ask if averages else self.doubt)
 
     def leave(self, verdict: str, averages: bool) -> None:
         """Leave a word on an active rank that is about to announce a backward."""

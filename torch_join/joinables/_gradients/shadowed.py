@@ -1,6 +1,5 @@
 """A DDP model in a plain loop, on a rank that has joined: forwards and backwards are shadowed as they are announced."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._base.attributes import setting
 from torch_join._shadow.buffers import Buffer, take
 from torch_join._shadow.model import ModelShadow
-from torch_join.joinables._gradients.evidence import Gradients, holds_something
-from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
 from torch_join.joinables._gradients.pieces import Pieces
-from torch_join.joinables._gradients.verdicts import CLEARED, UNKNOWN, Runs, State, states_of
+from torch_join.joinables._gradients.verdicts import Runs
 from torch_join.joinables.part import Part
 
 
@@ -27,8 +24,6 @@ class ShadowedSteps:
     Attributes:
         shadow: What runs in place of the model's step.
         pieces: The backwards that come piece by piece.
-        others: What the active ranks besides the leader have seen of gradients.
-        gradients: What has become of gradients; from `ModelPart.enter` on.
         accumulates: Whether the last backward did not sync, on some rank.
         authority: The lowest active rank in the last forward: it has the newest buffers.
     """
@@ -39,14 +34,12 @@ class ShadowedSteps:
         "ended": type(None),
         **Pieces.kinds,
     }
-    gradients: Gradients
 
     def __init__(self, part: Part, ddp: DistributedDataParallel) -> None:
         self._members = part.members
         self._ddp = ddp
         self.shadow = ModelShadow(ddp, watches=False)
         self.pieces = Pieces(part, self.shadow)
-        self.others = OtherVerdicts(part.driver, part.index)
         self.accumulates = False
         self.authority = 0
         self._parameters = self.shadow.parameters
@@ -55,7 +48,6 @@ class ShadowedSteps:
     def forget(self) -> None:
         """Forget what waits for a backward: the tail is over."""
         self._pending.clear()
-        self.others.reset()
         self.shadow.news.forget()
 
     def answer(self, kind: str, payload: Any) -> None:
@@ -63,19 +55,17 @@ class ShadowedSteps:
         if kind == "forward":
             self._forward(*payload)
         elif kind == "backward":
-            self._begin_backward(payload)
+            self._begin_backward()
             self.shadow.backward(self._run_pending)
             self._end_backward()
         elif kind == "begin":
-            self._begin_backward(payload)
+            self._begin_backward()
             self.pieces.open(self._run_pending)
         elif kind == "fired":
             self.pieces.answer(payload)
         elif kind == "ended":
             self.pieces.reset()
             self._end_backward()
-        else:
-            self._clear(states_of(payload, len(self._parameters)), self.others.doubt)
 
     def _forward(self, grad: bool, sync: bool, authority: int, frozen: list[int], buffers: list[Buffer] | None) -> None:
         self.authority = self._members.leader
@@ -89,13 +79,7 @@ class ShadowedSteps:
         if sync and output.requires_grad:  # else no backward comes through it
             self._pending.append(output)
 
-    def _begin_backward(self, runs: Runs) -> None:
-        states = states_of(runs, len(self._parameters))
-        if (verdict := self.others.settle()) == UNKNOWN and any(holds_something(p.grad) for p in self._parameters):
-            self.gradients.raise_unknown()
-        for parameter in self._parameters if verdict == CLEARED else ():
-            parameter.grad = None
-        self._clear(states, self.others.ask)
+    def _begin_backward(self) -> None:
         if not self._pending:
             # All were frozen in the forward that DDP has prepared for, and it averages what comes past that: of a later
             # forward under `no_sync`, or of a penalty on the parameters. It takes nothing less than all of them.
@@ -108,7 +92,3 @@ class ShadowedSteps:
     def _end_backward(self) -> None:
         self._pending.clear()
         self.accumulates = False
-
-    def _clear(self, states: list[State], ask: Callable[[], str]) -> None:
-        self.gradients.raise_if_differing(states, self.accumulates)
-        self.gradients.follow(states, self.accumulates, ask)

@@ -16,63 +16,49 @@ from torch_join._base.membership import MeetingPoint
 from torch_join._shadow._sharded import compat as _compat_sharded
 from torch_join._shadow._sharded.unit import Unit
 from torch_join._shadow.synced_norms import sync_norms
-from torch_join.joinables._gradients.evidence import Gradients, holds_something
-from torch_join.joinables._gradients.leftovers import raise_if_lost
+from torch_join.joinables._gradients.evidence import Gradients
 from torch_join.joinables._gradients.other_verdicts import OtherVerdicts
-from torch_join.joinables._gradients.verdicts import CLEARED, UNKNOWN, Runs, common_verdict, runs_of, states_of
+from torch_join.joinables._gradients.verdicts import Runs, runs_of, states_of
 from torch_join.joinables._sharded.contents import Contents
 from torch_join.joinables._sharded.following import Following
 from torch_join.joinables.hook import Hook
-from torch_join.joinables.part import Driver, Part
+from torch_join.joinables.part import Driver, LoopModel, Part
 
 # What has become of the gradients, the units' places, what is trained, and which modules are in training mode.
 Closing = tuple[Runs, list[tuple[int, int]], list[bool], list[bool]]
 
 
-class ShardedModelPart(Part):
+class ShardedModelPart(Part, LoopModel):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
     kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "gradients": tuple[bool, Runs], "states": Runs}
     closing: ClassVar[Any] = Closing
 
     is_model = True
+    accumulates = False
+    gradients: Gradients  # the shards', from `enter` on
 
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
         super().__init__(driver, index)
         self.model = model
         self.following = Following(self, model, self._before_backward)
         self.teams = self.following.teams
-        self.forwards = self.synced = 0
         self._forwarded_in = 0  # the loop of the last forward
-        self.deferred = 0  # a sharded forward always issues collectives
-        self.accumulates = False
-        self.contents = Contents(lambda: self.following.parameters)
-        self._gradients: Gradients | None = None
         self._others = OtherVerdicts(driver, index)
-        self._task = self._remembers = -1
+        self.contents = Contents(lambda: self.following.parameters)
         self._scales: list[Callable[[], None]] = []
         self.before_reductions: list[Callable[[], None]] = []  # what joined ranks must know before
-
-    @property
-    def gradients(self) -> Gradients:
-        """What has become of the shards' gradients."""
-        if self._gradients is None:
-            holders = self._holders()
-            # FSDP1 writes zeros into a flat gradient, again and again, where a part is frozen.
-            is_flat = any(not isinstance(holder, Tensor) for holder in holders)
-            self._gradients = Gradients(holders, self.driver.clears, views=is_flat)
-        return self._gradients
-
-    def _holders(self) -> list[Any]:
-        return [holder for unit in self.following.units for holder in unit.holders]
 
     def enter(self) -> None:
         self._undo.append(self.following.watch())
         root = _compat_sharded.roots(self.model)[0]
         hook = root.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True)
         self._undo += [hook.remove, self._stop_scaling, self.contents.forget]
-        self._gradients = None
-        left = any(holder.grad is not None for holder in self._holders())
+        holders = [holder for unit in self.following.units for holder in unit.holders]
+        # FSDP1 writes zeros into a flat gradient, again and again, where a part is frozen.
+        is_flat = any(not isinstance(holder, Tensor) for holder in holders)
+        self.gradients = Gradients(holders, self.driver.clears, views=is_flat)
+        left = any(holder.grad is not None for holder in holders)
         self.accumulates = left or any(unit.has_unsynced for unit in self.following.units)
         self.remember()
         if self.members.meets_late:
@@ -85,35 +71,17 @@ class ShardedModelPart(Part):
         """See `LoopModel`."""
         return [self.model]
 
-    @property
-    def in_backward(self) -> bool:
-        """See `LoopModel`."""
-        return self._task == _compat.backward_in_progress()
-
-    @property
-    def will_accumulate(self) -> bool:
-        """See `LoopModel`; collectives whose gradients would have to be weighted are refused."""
-        return False
-
-    def check_can_train(self, has_batch: Callable[[], bool]) -> None:
-        """See `LoopModel`."""
-
     def begin_loop(self) -> None:
-        """See `LoopModel`."""
         self.gradients.begin_loop()
 
-    @property
-    def is_prepared(self) -> bool:
-        """See `LoopModel`."""
-        return True
-
-    def prepare(self) -> None:
-        """See `LoopModel`."""
+    def remember(self) -> None:
+        # Each rank has another shard, so that a norm tells only the rank that has it.
+        self.gradients.remember(accumulates=True)
 
     @property
-    def forwards_alone(self) -> bool:
-        """See `LoopModel`."""
-        return False
+    def at_top(self) -> bool:
+        """Whether the ranks meet before any code of a step: else some of it has run, which joined ranks have not."""
+        return self.driver.meets_at is MeetingPoint.TOP
 
     def enter_tail(self) -> None:
         if self.at_top:
@@ -124,11 +92,6 @@ class ShardedModelPart(Part):
             self.contents.check(self.members.joined_names)
         if not self._scales:
             self._scale()
-
-    @property
-    def at_top(self) -> bool:
-        """Whether the ranks meet before any code of a step: else some of it has run, which joined ranks have not."""
-        return self.driver.meets_at is MeetingPoint.TOP
 
     def leave_tail(self) -> None:
         self.following.settle()
@@ -154,28 +117,14 @@ class ShardedModelPart(Part):
         in_tail = self.server.meet()
         syncs = any(unit.synchronizes for unit in self.following.units)
         if in_tail or self.driver.meets_at is MeetingPoint.FORWARD:
-            self._remember_after_backward()
+            self.remember_after_backward()
         if in_tail:
             self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
-            states = self.gradients.states()
-            self.gradients.raise_if_changed(states, self.members.joined_names)
-            self._others.leave(common_verdict(state.verdict for state in states), averages=syncs)
-            self.announce("gradients", (syncs, runs_of(states)), hold=True)
+            self.announce("gradients", (syncs, self._others.found(self.gradients, syncs)), hold=True)
             for announce in self.before_reductions:
                 announce()
         self.accumulates = not syncs
         self.synced += syncs
-
-    def _remember_after_backward(self) -> None:
-        if (task := _compat.backward_in_progress()) != self._remembers:
-            self._remembers = task
-            # After FSDP's own callback, which may yet have to be queued.
-            _compat.after_backward(lambda: _compat.after_backward(self.remember))
-
-    def remember(self) -> None:
-        """Note what the gradients are: from here on each rank may change or clear its own."""
-        # Each rank has another shard, so that a norm tells only the rank that has it.
-        self.gradients.remember(accumulates=True)
 
     def check(self) -> Runs:
         """Return what has become of the gradients, for joined ranks that are about to do something with theirs.
@@ -230,19 +179,12 @@ class ShardedModelPart(Part):
         self.driver.note_backward(self.index)
         syncs, runs = payload
         self.accumulates = not syncs
-        if syncs and (verdict := self._others.settle()) in (UNKNOWN, CLEARED):
-            if verdict == UNKNOWN and any(holds_something(holder.grad) for holder in self._holders()):
-                self.gradients.raise_unknown()
-            for holder in self._holders():
-                holder.grad = None
-        self.take(runs, self._others.ask if syncs else self._others.doubt)
+        self._others.follow(self.gradients, runs, syncs, accumulates=True)
 
-    def take(self, runs: Runs, ask: Callable[[], str] | None = None) -> None:
-        """Do, on a joined rank, to its gradients what the active ranks have done to theirs."""
-        if ask is None:
-            self._raise_if_unsynced()
-        states = states_of(runs, len(self.gradients.parameters))
-        self.gradients.follow(states, accumulates=True, ask=ask)
+    def take(self, runs: Runs) -> None:
+        """Do, on a joined rank, to its gradients what the active ranks have done to theirs; no backward comes next."""
+        self._raise_if_unsynced()
+        self.gradients.follow(states_of(runs, len(self.gradients.parameters)), accumulates=True, ask=None)
 
     def _raise_if_unsynced(self) -> None:
         for unit in () if self.accumulates else self.following.units:
@@ -268,7 +210,7 @@ class ShardedModelPart(Part):
         states = states_of(runs, len(self.gradients.parameters))
         if self.members.rank != source and not self.members.last_joiner:
             self._raise_if_unsynced()
-            raise_if_lost(self.gradients, states)
+            self.gradients.raise_if_lost(states)
             self.gradients.follow(states, accumulates=True, ask=None)
         if self.members.rank != source:
             self.following.places = places
