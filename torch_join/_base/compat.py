@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -199,9 +199,9 @@ def delays_all_reduce(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)
 
 
-def steps_in_backward(parameter: Tensor) -> bool:
-    """Whether an optimizer may step `parameter` in backward: a hook does, or FSDP."""
-    return bool(post_accumulate_hooks(parameter)) or hasattr(parameter, "_in_backward_optimizers")
+def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
+    """Whether an optimizer may step one of them in backward: a hook does, or FSDP."""
+    return any(p._post_accumulate_grad_hooks or hasattr(p, "_in_backward_optimizers") for p in parameters)
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:

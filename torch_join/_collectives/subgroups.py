@@ -28,13 +28,16 @@ class Subgroups:
         channel: The channel of the larger group.
         members: The larger group's members, as global ranks.
         rank: This rank in the larger group.
+
+    Attributes:
+        groups: The members of each, as ranks of the larger group, by name.
     """
 
     def __init__(self, channel: Channel, members: list[int], rank: int) -> None:
         self._channel = channel
         self._members = members
         self._rank = rank
-        self._groups: dict[str, list[int]] = {}  # by name: the members, as ranks of the larger group
+        self.groups: dict[str, list[int]] = {}
         self._counts: dict[str, int] = {}
         self._next: dict[str, tuple[int, Call]] = {}  # read, and not yet taken part in
         self._works: list[dist.Work] = []
@@ -46,7 +49,7 @@ class Subgroups:
         everyone = set(self._members)
         for name, ranks in _compat_c10d.groups_of_this_rank().items():
             if set(ranks) < everyone:
-                self._groups[name] = [self._members.index(rank) for rank in ranks]
+                self.groups[name] = [self._members.index(rank) for rank in ranks]
                 self._counts.setdefault(name, 0)
 
     def holds(self, call: Call) -> bool:
@@ -55,7 +58,7 @@ class Subgroups:
         Raises:
             UnsupportedError: It is in a group of some of the ranks and others.
         """
-        if call.group in self._groups:
+        if call.group in self.groups:
             return True
         ranks = _compat_c10d.groups_of_this_rank().get(call.group, self._members)
         if set(self._members) <= set(ranks):
@@ -74,7 +77,7 @@ class Subgroups:
 
     def mark(self, active: tuple[int, ...]) -> None:
         """Note what comes before the next record of the common log; every active rank calls this, also as it joins."""
-        for name, ranks in self._groups.items():
+        for name, ranks in self.groups.items():
             if self._speaks(name, active) and _in_part(ranks, active):
                 self._channel.post(f"sub/{name}/at/{self._channel.records}", self._counts[name])
 
@@ -92,11 +95,11 @@ class Subgroups:
             if also is not None:
                 also()
 
-        record = self._channel.follow(meanwhile if self._groups or also is not None else None, of)
+        record = self._channel.follow(meanwhile if self.groups or also is not None else None, of)
         if also is not None:
             also()
         before_, self._active = self._active, record[-1]  # who has joined since has left a note, too
-        for name, ranks in self._groups.items():
+        for name, ranks in self.groups.items():
             if _in_part(ranks, before_) or _in_part(ranks, self._active):
                 mark = f"sub/{name}/at/{number}"
                 before = self._channel.read(mark, lambda: self._take_part(number), int)
@@ -108,7 +111,7 @@ class Subgroups:
 
     def expect(self, group: str, active: tuple[int, ...]) -> Call | None:
         """Return the next collective of a group, which this rank's own code takes part in; none if all have joined."""
-        if not any(rank in active for rank in self._groups[group]):
+        if not any(rank in active for rank in self.groups[group]):
             return None
         if group not in self._next:
             self._next[group] = self._channel.read(self._key(group), of=_RECORD)
@@ -116,7 +119,7 @@ class Subgroups:
 
     def _take_part(self, number: int) -> None:
         """Take part in what comes before a record of the common log, as far as it has been announced."""
-        for name in self._groups:
+        for name in self.groups:
             while name in self._next or self._channel.posted(self._key(name)):
                 if name not in self._next:
                     self._next[name] = self._channel.read(self._key(name), of=_RECORD)
@@ -134,7 +137,7 @@ class Subgroups:
         return f"sub/{name}/{self._counts[name]}"
 
     def _speaks(self, name: str, active: tuple[int, ...]) -> bool:
-        return self._rank == min((rank for rank in self._groups[name] if rank in active), default=-1)
+        return self._rank == min((rank for rank in self.groups[name] if rank in active), default=-1)
 
 
 def _in_part(ranks: list[int], active: tuple[int, ...]) -> bool:

@@ -246,7 +246,7 @@ class Channel:
 
         Each rank keeps it until it passes the record that this one writes next.
         """
-        data = _codec.encode(value)
+        data = value if type(value) is _codec.Encoded else _codec.encode(value)
         with self._links.lock:
             self._node.post(self._number, self._log, key, data)
 

@@ -168,7 +168,7 @@ _encoder = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 class Encoded(bytes):
-    """What `encode` has returned; of several of these `in_list` and `in_tuple` make what it would for all of them."""
+    """What `encode` has returned; of several of these `in_list` and `in_pair` make what it would for all of them."""
 
     __slots__ = ()
 
@@ -178,9 +178,9 @@ def in_list(values: Iterable[Encoded]) -> Encoded:
     return Encoded(b"[" + b",".join(values) + b"]")
 
 
-def in_tuple(*values: Encoded) -> Encoded:
-    """Return what `encode` does for a tuple of values."""
-    return Encoded(b'{"t":' + in_list(values) + b"}")
+def in_pair(values: Iterable[Encoded], value: Encoded) -> Encoded:
+    """Return what `encode` does for a tuple of a list of values, and another value."""
+    return Encoded(b'{"t":[[' + b",".join(values) + b"]," + value + b"]}")
 
 
 def encode(value: Any) -> Encoded:

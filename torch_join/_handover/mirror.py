@@ -156,6 +156,8 @@ def known(gradient: Tensor | None) -> Known:
 
 def versions(tensor: Tensor) -> tuple[int, int]:
     """Return the version of a tensor, and of this rank's part of it: some operations count one of them only."""
+    if type(tensor) is Tensor:
+        return tensor._version, tensor._version
     return tensor._version, _compat.local_part(tensor)._version
 
 

@@ -22,7 +22,7 @@ _KINDS = {
 
 def record(said: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
     """Return the record of what these ranks announce."""
-    return _codec.in_tuple(_codec.in_list(said), _ranks(active))
+    return _codec.in_pair(said, _ranks(active))
 
 
 @lru_cache(maxsize=8)

@@ -153,7 +153,8 @@ class Server(Announcer):
     def tell(self) -> None:
         """Write what has been announced."""
         if self._is_due:
-            self._subgroups.mark(self.members.active)
+            if self._subgroups.groups:
+                self._subgroups.mark(self.members.active)
             self.channel.append(_records.record(self._said, self.members.active), leads=self.members.leads)
             self._said, self._is_due = [], False
 

@@ -227,6 +227,7 @@ class Tail:
                     " in backward: what other ranks' losses owe to this batch would be multiplied by zero. Leave such"
                     " batches out, or use weighting='active'."
                 )
-        joined = [rank for rank in group if members.has_joined(rank)]
-        if is_ddps and members.announces and joined and not any(model.in_backward for model in self.server.models()):
+        if not (is_ddps and members.announces) or any(model.in_backward for model in self.server.models()):
+            return
+        if joined := [rank for rank in group if members.has_joined(rank)]:
             raise missing_model(joined)

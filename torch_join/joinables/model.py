@@ -233,7 +233,8 @@ class ModelPart(Part, LoopModel):
                 if task != self._task:
                     self._begin_backward()
                     self._task = task
-        self._pieces.came(place)
+        if self._pieces.under_way:
+            self._pieces.came(place)
         return (
             None if self._factor == 1.0 else tuple(None if g is None else weighted(g, self._factor) for g in gradients)
         )

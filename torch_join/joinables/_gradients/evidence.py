@@ -22,6 +22,7 @@ from torch import Tensor
 from torch_join._base import compat as _compat
 from torch_join._base.devices import read
 from torch_join._base.errors import JoinError
+from torch_join._base.membership import Membership
 from torch_join._handover.mirror import Known, is_known, known, versions
 from torch_join._shadow.zero_gradient import empty_sparse
 from torch_join.joinables._gradients.clears import Clears
@@ -50,6 +51,7 @@ class Gradients:
         sparse: frozenset[int] = frozenset(),
     ) -> None:
         self.parameters = parameters
+        self._are_whole = all(isinstance(p, Tensor) for p in parameters)
         self._sparse = sparse
         self._views = views
         self._known: list[Known] = [None] * len(parameters)
@@ -98,6 +100,8 @@ class Gradients:
     def states(self) -> list[State]:
         """Return what has become of each since then."""
         gradients = [p.grad for p in self.parameters]
+        if self._are_whole and None not in self._known and not [g for g in gradients if g is not None]:
+            return [State(CLEARED, NONE)] * len(gradients)  # as a rule: by `zero_grad()`
         now, before = _read_measures(_measure(gradients)), _read_measures(self._measures)
         found = [self._state(*each) for each in zip(gradients, self._known, now, before, strict=True)]
         if any(state.content != FULL for state in found) or any(len(_parameters(p)) > 1 for p in self.parameters):
@@ -146,18 +150,18 @@ class Gradients:
         pairs = zip(self.parameters, found, strict=True)
         return [state._replace(verdict=decide(holder, state.verdict, state.content)) for holder, state in pairs]
 
-    def raise_if_changed(self, states: Sequence[State], joined: Sequence[int]) -> None:
+    def raise_if_changed(self, states: Sequence[State], members: Membership) -> None:
         """Raise if one was changed by hand before the next backward accumulates into it.
 
         Raises:
-            JoinError: So it was, and `joined`, ranks that have joined, cannot know of it.
+            JoinError: So it was, and ranks that have joined cannot know of it.
         """
-        where = next((index for index, state in enumerate(states) if state.verdict == CHANGED), None)
-        if where is not None:
+        if CHANGED in (verdicts := [state.verdict for state in states]):
+            where = verdicts.index(CHANGED)
             raise JoinError(
                 "A gradient was changed by hand since the last backward (clipping, scaling, noise) and not cleared"
                 f" before the next one accumulates into it (parameter {where}, of shape"
-                f" {tuple(self.parameters[where].shape)}), while ranks {list(joined)} have joined: they"
+                f" {tuple(self.parameters[where].shape)}), while ranks {members.joined_names} have joined: they"
                 " cannot know of the change. Call zero_grad() after each optimizer step, or change gradients only"
                 " right before it. (Activation checkpointing with use_reentrant=True looks the same: use False.)"
             )

@@ -40,9 +40,9 @@ class OtherVerdicts:
             JoinError: They were changed in a way that joined ranks do not know of.
         """
         states = gradients.states()
-        gradients.raise_if_changed(states, self._driver.members.joined_names)
+        gradients.raise_if_changed(states, self._driver.members)
         # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
-        self.leave(common_verdict(state.verdict for state in states), averages)
+        self.leave(common_verdict([state.verdict for state in states]), averages)
         return runs_of(states)
 
     def follow(self, gradients: Gradients, runs: Runs, averages: bool, accumulates: bool) -> None:

@@ -33,6 +33,9 @@ class Pieces:
     Args:
         part: The model's part.
         shadow: What runs in place of the model's step on a joined rank.
+
+    Attributes:
+        under_way: Whether a backward has begun whose pieces are announced.
     """
 
     kinds: ClassVar[dict[str, Any]] = {FIRED: list[int]}  # which parameters, by place
@@ -40,7 +43,8 @@ class Pieces:
     def __init__(self, part: Part, shadow: ModelShadow) -> None:
         self._part = weakref.proxy(part)  # a circle would keep the model, and its process group, after the loop
         self._shadow = shadow
-        self._came: list[int] | None = None  # the parameters whose gradients have come, since the last record
+        self._came: list[int] = []  # the parameters whose gradients have come, since the last record
+        self.under_way = False
         self._delays = False  # DDP averages at the end of the backward that comes
         self._is_whole = False  # the backward that is under way was announced as one
         self._due: set[int] = set()  # on a joined rank: the parameters that have yet to come
@@ -52,7 +56,7 @@ class Pieces:
 
     def before_forward(self) -> None:
         """Begin anew: the last backward may have raised."""
-        if self._came is not None or self._is_whole or self._is_open:
+        if self.under_way or self._is_whole or self._is_open:
             self.reset()
         self._delays = _compat.delays_all_reduce(self._shadow.ddp) if self._shadow.first.decides else False
 
@@ -73,7 +77,7 @@ class Pieces:
                 " while some ranks have joined: DDP averages that model's gradients at the end of backward, in an order"
                 " that these cannot follow. Give each rank a batch in the first iteration, or use static_graph=False."
             )
-        self._came = self._shadow.unreached()
+        self.under_way, self._came = True, self._shadow.unreached()
         _compat.after_backward(lambda: self._end(ended))
 
     def check_nested(self) -> None:
@@ -97,35 +101,29 @@ class Pieces:
 
     def came(self, place: int) -> None:
         """Note that the gradient of a parameter comes."""
-        if self._came is not None:
+        if self.under_way:
             self._came.append(place)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a backward has begun whose pieces are announced."""
-        return self._came is not None
 
     def before_collective(self, ddps: bool) -> None:
         """See `Part.before_collective`."""
-        if ddps and self._came is not None:
+        if ddps and self.under_way:
             self._tell()
         elif not ddps and self._is_whole:
             raise late("A collective")
 
     def _tell(self) -> None:
-        assert self._came is not None
         came, self._came = self._came, []
         self._part.announce(FIRED, came, hold=True)
 
     def _end(self, ended: Callable[[], None]) -> None:
-        if self._came is not None:
+        if self.under_way:
             self._tell()
             ended()
         self.reset()
 
     def reset(self) -> None:
         """Forget a backward that is under way."""
-        self._came, self._is_whole = None, False
+        self.under_way = self._is_whole = False
         if self._is_open:
             self._is_open, self._output = False, None
             self._due.clear()

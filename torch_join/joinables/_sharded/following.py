@@ -86,9 +86,10 @@ class Following:
         """See `Observer`."""
         if self._part.members.serves:
             return nullcontext()
-        if self._part.server.meet():
-            self.check_teams()
-            self._part.announce(kind, (unit, payload))
+        if self._part.members.announces or self._part.server.meet():
+            if self._seen != self._part.members.active:
+                self.check_teams()
+            self._part.server.announce(self._part.index, kind, (unit, payload))
         return self._reducing() if kind == "reduce" else self._part.server.own_collectives()
 
     @contextmanager
@@ -111,8 +112,6 @@ class Following:
         Raises:
             JoinError: So it is.
         """
-        if self._seen == self._part.members.active:
-            return
         self._seen = self._part.members.active
         for team in self._teams:
             if 0 < len(joined := set(team) - {*self._seen}) < len(team):

@@ -135,7 +135,7 @@ class ShardedModelPart(Part, LoopModel):
         self.contents.check(self.members.joined_names)
         self._raise_if_bypassed(self.following.units)
         states = self.gradients.states()
-        self.gradients.raise_if_changed(states, self.members.joined_names)
+        self.gradients.raise_if_changed(states, self.members)
         return runs_of(states)
 
     def _raise_if_bypassed(self, units: Sequence[Unit]) -> None:
@@ -165,7 +165,9 @@ class ShardedModelPart(Part, LoopModel):
 
     @property
     def _factor(self) -> float:
-        return 1.0 if self.members.serves else self.members.loss_factor
+        if self.members.serves or self.members.weighting == "world":  # asked for each gradient
+            return 1.0
+        return self.members.loss_factor
 
     # ------------------------------------------------------------ on a joined rank
 

@@ -86,7 +86,7 @@ class ShardedStepPart(Part):
 
     def _say_options(self) -> None:
         """Tell joined ranks the hyperparameters, for a step inside of the next reduction."""
-        if any(_compat.steps_in_backward(p) for group in self.optimizer.param_groups for p in group["params"]):
+        if any(_compat.steps_in_backward(group["params"]) for group in self.optimizer.param_groups):
             self.announce("options", group_options(self.optimizer))
 
     def before_all_ranks(self) -> None:
