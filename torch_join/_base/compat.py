@@ -189,6 +189,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
+def values_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return what this rank has of each: of a `DTensor` its shard, of a sparse tensor its values, detached."""
+    found: list[Tensor | None] = []
+    for tensor in tensors:
+        part = getattr(tensor, "_local_tensor", tensor)
+        found.append(None if part is None else (part.coalesce().values() if part.is_sparse else part).detach())
+    return found
+
+
 def expect_gradients(ddp: DistributedDataParallel, output: Tensor) -> None:
     """Have DDP expect, in the backward that comes, a gradient of what `output` depends on, and of nothing else."""
     ddp.reducer.prepare_for_backward([output])

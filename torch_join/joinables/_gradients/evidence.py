@@ -210,7 +210,7 @@ class Gradients:
         if accumulates or all(state.norm is None for state in states):
             return []
         kept = [None if s.norm is None else p.grad for p, s in zip(self.parameters, states, strict=True)]
-        mine = _read(_compat.norms([_dense(g) for g in kept]))
+        mine = _read(_compat.norms(_compat.values_of(kept)))
         return [
             index
             for index, (norm, state) in enumerate(zip(mine, states, strict=True))
@@ -263,7 +263,7 @@ class Gradients:
 
 
 def _measure(gradients: Sequence[Tensor | None]) -> list[Measure]:
-    dense = [_dense(gradient) for gradient in gradients]
+    dense = _compat.values_of(gradients)
     found = zip(dense, _compat.norms(dense), strict=True)
     return [None if one is None or norm is None else (norm, _compat.total(one)) for one, norm in found]
 
@@ -281,13 +281,6 @@ def _parameters(holder: Any) -> Sequence[Tensor]:
     return [holder] if isinstance(holder, Tensor) else holder.parameters
 
 
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return None
-    gradient = _compat.local_part(gradient)
-    return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
-
-
 def _read(norms: Sequence[Tensor | None]) -> list[float | None]:
     values = iter(read([norm for norm in norms if norm is not None]))
     return [None if norm is None else next(values)[0] for norm in norms]
@@ -300,5 +293,5 @@ def _same(one: float, other: float | None, tolerance: float = 0.0) -> bool:
 
 
 def holds_something(gradient: Tensor | None) -> bool:
-    dense = _dense(gradient)
-    return dense is not None and bool(dense.any())
+    (values,) = _compat.values_of([gradient])
+    return values is not None and bool(values.any())
