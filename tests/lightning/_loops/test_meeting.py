@@ -229,7 +229,13 @@ class LookingMeanwhile(Module):
         if batch_idx == 3 and self.trainer.global_rank == 1:
             time.sleep(0.6)
         elif batch_idx == 3:
-            threading.Timer(0.3, partial(os.kill, os.getpid(), signal.SIGUSR2) if self.by_signal else self.look).start()
+            looks = partial(os.kill, os.getpid(), signal.SIGUSR2) if self.by_signal else self.look
+            self.timer = threading.Timer(0.3, looks)
+            self.timer.start()
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.global_rank == 0:
+            self.timer.join()  # on a busy machine it is late
 
 
 @pytest.mark.parametrize("by_signal", [False, True], ids=["thread", "signal"])
