@@ -104,6 +104,7 @@ class Pattern:
     masked: bool = False
     skipped: bool = False
     clears_after: bool = False  # at a window's end, not at its begin
+    clears_amid: bool = False  # after a window's first micro-batch, not before
 
 
 PATTERNS = {
@@ -146,7 +147,7 @@ def train(rank: int, idiom: str, pattern: Pattern, loop: str, epochs: Any) -> li
         loader: Iterable[Tensor] = [batch(epoch, rank, step) for step in range(lengths[rank])]
         with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
             for step, x in enumerate(loader if loop == "plain" else join.batches(loader)):
-                begins, ends = step % pattern.window == 0, step % pattern.window == pattern.window - 1
+                begins, ends = step % pattern.window == pattern.clears_amid, step % pattern.window == pattern.window - 1
                 if begins and not pattern.clears_after:
                     clear()
                 with nullcontext() if ends else ddp.no_sync():
@@ -164,7 +165,7 @@ def reference(idiom: str, pattern: Pattern, epochs: Any) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch, lengths in enumerate(epochs):
         for step in range(max(lengths)):
-            begins, ends = step % pattern.window == 0, step % pattern.window == pattern.window - 1
+            begins, ends = step % pattern.window == pattern.clears_amid, step % pattern.window == pattern.window - 1
             if begins and not pattern.clears_after:
                 IDIOMS[idiom](list(model.parameters()), optimizer)
             for rank, length in enumerate(lengths):
@@ -205,10 +206,11 @@ def train_late(rank: int, pattern: Pattern, epochs: Any) -> list[Tensor]:
         return train(rank, "none", pattern, "sized", epochs)
 
 
+@pytest.mark.parametrize("clears_amid", [False, True])
 @pytest.mark.parametrize("skips", ["masked", "skipped"])
-def test_a_rank_that_can_tell_may_be_late(workers: Workers, skips: str) -> None:
+def test_a_rank_that_can_tell_may_be_late(workers: Workers, skips: str, clears_amid: bool) -> None:
     # Rank 1 leads from step 1 on and cannot tell there whether it has cleared; rank 2 can.
-    pattern, epochs = Pattern(3, **{skips: True}), ((1, 3, 3), (3, 3, 3))
+    pattern, epochs = Pattern(3, clears_amid=clears_amid, **{skips: True}), ((1, 3, 3), (3, 3, 3))
     with mock.patch(f"{__name__}.loss_of", first_only):
         expected = reference("none", pattern, epochs)
     for parameters in workers.run(3, train_late, pattern, epochs):

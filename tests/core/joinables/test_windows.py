@@ -18,6 +18,7 @@ CLEARS: dict[str, Callable[[int, int], bool]] = {
     "an average kept, and cleared amid the next window": lambda step, window: step % (2 * window) in (0, window + 1),
     "cleared before a late meeting": lambda step, window: step % window in (0, 1),
     "an average kept that nobody uses": lambda step, window: step % (2 * window) == 0,
+    "cleared, and used by nobody but ranks that join": lambda step, window: step % window in (0, 1),
 }
 LENGTHS = [((3, 5, 8), 4), ((0, 7, 8), 4), ((8, 5, 3), 2), ((3, 8, 5), 3)]
 
@@ -39,12 +40,14 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(1 + (rank + step) % 3, 4, generator=generator, dtype=torch.float64)
 
 
-def loss_of(model: Callable[..., Tensor], x: Tensor, kind: str, step: int, window: int) -> Tensor:
-    return (model(x, step % (2 * window) < window or "nobody uses" not in kind) - 1).pow(2).mean()
+def loss_of(model: Callable[..., Tensor], x: Tensor, kind: str, step: int, window: int, joins: bool) -> Tensor:
+    """Return a loss; `joins`: the batch is the rank's last one, and others go on."""
+    with_extra = joins if "ranks that join" in kind else step % (2 * window) < window or "nobody" not in kind
+    return (model(x, with_extra) - 1).pow(2).mean()
 
 
 def train(rank: int, kind: str, lengths: tuple[int, ...], window: int, loop: str) -> list[Tensor]:
-    ddp = DistributedDataParallel(Net(), find_unused_parameters="nobody uses" in kind)
+    ddp = DistributedDataParallel(Net(), find_unused_parameters="nobody" in kind)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.05)
     options: dict[str, Any] = {"weighting": "samples"} if loop == "samples" else {"heartbeat": loop == "heartbeat"}
     loader = [batch(rank, step) for step in range(lengths[rank])]
@@ -54,7 +57,7 @@ def train(rank: int, kind: str, lengths: tuple[int, ...], window: int, loop: str
             if CLEARS.get(kind, CLEARS["cleared before a late meeting"])(step, window):
                 optimizer.zero_grad()
             with nullcontext() if syncs else ddp.no_sync():
-                loss_of(ddp, x, kind, step, window).backward()
+                loss_of(ddp, x, kind, step, window, step + 1 == lengths[rank] < max(lengths)).backward()
             if syncs:
                 optimizer.step()
             elif kind == "clipped":
@@ -74,10 +77,11 @@ def test_it_is_what_one_process_computes(
     for step in range(max(lengths)):
         if CLEARS[kind](step, window):
             optimizer.zero_grad()
-        here = [batch(rank, step) for rank, length in enumerate(lengths) if step < length]
-        for x in here:
-            share = len(x) / sum(map(len, here)) if loop == "samples" else 1 / len(lengths)
-            (loss_of(model, x, kind, step, window) * share).backward()
+        here = {rank: batch(rank, step) for rank, length in enumerate(lengths) if step < length}
+        for rank, x in here.items():
+            share = len(x) / sum(map(len, here.values())) if loop == "samples" else 1 / len(lengths)
+            joins = step + 1 == lengths[rank] < max(lengths)
+            (loss_of(model, x, kind, step, window, joins) * share).backward()
         if (step + 1) % window == 0:
             optimizer.step()
     for parameters in workers.run(len(lengths), train, kind, lengths, window, loop):

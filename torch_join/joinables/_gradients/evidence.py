@@ -102,8 +102,9 @@ class Gradients:
         gradients = [p.grad for p in self.parameters]
         if self._are_whole and None not in self._known and not [g for g in gradients if g is not None]:
             return [State(CLEARED, NONE)] * len(gradients)  # as a rule: by `zero_grad()`
-        now, before = _read_measures(_measure(gradients)), _read_measures(self._measures)
-        found = [self._state(*each) for each in zip(gradients, self._known, now, before, strict=True)]
+        values = _read_measures([*_measure(gradients), *self._measures])  # of now, and then those of that moment
+        before = values[len(gradients) :]
+        found = [self._state(*each) for each in zip(gradients, self._known, values, before, strict=False)]
         if any(state.content != FULL for state in found) or any(len(_parameters(p)) > 1 for p in self.parameters):
             found = self._decide(found)
         return found
