@@ -85,11 +85,13 @@ class Planned(Schedule):
 
     @property
     def share(self) -> Share | None:
-        return self._plan.share
+        plan = self._rebalancing.current  # none after the `with`
+        return None if plan is None else plan.share
 
     @property
     def presumes_all(self) -> bool:  # type: ignore[override]
-        return not (self._plan.meets or self._server.members.uneven)
+        plan = self._rebalancing.current
+        return plan is not None and not (plan.meets or self._server.members.uneven)
 
     def begin(self, step: int) -> bool:
         plan, members = self._plan, self._server.members

@@ -76,6 +76,7 @@ class Step:
         """Begin anew, as before the first step."""
         self._due: tuple[float, bool] | None = None  # what to say at a meeting that was put off
         self._hears = self.has_arrived = self.is_last = False
+        self.check = None  # else a circle would keep the group
         self.ending: Sequence[int] = ()
 
     def know(self, number: int, lengths: Sequence[int]) -> None:

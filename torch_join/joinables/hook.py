@@ -25,6 +25,15 @@ def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return call(*args, **kwargs)
 
 
+def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls `call` where dynamo compiles nothing of it, not even a frame of ours around it.
+
+    It takes longer to call than a `Hook`, and is for what is registered for all modules, or all optimizers, in a tail:
+    dynamo would compile a `Hook` anew for each type of module.
+    """
+    return torch.compiler.disable(call)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class Hook:
     """A callable that stays with its object: a copy or a pickle of that has another one in its place.
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base.errors import UnsupportedError, name_ranks
-from torch_join.joinables.hook import Hook
+from torch_join.joinables.hook import untraced
 from torch_join.joinables.part import Driver, Part
 
 
@@ -41,7 +41,7 @@ class MissingModelPart(Part):
                 seen.add(id(module))
                 self._watch(module)
 
-        self._undo.append(register_module_forward_pre_hook(Hook(before_forward)).remove)
+        self._undo.append(register_module_forward_pre_hook(untraced(before_forward)).remove)
 
     def leave_tail(self) -> None:
         self.exit()

@@ -13,7 +13,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torch_join.joinables.hook import Hook
+from torch_join.joinables.hook import untraced
 from torch_join.joinables.kinds import is_engine
 from torch_join.joinables.part import Driver, LoopModel, Part
 
@@ -53,7 +53,7 @@ class MissingOptimizerPart(Part):
             has_scheduler = any("initial_lr" in group for group in groups)
             if has_scheduler and key not in wrapped and not any(id(group) in self._scheduled for group in groups):
                 self._rates[key] = optimizer, _rates(optimizer)
-        self._undo.append(register_optimizer_step_post_hook(Hook(self._after_step)).remove)
+        self._undo.append(register_optimizer_step_post_hook(untraced(self._after_step)).remove)
         self._undo.append(self._rates.clear)
 
     def leave_tail(self) -> None:

@@ -43,16 +43,17 @@ def test_a_program_may_go_on_after_an_error_on_its_way_back_to_a_loop(workers: W
     assert found[0][1] == found[1][1]
 
 
-def referrers(rank: int) -> list[str]:
+def referrers(rank: int, rebalance: bool) -> list[str]:
     group = dist.new_group([0, 1])
     ddp = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
     gc.collect()
     gc.disable()
     try:
-        join = Join([ddp])
+        join = Join([ddp], rebalance=rebalance)
         with join:
             for _ in join.batches(range(1 + rank)):
                 ddp(torch.ones(1, 2)).sum().backward()
+        assert (join.batch_owner, join.joined) == (None, False)  # what can be asked at any time
         del join
         owners = [owner for part in gc.get_referrers(group) for owner in gc.get_referrers(part)]
         return [type(owner).__name__ for owner in owners if type(owner).__module__.startswith("torch_join")]
@@ -60,9 +61,10 @@ def referrers(rank: int) -> list[str]:
         gc.enable()
 
 
-def test_nothing_of_ours_holds_the_group_after_a_join(workers: Workers) -> None:
+@pytest.mark.parametrize("rebalance", [False, True])
+def test_nothing_of_ours_holds_the_group_after_a_join(workers: Workers, rebalance: bool) -> None:
     # A group must hang up as soon as it is destroyed, and not when somebody collects.
-    assert workers.run(2, referrers, deadline=60.0) == [[], []]
+    assert workers.run(2, referrers, rebalance, deadline=60.0) == [[], []]
 
 
 def test_a_record_that_has_no_place_is_refused() -> None:

@@ -38,3 +38,27 @@ def test_a_compiled_program_trains_as_the_program_does(workers: Workers, loop: s
     for compiled in ("wrapper", "inner", "step"):
         for found in workers.run(2, train, compiled, loop, deadline=180.0):
             assert all((a - b).abs().max() < 1e-10 for a, b in zip(found, expected, strict=True))
+
+
+def train_compiled_once(rank: int) -> float:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.ReLU(), nn.GELU(), nn.Linear(3, 1)).double()
+    ddp = DistributedDataParallel(net)
+    optimizer = SGD(ddp.parameters(), 0.1)
+
+    @torch.compile(backend="eager")
+    def loss(x: Tensor) -> Tensor:
+        return ddp(x).square().mean()  # type: ignore[no-any-return]
+
+    for lengths, stance in (((3, 3), "default"), ((2, 4), "fail_on_recompile")):
+        with torch.compiler.set_stance(stance), Join([ddp, optimizer]) as join:
+            for x in join.batches([batch(rank, step) for step in range(lengths[rank])]):
+                optimizer.zero_grad()
+                loss(x).backward()
+                optimizer.step()
+    return sum(p.detach().sum().item() for p in net.parameters())
+
+
+def test_a_tail_has_nothing_compiled_anew(workers: Workers) -> None:
+    one, other = workers.run(2, train_compiled_once, deadline=120.0)
+    assert one == other

@@ -24,9 +24,11 @@ class OtherVerdicts:
     Args:
         driver: What the part belongs to.
         index: The part's.
+        shards: Whether each rank's gradients are of another shard: one that is zero may be nothing elsewhere.
     """
 
-    def __init__(self, driver: Driver, index: int) -> None:
+    def __init__(self, driver: Driver, index: int, shards: bool = False) -> None:
+        self._clears = (CLEARED, UNKNOWN) if shards else (CLEARED,)
         self._driver = driver
         self._index = index
         self._words: list[_Word] = []  # of the backwards since the last one that averaged
@@ -58,7 +60,7 @@ class OtherVerdicts:
         verdict = self.settle() if averages else None
         if verdict == UNKNOWN and any(holds_something(p.grad) for p in gradients.parameters):
             gradients.raise_unknown()
-        for parameter in gradients.parameters if verdict == CLEARED else ():
+        for parameter in gradients.parameters if verdict in self._clears else ():
             parameter.grad = None
         gradients.raise_if_differing(states, accumulates)
         gradients.follow(states, accumulates, self.ask if averages else self.doubt)

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinError
-from torch_join.joinables.hook import Hook
+from torch_join.joinables.hook import untraced
 
 
 class SecondBackward:
@@ -90,7 +90,7 @@ class SecondBackward:
     def _wait(self, touched: Sequence[Tensor]) -> None:
         self._touched += [(weakref.ref(p), weakref.ref(p.grad)) for p in touched if p.grad is not None]
         if self._waits is None:
-            self._waits = register_optimizer_step_pre_hook(Hook(self._check))
+            self._waits = register_optimizer_step_pre_hook(untraced(self._check))
 
     def _check(self, optimizer: Any, *_: Any) -> None:
         steps = {id(p) for group in optimizer.param_groups for p in group["params"]}

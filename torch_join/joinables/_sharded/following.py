@@ -86,7 +86,7 @@ class Following:
         """See `Observer`."""
         if self._part.members.serves:
             return nullcontext()
-        if self._part.members.announces or self._part.server.meet():
+        if self._part.server.meet():
             if self._seen != self._part.members.active:
                 self.check_teams()
             self._part.server.announce(self._part.index, kind, (unit, payload))

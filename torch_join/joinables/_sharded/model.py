@@ -44,7 +44,7 @@ class ShardedModelPart(Part, LoopModel):
         self.following = Following(self, model, self._before_backward)
         self.teams = self.following.teams
         self._forwarded_in = 0  # the loop of the last forward
-        self._others = OtherVerdicts(driver, index)
+        self._others = OtherVerdicts(driver, index, shards=True)
         self.contents = Contents(lambda: self.following.parameters)
         self._scales: list[Callable[[], None]] = []
         self.before_reductions: list[Callable[[], None]] = []  # what joined ranks must know before
