@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from tests.support.cases import difference
 from tests.support.inside import channel_of, keys_of, unwritten
@@ -276,3 +280,42 @@ def test_a_backward_after_the_loop_is_weighted_as_in_its_step(
     expected = (2 * 1.0 + 6 * 2.0) / 8
     for found in workers.run(2, backward_after_the_loop, options, breaks):
         assert found == pytest.approx([expected] * 2, abs=1e-12)
+
+
+def make_small() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2).double()
+
+
+def step_behind_a_break(rank: int, sharded: bool) -> list[Tensor]:
+    model: Any = make_small()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer: Any = SGD(model.parameters(), 0.1, momentum=0.9)
+    else:
+        model = DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, momentum=0.9)
+    with Join([model, optimizer], heartbeat=True) as join:
+        for step in join.batches(range((1, 4)[rank])):
+            if step < 2:
+                optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + step, dtype=torch.float64)).square().mean().backward()
+            if step == 2:
+                break
+            optimizer.step()
+        optimizer.step()  # of a shard, without any collective before it: the loop is finished first
+    return [(p.full_tensor() if sharded else p).detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_behind_a_break_is_one_of_all_ranks(workers: Workers, sharded: bool) -> None:
+    model = make_small()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    for step, ranks in enumerate((2, 1, 1)):
+        if step < 2:
+            optimizer.zero_grad()
+        loss = model(torch.full((2, 3), 1.0 + step, dtype=torch.float64)).square().mean()
+        (loss * ranks / 2).backward()
+        optimizer.step()
+    for found in workers.run(2, step_behind_a_break, sharded):
+        assert all((a - b).abs().max() < 1e-10 for a, b in zip(found, model.parameters(), strict=True))
