@@ -14,7 +14,7 @@ from torch_join._collectives.tap import Call, CollectiveTap
 from torch_join._control.channel import Channel
 from torch_join._tail.records import DONE
 from torch_join._tail.server import Server
-from torch_join.joinables._gradients.clears import Clears
+from torch_join.joinables.clears import Clears
 from torch_join.joinables.part import Driver, Part
 
 P = TypeVar("P", bound=Part)

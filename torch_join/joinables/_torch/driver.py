@@ -26,7 +26,7 @@ from torch_join._base.weighting import Weighting
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.handover import hand_over
-from torch_join.joinables._gradients.clears import Clears
+from torch_join.joinables.clears import Clears
 from torch_join.joinables.part import Driver, Part
 
 _NO_MORE, _LEAVING, _MORE = -1, 0, 1
