@@ -136,15 +136,12 @@ def class_replaced(accelerator: accelerate.Accelerator, context: JoinContext, op
         return -1 if state.active_dataloader is None else remainder(state.active_dataloader)
 
     own = type(accelerator)
-    accelerator.__class__ = type(own.__name__, (_InContext, own), {"_operations": operations})
-    try:
-        with (
-            setting(GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)),
-            setting(LocalSGD, step=_refuse_local_sgd),
-        ):
-            yield
-    finally:
-        accelerator.__class__ = own
+    with (
+        setting(accelerator, __class__=type(own.__name__, (_InContext, own), {"_operations": operations})),
+        setting(GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)),
+        setting(LocalSGD, step=_refuse_local_sgd),
+    ):
+        yield
 
 
 def _refuse_local_sgd(*_: Any) -> None:

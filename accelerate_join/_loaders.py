@@ -200,17 +200,14 @@ def loops_replaced(context: JoinContext) -> Iterator[None]:
 @contextmanager
 def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) -> Iterator[None]:
     """Override `even_batches` of all prepared loaders that have it, as Accelerate does, and set it back."""
-    own = accelerator.even_batches  # for loaders that are prepared within
-    before: list[tuple[Any, bool]] = []
-    try:
+    with ExitStack() as stack:
         if value is not None:
-            accelerator.even_batches = value
+            stack.enter_context(setting(accelerator, even_batches=value))  # for loaders that are prepared within
             loaders = _compat.loaders(accelerator)
             for loader in loaders:
                 shard = _batch_sampler(loader)
                 if isinstance(shard, BatchSamplerShard):
-                    before.append((shard, shard.even_batches))
-                    shard.even_batches = value
+                    stack.enter_context(setting(shard, even_batches=value))
             if any(isinstance(loader.dataset, IterableDataset) or _dispatches(loader) for loader in loaders):
                 warnings.warn(
                     "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were"
@@ -221,10 +218,6 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
                     stacklevel=5,
                 )
         yield
-    finally:
-        for shard, even_batches in before:
-            shard.even_batches = even_batches
-        accelerator.even_batches = own
 
 
 def _dispatches(loader: PreparedLoader) -> bool:

@@ -35,6 +35,7 @@ from torch_join.integration import (
     is_engine,
     is_sharded_model,
     open_channel,
+    setting,
     sharded_lockstep_join,
     telling_failures,
     use_device,
@@ -148,9 +149,7 @@ class Run:
             (trainer.accelerator, "pad_across_processes", self._pad),
             (trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin),
         ):
-            before = vars(owner).get(name)
-            setattr(owner, name, partial(ours, getattr(owner, name)))
-            stack.callback(set_back, owner, name, before)
+            stack.enter_context(setting(owner, **{name: partial(ours, getattr(owner, name))}))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -474,11 +473,3 @@ def _skip(loader: Any, number: int) -> Any:
 
 def _unwrapped(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)  # `torch.compile`'s
-
-
-def set_back(owner: Any, name: str, before: Any) -> None:
-    """Set back an attribute of an object, which had none of its own if it was `None`."""
-    if before is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)

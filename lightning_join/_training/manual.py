@@ -23,6 +23,7 @@ from torch_join.integration import (
     StepDriver,
     StepMirror,
     group_options,
+    setting,
     take_group_options,
 )
 
@@ -89,11 +90,8 @@ class ManualPart(Part):
     def shadow_step(self) -> Tensor:
         """Do on a joined rank what the active ones do in `training_step`, and return a scalar zero."""
         self._let_buffers_sync()
-        self._ddp.require_backward_grad_sync = False  # its forward is followed by no backward
-        try:
+        with setting(self._ddp, require_backward_grad_sync=False):  # its forward is followed by no backward
             return self._lockstep.shadow_forward()
-        finally:
-            self._ddp.require_backward_grad_sync = True
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Do what `Strategy.backward` does, with a weighted loss."""
@@ -178,11 +176,8 @@ class ManualPart(Part):
         if kind == "changes":
             self._mirror.take(payload, self.members.leader)
         elif kind == "backward":
-            self._ddp.require_backward_grad_sync = payload
-            try:
+            with setting(self._ddp, require_backward_grad_sync=payload):
                 strategy.backward(self._shadow.zero(), None)
-            finally:
-                self._ddp.require_backward_grad_sync = False
         elif kind == "step":
             index, options, arguments = payload
             take_group_options(strategy.optimizers[index], options)

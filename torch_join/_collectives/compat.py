@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.distributed import _functional_collectives, c10d_logger, distributed_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
-from torch_join._base.attributes import setting
+from torch_join._base.attributes import replace
 from torch_join._base.compat_c10d import overload
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.names import TORCH, check_names
@@ -433,9 +433,7 @@ def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
 
         return first
 
-    refused = ExitStack()
-    refused.enter_context(setting(kind, capture_begin=refusing(kind.capture_begin), replay=refusing(kind.replay)))
-    return refused.close
+    return replace(kind, capture_begin=refusing(kind.capture_begin), replay=refusing(kind.replay))
 
 
 def is_coalescing(group: dist.ProcessGroup, caller: FrameType | None) -> bool:

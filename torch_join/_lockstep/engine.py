@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._base.attributes import setting
 from torch_join._handover.buffers import StepBuffers
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.driver import StepDriver
@@ -97,8 +98,5 @@ class EngineLockstepJoin(Lockstep):
         # The epilogue, inside of the engine's backward, is what all ranks run.
         with ExitStack() as stack:
             stack.enter_context(super().in_engine())
-            self._part.before_epilogue = stack.close
-            try:
+            with setting(self._part, before_epilogue=stack.close):
                 yield
-            finally:
-                self._part.before_epilogue = None

@@ -9,10 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import weighted
 from torch_join._shadow._sharded import compat as _compat
 from torch_join._shadow._sharded.compat import Fsdp1State, HandleTrainingState
-from torch_join._shadow._sharded.unit import SHARD, WHOLE, Gather, Observer, Reduction, Weigh, out_of_step, scaled
+from torch_join._shadow._sharded.unit import (
+    SHARD,
+    WHOLE,
+    Gather,
+    Observer,
+    Reduction,
+    Weigh,
+    out_of_step,
+    scaled,
+    undo_all,
+)
 
 
 class FlatParamUnit:
@@ -136,21 +147,15 @@ class FlatParamUnit:
             with observer.around(index, "reduce", Reduction(trained, True, True, handle.flat_param.grad.dtype)):
                 return run()
 
-        handle._all_gather_flat_param, handle.reshard = gathering, resharding
-        handle.prepare_gradient_for_backward = beginning
-        restore = _compat.announce_reductions(handle, reducing)
-
-        def undo() -> None:
-            del handle._all_gather_flat_param, handle.reshard, handle.prepare_gradient_for_backward
-            restore()
-
-        return undo
+        methods = {"_all_gather_flat_param": gathering, "prepare_gradient_for_backward": beginning}
+        own = replace(handle, reshard=resharding, **methods)
+        return undo_all([own, _compat.announce_reductions(handle, reducing)])
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
         """See `Unit`."""
         flat = self._handle.flat_param
         # Of a frozen one, which may be trained later, torch takes no hook.
-        with _compat.requiring_grad(flat):
+        with setting(flat, requires_grad=True):
             handle = flat.register_hook(partial(scaled, factor, weigh))
         return lambda: handle.remove()
 

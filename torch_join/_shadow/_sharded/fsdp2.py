@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import weighted
 from torch_join._shadow._sharded import compat as _compat
 from torch_join._shadow._sharded.gather import AnnouncedGather
@@ -229,7 +230,6 @@ class ParamGroupUnit:
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
         """See `Unit`."""
         group, known = self._group, set()
-        ends: list[Callable[[], None]] = []
         wait = group.wait_for_unshard
 
         def hook() -> None:
@@ -244,13 +244,9 @@ class ParamGroupUnit:
             wait()
             hook()
 
-        def undo() -> None:
-            del group.wait_for_unshard
-            undo_all(ends)()
-
+        ends = [replace(group, wait_for_unshard=waiting)]
         hook()
-        group.wait_for_unshard = waiting
-        return undo
+        return undo_all(ends)
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -307,12 +303,8 @@ class ParamGroupUnit:
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
         flags = {"reduce_grads": True, "all_reduce_grads": reduction.all_reduces}
         flags["reshard_after_backward"] = reduction.reshards
-        before = {name: getattr(group, name) for name in flags}
-        vars(group).update(flags)
-        try:
+        with setting(group, **flags):
             type(group).post_backward(group)
-        finally:
-            vars(group).update(before)
         group._training_state = _compat.TrainingState.IDLE
         group.finalize_backward()
         for state in _compat.take_reductions(group.comm_ctx):

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import nn
 
+from torch_join._base.attributes import replace
 from torch_join._base.weighting import finite
 from torch_join._control.codec import foreign
 from torch_join.joinables._deepspeed import compat as _compat
@@ -189,10 +190,9 @@ class EngineEvents:
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Put what `make` makes of an object's method in its place; the engine looks it up at each call."""
-        was_own = name in vars(owner)
         old = getattr(owner, name)
-        setattr(owner, name, wraps(old)(make(old)))  # LR schedulers leave a mark on `step`
-        self._part._undo.append(partial(setattr, owner, name, old) if was_own else partial(delattr, owner, name))
+        # Wrapped, as LR schedulers leave a mark on `step`.
+        self._part._undo.append(replace(owner, **{name: wraps(old)(make(old))}))
 
     def _number(self, parameter: Any) -> int:
         return self._numbers[id(parameter)]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from torch_join._base.attributes import replace
 from torch_join.joinables._gradients.verdicts import Runs
 from torch_join.joinables._sharded.model import ShardedModelPart
 from torch_join.joinables.hook import Hook
@@ -40,9 +41,8 @@ class ShardedScalerPart(Part):
         self._own = {kind: getattr(scaler, name) for kind, name in _CALLS.items()}
         calls: dict[str, Callable[..., Any]] = {"update": self._update_announced}
         calls |= {name: partial(self._unscale_announced, kind) for kind, name in _CALLS.items()}
-        for name, call in calls.items():
-            vars(scaler)[name] = Hook(call, copied=getattr(scaler, name))
-            self._undo.append(partial(vars(scaler).pop, name, None))
+        hooks = {name: Hook(call, copied=getattr(scaler, name)) for name, call in calls.items()}
+        self._undo.append(replace(scaler, **hooks))
 
     def _unscale_announced(self, kind: str, optimizer: Any) -> Any:
         place = next((index for index, mine in enumerate(self._steppers) if mine is optimizer), None)
