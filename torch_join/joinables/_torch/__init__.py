@@ -1,5 +1,5 @@
 """The public joinables, for torch's own `Join` too, which runs a step by hooks.
 
 May import: the wings above `joinables`, and the parts.
-Begin with: `joinable.py`; `driver.py` is the driver under torch's `Join`.
+Begin with: `public.py`; `joinable.py` has the driver under torch's `Join`.
 """
