@@ -142,7 +142,6 @@ class StepCollectives(ParallelStrategy):
         return self.driver.ranks if self.driver is not None else None
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
-        """See `ActiveCollectives`."""
         return self.step_ranks
 
     @property
@@ -151,7 +150,6 @@ class StepCollectives(ParallelStrategy):
         return self.channel if self.driver is not None else None
 
     def check_backward(self, everyone: bool) -> None:
-        """See `ActiveCollectives`."""
         if everyone and self.join is not None and self.join.follows_backward:
             self.join.note_gather()
         elif self.step_ranks is not None:

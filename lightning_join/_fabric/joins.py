@@ -353,11 +353,9 @@ class Joins:
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
-        """See `OwnFabric`."""
         super().save_checkpoint(path, state, storage_options)  # type: ignore[misc]
 
     def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
-        """See `OwnFabric`."""
         for logger in [] if self.fabric is None else self.fabric.loggers:
             logger.log_metrics(metrics=metrics, step=step)
 

@@ -299,7 +299,6 @@ class LoopDriver:
     # ------------------------------------------------------------ a loop over batches
 
     def batches(self, loader: Iterable[T]) -> Iterable[T]:
-        """See `Join.batches`."""
         return Batches(self._begin_later, loader)
 
     def _begin_later(self, loader: Iterable[T]) -> Iterator[T]:
@@ -591,19 +590,16 @@ class LoopDriver:
 
     @property
     def meets_at(self) -> MeetingPoint:
-        """See `Driver`."""
         if self.place is not Place.LOOP:
             return MeetingPoint.FORWARD
         return MeetingPoint.FIRST_USE if self.members.meets_late else MeetingPoint.TOP
 
     @property
     def sees_steps(self) -> bool:
-        """See `Driver`."""
         return any(part.is_model or isinstance(part, CustomPart) for part in self.server.parts)
 
     @property
     def loop_number(self) -> int:
-        """See `Driver`."""
         return self._loop.number if self.place is Place.LOOP and self._loop is not None else 0
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
@@ -669,12 +665,10 @@ class LoopDriver:
                 self.server.parting.before_collective(operation, waits)
 
     def note_backward(self, model: int) -> None:
-        """See `Driver`."""
         if self.place is Place.LOOP and self._loop is not None:
             self._loop.trains.add(model)
 
     def before_backward(self, model: int, loop: int = 0) -> None:
-        """See `Driver`."""
         here = self._loop
         if here is None:
             return

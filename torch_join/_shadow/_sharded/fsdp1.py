@@ -27,7 +27,7 @@ from torch_join._shadow._sharded.unit import (
 
 
 class FlatParamUnit:
-    """What `FullyShardedDataParallel` gathers at once, on this rank.
+    """What `FullyShardedDataParallel` gathers at once, on this rank: a `Unit`.
 
     Args:
         fsdp: The wrapper.
@@ -44,7 +44,6 @@ class FlatParamUnit:
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """See `Unit`."""
         return [p for p in self._originals if p.requires_grad]
 
     @property
@@ -66,12 +65,10 @@ class FlatParamUnit:
 
     @property
     def synchronizes(self) -> bool:
-        """See `Unit`."""
         return bool(self._fsdp._sync_gradients)
 
     @property
     def has_unsynced(self) -> bool:
-        """See `Unit`."""
         flat = self._handle.flat_param
         sharded = self._handle.uses_sharded_strategy
         return bool(sharded and flat.grad is not None and flat.grad.size() == flat._unpadded_unsharded_size)
@@ -82,7 +79,6 @@ class FlatParamUnit:
 
     @property
     def place(self) -> tuple[int, int]:
-        """See `Unit`."""
         index = self._handle._pre_forward_order_index
         return -1 if index is None else index, self._fsdp._exec_order_data._iter
 
@@ -107,7 +103,6 @@ class FlatParamUnit:
     # ------------------------------------------------------------ on an active rank
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
-        """See `Unit`."""
         handle, fsdp = self._handle, self._fsdp
         gather, reshard, prepare = handle._all_gather_flat_param, handle.reshard, handle.prepare_gradient_for_backward
 
@@ -152,7 +147,6 @@ class FlatParamUnit:
         return undo_all([own, _compat.announce_reductions(handle, reducing)])
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
-        """See `Unit`."""
         flat = self._handle.flat_param
         # Of a frozen one, which may be trained later, torch takes no hook.
         with setting(flat, requires_grad=True):
@@ -162,7 +156,6 @@ class FlatParamUnit:
     # ------------------------------------------------------------ on a joined rank
 
     def gather(self, gather: Gather) -> None:
-        """See `Unit`."""
         self._init()
         self.settle()
         handle, fsdp = self._handle, self._fsdp
@@ -189,12 +182,10 @@ class FlatParamUnit:
                 _compat.all_gather_single(whole, shard, handle.process_group)
 
     def reshard(self) -> None:
-        """See `Unit`."""
         if self._handle.uses_sharded_strategy and self._is_whole:
             _compat.runtime._reshard(self._fsdp, self._handle, True)
 
     def reduce(self, reduction: Reduction) -> None:
-        """See `Unit`."""
         self._init()
         self.reshard()
         runtime, fsdp, handle = _compat.runtime, self._fsdp, self._handle
@@ -267,7 +258,6 @@ class FlatParamUnit:
 
     @property
     def is_replicated(self) -> bool:
-        """See `Unit`."""
         return not self._handle.uses_sharded_strategy
 
     @property

@@ -16,7 +16,7 @@ from torch_join.joinables.part import Part
 
 
 class Following:
-    """What a part of a sharded model announces, and follows, of its units.
+    """What a part of a sharded model announces, and follows, of its units; their `Observer`.
 
     Args:
         part: The part.
@@ -79,11 +79,9 @@ class Following:
     # ------------------------------------------------------------ on an active rank
 
     def is_quiet(self) -> bool:
-        """See `Observer`."""
         return self._part.server.is_quiet()
 
     def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
-        """See `Observer`."""
         if self._part.members.serves:
             return nullcontext()
         if self._part.server.meet():
@@ -103,7 +101,6 @@ class Following:
 
     @property
     def teams(self) -> list[list[int]]:
-        """See `Part`."""
         return [[self._part.members.global_ranks[rank] for rank in team] for team in self._teams]
 
     def check_teams(self) -> None:
