@@ -69,12 +69,8 @@ def forget_prepared(model: torch.nn.Module) -> None:
     vars(model).pop("_is_accelerate_prepared", None)
 
 
-def gather(tensor: Any) -> Any:
-    """Return all ranks' tensors of one shape, one below the other, as Accelerate's own `gather` does."""
-    return _own_gather(tensor)
-
-
-_own_gather = operations._gpu_gather
+# Returns all ranks' tensors of one shape, one below the other: Accelerate's own, whatever takes its place.
+gather: Callable[[Any], Any] = operations._gpu_gather
 
 
 def current_gather(data: Any) -> Any:

@@ -12,7 +12,7 @@ from torch_join import own_loops
 from torch_join._base.attributes import setting
 from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
-from torch_join._base.errors import DECIDE, name_ranks
+from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.membership import MeetingPoint
 from torch_join._base.names import check_names, naming_missing
@@ -22,7 +22,6 @@ from torch_join._collectives.gather import join_rows
 from torch_join._control.channel import Channel
 from torch_join._control.codec import closed, is_closed
 from torch_join._control.failures import telling_failures
-from torch_join._control.farewell import say_farewell
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._lockstep.base import Lockstep
@@ -45,7 +44,6 @@ from torch_join.joinables.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join.joinables.part import Driver
 
 __all__ = [
-    "DECIDE",
     "Begin",
     "Changes",
     "Channel",
@@ -95,7 +93,6 @@ __all__ = [
     "own_loops",
     "refuse_position",
     "resolve_weighting",
-    "say_farewell",
     "setting",
     "sharded_lockstep_join",
     "steps_of",

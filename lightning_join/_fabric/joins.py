@@ -353,9 +353,11 @@ class Joins:
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
+        """Save a checkpoint, as Fabric's own strategy does; each rank that Fabric has save calls this."""
         super().save_checkpoint(path, state, storage_options)  # type: ignore[misc]
 
     def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
+        """Log values by this rank's loggers."""
         for logger in [] if self.fabric is None else self.fabric.loggers:
             logger.log_metrics(metrics=metrics, step=step)
 

@@ -35,7 +35,6 @@ PUBLIC = {
         "windows",
     ],
     torch_join.integration: [
-        "DECIDE",
         "Begin",
         "Changes",
         "Channel",
@@ -85,7 +84,6 @@ PUBLIC = {
         "own_loops",
         "refuse_position",
         "resolve_weighting",
-        "say_farewell",
         "setting",
         "sharded_lockstep_join",
         "steps_of",

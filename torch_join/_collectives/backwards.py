@@ -1,8 +1,8 @@
 """Collectives in backward: who has to know of one before it is issued, and how it is weighted."""
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,21 +15,11 @@ from torch_join._collectives.call import is_inexact, multiplied, tensors_in
 EXCHANGES = ("all_to_all", "reduce_scatter")  # how the names of operations begin by which experts get tokens
 
 
-class _Server(Protocol):
-    parts: list[Any]
-
-    def meet(self) -> bool: ...
-
-    def models(self) -> Sequence[Any]: ...
-
-    def tell(self) -> None: ...
-
-
 class Backwards:
     """What a `CollectiveTap` tells of collectives in the backwards of a loop, and asks.
 
     Args:
-        server: The loop's server.
+        server: The loop's `Server`.
         members: Who is active.
         check: Called with each first; see `before_collective`.
 
@@ -41,8 +31,8 @@ class Backwards:
         replicas: Whether all ranks hold the same of what DistributedDataParallel ignores.
     """
 
-    def __init__(self, server: _Server, members: Membership, check: Callable[[list[int], bool], None]) -> None:
-        self._server = weakref.proxy(server)  # a circle would keep what that refers to, after the loop
+    def __init__(self, server: Any, members: Membership, check: Callable[[list[int], bool], None]) -> None:
+        self._server: Any = weakref.proxy(server)  # a circle would keep what that refers to, after the loop
         self._members = members
         self.check = check
         self.replicas = False

@@ -280,12 +280,9 @@ class Lockstep:
         """Put around autograd's part of a backward, without the hooks before and after it, which all ranks run."""
         return self.driver.serving_backward(self.active_ranks) if self.in_tail and not self.joined else nullcontext()
 
-    def around_step(self) -> AbstractContextManager[None]:
-        """Put around forward and backward of every step, shadow or not."""
-        return self._around_followed_step()
-
     @contextmanager
-    def _around_followed_step(self) -> Iterator[None]:
+    def around_step(self) -> Iterator[None]:
+        """Put around forward and backward of every step, shadow or not."""
         with self._giving_buffers():
             yield
         self._sync_norms(self._module)

@@ -66,6 +66,8 @@ class EngineLockstepJoin(Lockstep):
         UnsupportedError: See `EngineEvents`.
     """
 
+    _model: LockstepEnginePart
+
     def __init__(
         self,
         driver: StepDriver,
@@ -83,13 +85,8 @@ class EngineLockstepJoin(Lockstep):
         self.follows_backward = True
         self._device = next(module.parameters()).device
 
-    @property
-    def _part(self) -> LockstepEnginePart:
-        assert isinstance(self._model, LockstepEnginePart)
-        return self._model
-
     def backward(self, backward: Callable[[], None]) -> bool:
-        with self._part.events.leaving_out(self.counts_nothing):
+        with self._model.events.leaving_out(self.counts_nothing):
             backward()
         return True
 
@@ -98,5 +95,5 @@ class EngineLockstepJoin(Lockstep):
         # The epilogue, inside of the engine's backward, is what all ranks run.
         with ExitStack() as stack:
             stack.enter_context(super().in_engine())
-            with setting(self._part, before_epilogue=stack.close):
+            with setting(self._model, before_epilogue=stack.close):
                 yield

@@ -26,7 +26,7 @@ from torch_join._tail.step import Step, Telling
 from torch_join._tail.tail import Tail
 from torch_join.joinables._gradients.clears import Clears, innermost_optimizer
 from torch_join.joinables.custom import CustomPart
-from torch_join.joinables.part import Part
+from torch_join.joinables.part import Driver, Part
 from torch_join.joinables.parts import make_parts
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Loop:
     even_until: int = 0
 
 
-class LoopDriver:
+class LoopDriver(Driver):
     """The driver of loops of the user's: over `batches` and, from forward to forward, others.
 
     Args:

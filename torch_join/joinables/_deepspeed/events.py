@@ -24,7 +24,7 @@ Seen in DeepSpeed 0.19.8.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,13 +34,7 @@ from torch_join._base.weighting import finite
 from torch_join._control.codec import foreign
 from torch_join.joinables._deepspeed import compat as _compat
 from torch_join.joinables._gradients.watch import Watch
-from torch_join.joinables.part import Announcer, Part
-
-
-class _Server(Announcer, Protocol):
-    """What an engine's part asks of a loop's server, besides."""
-
-    def tell(self) -> None: ...
+from torch_join.joinables.part import Part
 
 
 class EngineEvents:
@@ -71,7 +65,7 @@ class EngineEvents:
 
     def __init__(self, part: Part, engine: Any) -> None:
         _compat.check_engine(engine)
-        self._part = part
+        self._part: Any = part
         self.engine = engine
         self.stage = int(engine.zero_optimization_stage())
         self._counts_nothing = False
@@ -90,7 +84,7 @@ class EngineEvents:
 
     def watch(self) -> None:
         """Announce from now on, until the part exits."""
-        engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
+        engine, optimizer = self.engine, self.engine.optimizer
         if self.stage == 3:
             offload = _compat.offload_of(engine)
             for phase, name in enumerate(_compat.PHASES):
@@ -144,7 +138,7 @@ class EngineEvents:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def telling(*args: Any, **kwargs: Any) -> Any:
                 if self._part.members.announces:
-                    cast(_Server, self._part.server).tell()
+                    self._part.server.tell()
                 return original(*args, **kwargs)
 
             return telling
@@ -232,7 +226,7 @@ class EngineEvents:
         elif kind == "reset":
             _compat.offload_of(self.engine).get_param_coordinator().reset_step()
         elif kind == "forward":
-            _compat.optimizer_of(self.engine).clear_backward_seen_flag()
+            self.engine.optimizer.clear_backward_seen_flag()
         else:
             # The active ranks' code may have frozen some in this tail: of those stage 3 reduces no gradient.
             if payload != self._frozen():

@@ -8,9 +8,9 @@ loss scales, the engine's scheduler and what a checkpoint holds are the same on 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,23 +21,11 @@ from torch_join._shadow.zero_gradient import following_zero
 from torch_join.joinables._deepspeed import compat as _compat
 from torch_join.joinables._deepspeed.events import EngineEvents
 from torch_join.joinables.hook import Hook
-from torch_join.joinables.part import Announcer, Driver, LoopModel, Part
+from torch_join.joinables.part import Driver, LoopModel, Part
 
 Options = list[dict[str, Any]]
 _NOTHING = type(None)
 _CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
-
-
-class _Server(Announcer, Protocol):
-    """What this part asks of a loop's server, besides."""
-
-    in_window: bool
-
-    def follow_to(self, index: int, kind: str) -> Any: ...
-
-    def on_all_ranks(self) -> AbstractContextManager[None]: ...
-
-    def together(self, announce: Callable[[], None]) -> AbstractContextManager[None]: ...
 
 
 class LoopEnginePart(Part, LoopModel):
@@ -57,6 +45,7 @@ class LoopEnginePart(Part, LoopModel):
     closing: ClassVar[Any] = tuple[Options, list[bool], list[bool]]
 
     is_model = True
+    server: Any  # of a loop: a `Server`
 
     def __init__(self, driver: Driver, index: int, engine: Any) -> None:
         super().__init__(driver, index)
@@ -66,13 +55,9 @@ class LoopEnginePart(Part, LoopModel):
         # In stage 0 each rank holds, and steps, all of them: those that are known to the others.
         self._gradients: list[tuple[Tensor | None, int]] = []
 
-    @property
-    def _loop_server(self) -> _Server:
-        return cast(_Server, self.server)
-
     def enter(self) -> None:
         self._events.watch()
-        engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
+        engine, optimizer = self.engine, self.engine.optimizer
         hook = engine.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
         self._undo.append(hook.remove)
         self._events.replace(engine, "_backward_epilogue", self._epilogue)
@@ -100,7 +85,7 @@ class LoopEnginePart(Part, LoopModel):
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.members.serves:
             return
-        if self._loop_server.in_window:
+        if self.server.in_window:
             raise UnsupportedError(
                 "A loop over torch_join.windows runs a DeepSpeed engine, which counts micro-batches itself: windows of"
                 " different lengths would have the ranks step apart. Loop over the batches, and set the engine's"
@@ -225,7 +210,7 @@ class LoopEnginePart(Part, LoopModel):
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
             if self.members.serves or self._events.is_inside:
                 return original(*args, **kwargs)
-            with self._loop_server.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
+            with self.server.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
                 return original(*args, **kwargs)
 
         return checkpoint
@@ -233,7 +218,7 @@ class LoopEnginePart(Part, LoopModel):
     # ------------------------------------------------------------ on a joined rank
 
     def answer(self, kind: str, payload: Any) -> None:
-        engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
+        engine, optimizer = self.engine, self.engine.optimizer
         if kind == "backward":
             self.driver.note_backward(self.index)
             self.synced += 1
@@ -259,13 +244,13 @@ class LoopEnginePart(Part, LoopModel):
             which, args, kwargs = payload
             if which not in _CHECKPOINTS:
                 raise foreign("a record of an engine", f"a call of {which!r}")
-            with self._loop_server.on_all_ranks():
+            with self.server.on_all_ranks():
                 getattr(engine, which)(*args, **kwargs)
         else:
             self._events.answer(kind, payload)
 
     def _follow_backward(self) -> None:
-        self._loop_server.follow_to(self.index, "epilogue")
+        self.server.follow_to(self.index, "epilogue")
 
     # ------------------------------------------------------------ at the end
 

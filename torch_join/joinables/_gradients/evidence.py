@@ -266,7 +266,10 @@ class Gradients:
 def _measure(gradients: Sequence[Tensor | None]) -> list[Measure]:
     dense = _compat.values_of(gradients)
     found = zip(dense, _compat.norms(dense), strict=True)
-    return [None if one is None or norm is None else (norm, _compat.total(one)) for one, norm in found]
+    return [
+        None if one is None or norm is None else (norm, (torch.view_as_real(one) if one.is_complex() else one).sum())
+        for one, norm in found
+    ]
 
 
 def _read_measures(measures: Sequence[Measure]) -> list[Values]:

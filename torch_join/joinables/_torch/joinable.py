@@ -12,7 +12,7 @@ word. For that reason a word looks as torch's count does, and the count itself i
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from torch_join._base.weighting import Weighting, check_sees_batches, resolve_we
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.handover import hand_over
-from torch_join.joinables._gradients.clears import Clears
 from torch_join.joinables.arguments import refuse_misspelt
 from torch_join.joinables.kinds import holds_shards
 from torch_join.joinables.part import Driver, Part
@@ -36,7 +35,7 @@ from torch_join.joinables.part import Driver, Part
 _NO_MORE, _LEAVING, _MORE = -1, 0, 1
 
 
-class HookDriver:
+class HookDriver(Driver):
     """The driver of the joinables of this package in one `Join` of torch, which they share.
 
     Args:
@@ -79,11 +78,9 @@ class HookDriver:
     # They ask as well what only our own Join has.
     meets_at = MeetingPoint.FORWARD
     in_pieces = False
-    clears: Sequence[Clears] = ()
-    step_number = loop_number = 0
 
     @property
-    def server(self) -> "HookDriver":
+    def server(self) -> "HookDriver":  # type: ignore[override]
         """This object: there is nothing between the parts and torch's `Join`."""
         return self
 
@@ -108,15 +105,6 @@ class HookDriver:
     def run_hook(self, main_hook: Callable[[], None]) -> None:
         """Run it: joinables that are not of this package are torch's to run."""
         main_hook()
-
-    def before_notice(self, part: Part) -> None:
-        """Nothing to do: torch's `Join` knows of it."""
-
-    def note_backward(self, model: int) -> None:
-        """Nothing to note."""
-
-    def before_backward(self, model: int, loop: int = 0) -> None:
-        """Nothing to do: there are no `batches`."""
 
     def own_collectives(self) -> AbstractContextManager[None]:
         """Nothing else is mirrored, so that there is nothing to pass over."""
