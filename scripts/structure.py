@@ -252,7 +252,7 @@ def may_import(module: Module) -> set[str]:
 
 
 def public_names(house: House) -> Iterator[str]:
-    """Of another package only the modules that the table allows are imported, and of them the names in `__all__`."""
+    """Of another package only the modules that the table allows are imported, and of them the public names."""
     for module in house.modules.values():
         for target, line in house.edges[module.name].items():
             if house.modules[target].top != module.top and target not in PACKAGES[module.top]:
@@ -264,11 +264,14 @@ def public_names(house: House) -> Iterator[str]:
 
 
 def public(module: Module) -> list[str]:
-    """Return what a module's `__all__` lists."""
-    assigned = [node for node in module.tree.body if isinstance(node, ast.Assign)]
-    return [
-        name for node in assigned if ast.unparse(node.targets[0]) == "__all__" for name in ast.literal_eval(node.value)
-    ]
+    """Return what a module's `__all__` lists; without one, what it defines, and imports of its own package."""
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    own = [node for node in module.tree.body if f"{getattr(node, 'module', '')}.".startswith(f"{module.top}.")]
+    imported = [alias.asname or alias.name for node in own if isinstance(node, ast.ImportFrom) for alias in node.names]
+    defined = [node.name for node in module.tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return sorted(name for name in (*imported, *defined) if not name.startswith("_"))
 
 
 def few_floors(house: House) -> Iterator[str]:

@@ -3,6 +3,10 @@
 It changes with the packages of this repository, which are released together.
 """
 
+# What is imported of this package is for the adapters.
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
 from functools import partial
 from typing import Any
 
@@ -37,69 +41,11 @@ from torch_join._shadow.reach import leads_to
 from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
-from torch_join.join import Join
+from torch_join.join import Join as _Join
 from torch_join.joinables import ModuleMetrics, Part
 from torch_join.joinables.arguments import check_timeout, listed
 from torch_join.joinables.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join.joinables.part import Driver
-
-__all__ = [
-    "Begin",
-    "Changes",
-    "Channel",
-    "Count",
-    "Driver",
-    "EpochRecord",
-    "Lockstep",
-    "LockstepJoin",
-    "LoopDriver",
-    "MeetingPoint",
-    "ModelShadow",
-    "ModuleMetrics",
-    "Part",
-    "RankRecord",
-    "ReadStep",
-    "Reader",
-    "Rebalancer",
-    "Rebalancing",
-    "RefillGuard",
-    "StepDriver",
-    "StepMirror",
-    "check_can_rebalance",
-    "check_names",
-    "check_timeout",
-    "closed",
-    "draws_exactly",
-    "driver_of",
-    "early_termination",
-    "engine_lockstep_join",
-    "factor_of_count",
-    "follow_engine",
-    "follow_sharded_model",
-    "group_options",
-    "holds_parts",
-    "in_backward",
-    "is_closed",
-    "is_communication_error",
-    "is_engine",
-    "is_length_certain",
-    "is_sharded_model",
-    "join_rows",
-    "leads_to",
-    "listed",
-    "name_ranks",
-    "naming_missing",
-    "open_channel",
-    "own_loops",
-    "refuse_position",
-    "resolve_weighting",
-    "setting",
-    "sharded_lockstep_join",
-    "steps_of",
-    "take_group_options",
-    "telling_failures",
-    "use_device",
-]
 
 
 def sharded_lockstep_join(driver: StepDriver, model: nn.Module, **kwargs: Any) -> Lockstep:
@@ -130,6 +76,6 @@ def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Part:
     return driver.add(partial(LockstepShardedPart, model=model))
 
 
-def driver_of(join: Join) -> LoopDriver:
+def driver_of(join: _Join) -> LoopDriver:
     """Return the driver of a `Join`: what an adapter may do with it that users may not."""
     return join._driver

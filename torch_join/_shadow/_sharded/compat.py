@@ -4,6 +4,10 @@
 imported only where somebody has a sharded model.
 """
 
+# Some of what is imported here is for the other modules.
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
 from collections.abc import Callable
 from typing import Any
 
@@ -33,20 +37,6 @@ with naming_missing(TORCH, "torch"):
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-__all__ = [
-    "DTensor",
-    "FSDPModule",
-    "Fsdp1State",
-    "FullyShardedDataParallel",
-    "HandleTrainingState",
-    "TrainingState",
-    "announce_reductions",
-    "init_roots",
-    "param_groups",
-    "reshards_after_forward",
-    "runtime",
-]
 
 runtime: Any = _runtime_utils
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
