@@ -55,7 +55,6 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
 
     Limits:
         `docs/lightning.md` lists what raises.
-
     """
 
     strategy_name = "ddp_join"

@@ -279,7 +279,6 @@ class JoinFitLoop(FitLoop):
 
         Raises:
             UnsupportedError: Some rank cannot take part.
-
         """
         trainer: Any = self.trainer
         if (ranks := strategy_of(self.trainer).step_ranks) is not None:
@@ -356,7 +355,6 @@ class JoinFitLoop(FitLoop):
         Raises:
             UnsupportedError: On all ranks, if another number of ranks has written the checkpoint.
             JoinError: The epoch has become shorter than what was trained of it.
-
         """
         trainer = self.trainer
         record, self._record = self._record, None

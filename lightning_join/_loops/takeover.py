@@ -40,7 +40,6 @@ def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
 
     Raises:
         UnsupportedError: A loop is of a class of the user's own.
-
     """
     for part in _parts(trainer):
         if type(part) in _CLASSES.values():

@@ -149,7 +149,6 @@ def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
 
     Raises:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
-
     """
     everyone = channel.gather(mine, of=Loaders)
     check(everyone)

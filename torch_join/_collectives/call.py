@@ -24,7 +24,6 @@ class Refusal(NamedTuple):
         what: What it is, for the docs.
         why: Why a joined rank cannot.
         instead: What to use instead.
-
     """
 
     what: str
@@ -121,7 +120,6 @@ class Call:
         objects: The number of objects of a `broadcast_object_list`.
         timeout: How long a `monitored_barrier` waits, in seconds.
         wait_all_ranks: The argument of a `monitored_barrier`.
-
     """
 
     operation: str
@@ -181,7 +179,6 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
         args: Its operator's arguments.
         joined: The members of its group that have joined.
         origin: Where it comes from.
-
     """
     if origin.is_fsdp:
         return _FSDP

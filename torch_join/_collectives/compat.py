@@ -350,7 +350,6 @@ class Origin(NamedTuple):
         function: The frame of the function of `torch.distributed` that was called, if it was one. Some
             call each other (`batch_isend_irecv`, `isend`): this is the outermost.
         caller: The frame that called it.
-
     """
 
     function: FrameType | None

@@ -56,7 +56,6 @@ class CollectiveTap:
         The creation of a process group is not a collective and not seen; nor is what goes around
         the dispatcher: symmetric memory, and the methods of a backend object. Install and remove
         it while no other thread issues collectives.
-
     """
 
     _installed: ClassVar["CollectiveTap | None"] = None
@@ -86,7 +85,6 @@ class CollectiveTap:
 
         Raises:
             JoinError: Another tap is installed in this process.
-
         """
         if self.installed:
             return

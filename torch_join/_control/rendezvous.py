@@ -34,7 +34,6 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
         JoinTimeoutError: Another rank did not come in time.
         PeerFailedError: Another rank has failed.
         UnsupportedError: The ranks cannot be connected, or the job has no store.
-
     """
     if dist.is_initialized():
         quiesce_at_exit()

@@ -45,7 +45,6 @@ class ModelShadow:
     Raises:
         JoinTypeError: `ddp` is not a `DistributedDataParallel`.
         UnsupportedError: The model uses something whose collectives cannot be shadowed.
-
     """
 
     def __init__(self, ddp: DistributedDataParallel, watches: bool = True) -> None:
@@ -96,7 +95,6 @@ class ModelShadow:
 
         Raises:
             UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
-
         """
         self.first.settle()
         self.first.guess()
