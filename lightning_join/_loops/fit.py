@@ -51,7 +51,7 @@ class JoinFitLoop(FitLoop):
             cast(Any, self.epoch_loop).begin_fit()
             self.agree_on_stop()  # `on_fit_start` may have set it
             super().run()
-            self.keep_place()
+            self._last_place, self._record = self._place(), None  # for checkpoints that are saved after the fit
             if (rebalancing := rebalancing_of(self.trainer)) is not None:
                 rebalancing.close()
 
@@ -339,11 +339,6 @@ class JoinFitLoop(FitLoop):
         places: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
         dist.gather_object(place, places)
         return {trainer.global_rank: place} if places is None else dict(enumerate(places))
-
-    def keep_place(self) -> None:
-        """Remember at the fit's end where this rank is, for checkpoints that are saved after it."""
-        self._last_place = self._place()
-        self._record = None
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)

@@ -1,4 +1,4 @@
-"""Automatic optimization: a real step, one without a loss, or a shadow; weighted."""
+"""Optimization: a real step, one without a loss, or a shadow; weighted."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_join._compat import AutomaticOptimization, ClosureResult, call
-from lightning_join._loops.user_code import shadow_step
+from lightning_join._compat import AutomaticOptimization, ClosureResult, ManualOptimization, call
+from lightning_join._loops.user_code import NoStopIteration, shadow_step
 from lightning_join._protocol import join_of, strategy_of
 from lightning_join._training.batch_norm import merge_statistics
 
@@ -58,3 +58,19 @@ class JoinAutomaticOptimization(AutomaticOptimization):
     def _backward(self, backward: Callable[[Tensor], None], loss: Tensor) -> None:
         if not join_of(self.trainer).backward(lambda: backward(loss)) and self._result is not None:
             self._result.loss = None  # as in one process: the closure returns None, and a GradScaler stays as it is
+
+
+class JoinManualOptimization(ManualOptimization):
+    """Lightning's manual optimization, in which a joined rank repeats what the others' `training_step` trains."""
+
+    def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        with join_of(self.trainer).around_step():
+            return super().run(kwargs)
+
+    def advance(self, kwargs: OrderedDict[str, Any]) -> None:
+        # Inside of what suppresses it, else it would end one rank's step alone, and in silence.
+        with NoStopIteration():
+            if join_of(self.trainer).joined:
+                self._output = {"loss": shadow_step(self.trainer).detach()}
+            else:
+                super().advance(kwargs)

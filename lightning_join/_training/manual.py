@@ -158,7 +158,9 @@ class ManualPart(Part):
             if self.server.announces:
                 self._mirror.check_averaged([p for group in optimizer.param_groups for p in group["params"]])
                 self._send_changes()
-                self.announce_open("step", (self._index_of(optimizer), group_options(optimizer), options))
+                self.announce_open(
+                    "step", (self._strategy.optimizers.index(optimizer), group_options(optimizer), options)
+                )
             # From here on joined ranks do the same.
             rest.enter_context(self._driver.server.on_all_ranks())
             return result
@@ -200,9 +202,6 @@ class ManualPart(Part):
         # DDP broadcasts them before a forward only if the last forward was followed by a synced backward.
         # In manual optimization it takes that for never, and BatchNorm would differ by rank.
         self._ddp.require_forward_param_sync = True
-
-    def _index_of(self, optimizer: Optimizer) -> int:
-        return next(i for i, mine in enumerate(self._strategy.optimizers) if mine is optimizer)
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._stepping and self.server.channel.world_size > 1:

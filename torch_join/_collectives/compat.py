@@ -284,16 +284,12 @@ def _context(frame: FrameType) -> Any:
 
 
 def _is_known_to_differentiate(frames: Sequence[FrameType]) -> bool:
-    if any(map(_is_functional_autograd, frames)):
+    codes = [frame.f_code for frame in frames]
+    if any(code.co_filename == _FUNCTIONAL_FILE and code.co_name.endswith("_autograd") for code in codes):
         return True
     if torch.is_grad_enabled():  # `apply` turns it off
         return False
-    codes = {*_forwards_without_context(torch.autograd.Function)}
-    return any(frame.f_code in codes for frame in frames)
-
-
-def _is_functional_autograd(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == _FUNCTIONAL_FILE and frame.f_code.co_name.endswith("_autograd")
+    return not {*_forwards_without_context(torch.autograd.Function)}.isdisjoint(codes)
 
 
 def _forwards_without_context(kind: Any) -> Iterator[CodeType | None]:

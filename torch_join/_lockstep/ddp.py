@@ -177,7 +177,7 @@ class LockstepJoin(Lockstep):
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         if output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss)):
             return output
-        if self._has_collectives_in_backward:
+        if self._has_gathered or self.driver.server.in_pieces or has_synced_norms(self._shadow.inner):
             what = "None" if output is None else "a loss that does not depend on the model"
             raise UnsupportedError(
                 f"training_step returned {what}, where the other ranks' backward may have collectives that need this"
@@ -259,10 +259,6 @@ class LockstepJoin(Lockstep):
                 yield
         finally:
             self.follows_backward = False
-
-    @property
-    def _has_collectives_in_backward(self) -> bool:
-        return self._has_gathered or self.driver.server.in_pieces or has_synced_norms(self._shadow.inner)
 
     def check_reduced(self) -> None:
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""

@@ -462,8 +462,9 @@ class LoopDriver(Driver):
         if (loop := self._loop) is not None and loop.uneven:
             self._uneven_loops |= {(loop.number, model) for model in loop.trains}
         self.tail.departure = None
-        with self._telling:
-            self._rebalancing.end_epoch()
+        if (plan := self._rebalancing.current) is not None:
+            with self._telling:
+                plan.end()
         self.place, self.server.has_to_meet = Place.ENDED, False
         self._steps.forget()
         if not self.members.announces:

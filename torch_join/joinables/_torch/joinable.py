@@ -295,7 +295,8 @@ class WrappingJoinable(Joinable):
 
     def configured(self, enable: bool, is_first: bool) -> None:
         """Install what lets this rank notice what happens in a step; torch's `Join` is being built."""
-        driver = None if is_first or not enable else _being_built(self.join_process_group)
+        built = (d for d in _building if d.members.group == self.join_process_group and not d.started)
+        driver = None if is_first or not enable else next(built, None)
         if self._driver is not None and self._driver is not driver:
             self._driver.close()  # of a Join that an exception has ended
         self._driver = None
@@ -360,7 +361,3 @@ class _Hook(JoinHook):
 def unwrap(thing: Any) -> Any:
     """Return what a joinable of this package was made of, and anything else as it is."""
     return thing.wrapped if isinstance(thing, WrappingJoinable) else thing
-
-
-def _being_built(group: Any) -> HookDriver | None:
-    return next((driver for driver in _building if driver.members.group == group and not driver.started), None)
