@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torch_join._base.errors import UnsupportedError, name_ranks
 from torch_join._base.membership import Membership
@@ -191,7 +192,7 @@ def issue_weighted(issue: Callable[..., Any], args: dict[str, Any], factor: floa
             args = {name: multiplied(value, factor) if name in sent else value for name, value in args.items()}
         result = issue(*args.values())
         *others, work = result if isinstance(result, (tuple, list)) else (result,)
-        if (own := _compat_c10d.unbox_work(work)) is not None:
+        if (own := dist.Work.unbox(work)) is not None:
             own.wait()
         for tensor in received:
             tensor.div_(factor)

@@ -105,17 +105,6 @@ def argument_names(name: str) -> tuple[str, ...]:
     return tuple(argument.name for argument in overload(name)._schema.arguments)
 
 
-def unbox_group(boxed: Any) -> dist.ProcessGroup:
-    """Return the process group that an operator was given."""
-    return dist.ProcessGroup.unbox(boxed)
-
-
-def unbox_work(boxed: Any) -> dist.Work | None:
-    """Return the work that an operator has returned: none of NCCL's if none was asked for, the stream waits then."""
-    work: dist.Work | None = dist.Work.unbox(boxed)
-    return work
-
-
 def finished_work(result: list[Tensor]) -> Any:
     """Return, as an operator does, a work that is done, for which a stream waits as for any other."""
     devices: Any = list({tensor.device for tensor in result if tensor.device.type != "cpu"})
@@ -175,14 +164,6 @@ def issue(group: dist.ProcessGroup, operation: str, *args: Any) -> dist.Work | N
     method = getattr(group, operation, None) or getattr(group, _OLDER_NAMES[operation])
     work: dist.Work | None = method(*args)
     return work
-
-
-def options(kind: Any) -> Any:
-    """Return the options of a collective that nobody waits for at once."""
-    made = kind()
-    if hasattr(made, "asyncOp"):  # else none of its kind is waited for
-        made.asyncOp = True
-    return made
 
 
 def group_ranks(group: dist.ProcessGroup) -> list[int]:

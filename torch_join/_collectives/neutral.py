@@ -129,7 +129,9 @@ def _filled(spec: TensorSpec, value: float, device: str) -> Tensor:
 
 
 def _options(kind: Any, call: Call, group: dist.ProcessGroup) -> Any:
-    options = _compat_c10d.options(kind)
+    options = kind()
+    if hasattr(options, "asyncOp"):  # else none of its kind is waited for
+        options.asyncOp = True
     if call.reduce_op is not None:
         options.reduceOp = getattr(dist.ReduceOp, call.reduce_op)
     if call.root is not None:

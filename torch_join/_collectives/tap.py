@@ -154,7 +154,7 @@ class CollectiveTap:
             return 1
         if not check_weighted(operation, args, _compat_c10d.is_adjoint(caller), self._backwards.weighting):
             return 1
-        if _compat_c10d.is_coalescing(group := _compat_c10d.unbox_group(args["process_group"]), caller):
+        if _compat_c10d.is_coalescing(group := dist.ProcessGroup.unbox(args["process_group"]), caller):
             _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
                 f"{operation} in backward under {self._backwards.weighting}, in a coalescing manager: it is launched at"
@@ -189,7 +189,7 @@ class CollectiveTap:
                 f"c10d::{operator} is newer than this version of torch_join, which cannot tell how a rank that has"
                 " joined contributes to it. Update torch_join, or use another collective."
             )
-        group = _compat_c10d.unbox_group(args["process_group"])
+        group = dist.ProcessGroup.unbox(args["process_group"])
         ranks = _compat_c10d.group_ranks(group)
         if not ranks:
             raise UnsupportedError(
@@ -230,7 +230,7 @@ class CollectiveTap:
 
 def _ranks(args: dict[str, Any]) -> list[int]:
     """Return the global ranks of the process group that an operator was given."""
-    return _compat_c10d.group_ranks(_compat_c10d.unbox_group(args["process_group"]))
+    return _compat_c10d.group_ranks(dist.ProcessGroup.unbox(args["process_group"]))
 
 
 @cache  # torch keeps kernels that have run

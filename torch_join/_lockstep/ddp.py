@@ -214,7 +214,7 @@ class LockstepJoin(Lockstep):
         parameters = self._shadow.parameters
         # Where the lowest active rank has said that it has a loss, no joined one need ask whether somebody has.
         counts = self._syncs and not (self.joined and self.driver.has_loss)
-        count = f"lossless/{self.channel.beats}"
+        count = f"lossless/{self.channel.beat}"
         if counts:
             self.channel.add(count, 1 if any(p.grad is not None for p in parameters) else 1 + _GRADIENTS)
         if self.joined and self._in_pieces:

@@ -34,14 +34,11 @@ class LockstepEnginePart(Part):
         self.events.watch()
         self.events.replace(self.events.engine, "_backward_epilogue", self._epilogue)
 
-    def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
-        def epilogue() -> None:
-            self.events.say_present()
-            if self.before_epilogue is not None:
-                self.before_epilogue()
-            original()
-
-        return epilogue
+    def _epilogue(self, original: Callable[[], None]) -> None:
+        self.events.say_present()
+        if self.before_epilogue is not None:
+            self.before_epilogue()
+        original()
 
     def answer(self, kind: str, payload: Any) -> None:
         self.events.answer(kind, payload)

@@ -121,29 +121,23 @@ class EngineEvents:
     ) -> None:
         """Announce a function's calls; `hold` what may do nothing with others until the next one that does."""
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def saying(*args: Any, **kwargs: Any) -> Any:
-                if self.is_quiet():
-                    return original(*args, **kwargs)
-                self._part.announce(kind, payload(*args, **kwargs), hold)
-                return self.inside(partial(original, *args, **kwargs))
+        def saying(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.is_quiet():
+                return original(*args, **kwargs)
+            self._part.announce(kind, payload(*args, **kwargs), hold)
+            return self.inside(partial(original, *args, **kwargs))
 
-            return saying
-
-        self.replace(owner, name, make)
+        self.replace(owner, name, saying)
 
     def _tell_before(self, owner: Any, name: str) -> None:
         """Tell what is held before a function's collectives, and not before all of it is said."""
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def telling(*args: Any, **kwargs: Any) -> Any:
-                if self._part.members.announces:
-                    self._part.server.tell()
-                return original(*args, **kwargs)
+        def telling(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._part.members.announces:
+                self._part.server.tell()
+            return original(*args, **kwargs)
 
-            return telling
-
-        self.replace(owner, name, make)
+        self.replace(owner, name, telling)
 
     def inside(self, run: Callable[[], Any]) -> Any:
         """Run what joined ranks run too: its collectives, and the events in it, they know of."""
@@ -169,24 +163,21 @@ class EngineEvents:
             if watch is not None:
                 watch.end()
 
-    def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def take(parameter: Any, *args: Any) -> Any:
-            if self._counts_nothing and parameter.grad is not None:
-                parameter.grad.copy_(finite(parameter.grad))
-            return original(parameter, *args)
-
-        return take
+    def _taking(self, original: Callable[..., Any], parameter: Any, *args: Any) -> Any:
+        if self._counts_nothing and parameter.grad is not None:
+            parameter.grad.copy_(finite(parameter.grad))
+        return original(parameter, *args)
 
     def say_present(self) -> None:
         """Announce, before the epilogue, which gradients there are, if nothing has heard of them as they came."""
         if self.stage == 1 and not self.is_quiet() and not _compat.has_gradient_hooks(self.engine):
             self._part.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put what `make` makes of an object's method in its place; the engine looks it up at each call."""
+    def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Have `call` called in place of an object's method, with that first; the engine looks it up at each call."""
         old = getattr(owner, name)
         # Wrapped, as LR schedulers leave a mark on `step`.
-        self._part._undo.append(replace(owner, **{name: wraps(old)(make(old))}))
+        self._part._undo.append(replace(owner, **{name: wraps(old)(partial(call, old))}))
 
     def _number(self, parameter: Any) -> int:
         return self._numbers[id(parameter)]

@@ -96,96 +96,81 @@ class LoopEnginePart(Part, LoopModel):
         self.forwards += 1
         self._forwarded_in = self.driver.loop_number
 
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.members.serves:
+    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.members.serves:
+            return original(loss, *args, **kwargs)
+        self.driver.before_backward(self.index, self._forwarded_in)
+        self.synced += 1
+        if self.server.meet():
+            if kwargs.get("retain_graph") or (args and args[0]):
+                raise UnsupportedError(
+                    f"engine.backward(retain_graph=True) while ranks {self.members.joined_names} have run out of"
+                    " batches: they cannot follow another backward of the same graph. Add the losses up, and run"
+                    " one backward."
+                )
+            self._check_gradients(cleared=True)
+            present = [n for n, p in enumerate(self._events.parameters) if p.grad is not None]
+            stay = self._events.stage < 2  # else each micro-batch's go where they belong
+            self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
+        factor = self.members.loss_factor
+        weighs = factor != 1.0 and loss.requires_grad
+        hook = loss.register_hook(lambda gradient: gradient * factor) if weighs else None
+        try:
+            with self._events.leaving_out(factor == 0.0):
                 return original(loss, *args, **kwargs)
-            self.driver.before_backward(self.index, self._forwarded_in)
-            self.synced += 1
-            if self.server.meet():
-                if kwargs.get("retain_graph") or (args and args[0]):
-                    raise UnsupportedError(
-                        f"engine.backward(retain_graph=True) while ranks {self.members.joined_names} have run out of"
-                        " batches: they cannot follow another backward of the same graph. Add the losses up, and run"
-                        " one backward."
-                    )
-                self._check_gradients(cleared=True)
-                present = [n for n, p in enumerate(self._events.parameters) if p.grad is not None]
-                stay = self._events.stage < 2  # else each micro-batch's go where they belong
-                self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
-            factor = self.members.loss_factor
-            weighs = factor != 1.0 and loss.requires_grad
-            hook = loss.register_hook(lambda gradient: gradient * factor) if weighs else None
-            try:
-                with self._events.leaving_out(factor == 0.0):
-                    return original(loss, *args, **kwargs)
-            finally:
-                if hook is not None:
-                    hook.remove()
+        finally:
+            if hook is not None:
+                hook.remove()
 
-        return backward
-
-    def _prologue(self, original: Callable[[], None]) -> Callable[[], None]:
-        def prologue() -> None:
-            if not (self.members.serves or self._is_in_an_engines_backward()):
-                in_tail = self.server.meet()
-                if in_tail or self.members.loss_factor != 1.0:
-                    where = f"while ranks {self.members.joined_names} have run out of batches: they do not hear of it"
-                    if not in_tail:
-                        where = "in a step whose losses are weighted, which engine.backward does"
-                    raise UnsupportedError(
-                        f"A backward of a DeepSpeed engine by loss.backward(), or torch.autograd's, {where}. Call"
-                        " engine.backward(loss)."
-                    )
-            original()
-
-        return prologue
+    def _prologue(self, original: Callable[[], None]) -> None:
+        if not (self.members.serves or self._is_in_an_engines_backward()):
+            in_tail = self.server.meet()
+            if in_tail or self.members.loss_factor != 1.0:
+                where = f"while ranks {self.members.joined_names} have run out of batches: they do not hear of it"
+                if not in_tail:
+                    where = "in a step whose losses are weighted, which engine.backward does"
+                raise UnsupportedError(
+                    f"A backward of a DeepSpeed engine by loss.backward(), or torch.autograd's, {where}. Call"
+                    " engine.backward(loss)."
+                )
+        original()
 
     def _is_in_an_engines_backward(self) -> bool:
         """Whether one that was given runs its backward, which may go through others: a discriminator, for example."""
         engines = (part.engine for part in self.server.parts if isinstance(part, LoopEnginePart))
         return any(map(_compat.is_in_backward, engines))
 
-    def _coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def coalesce(*args: Any, **kwargs: Any) -> Any:
-            if not self.members.serves and self.server.meet():
-                raise UnsupportedError(
-                    f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches:"
-                    " they cannot follow a reduction apart from its backward. Leave it out, or add the losses up, and"
-                    " run one backward."
-                )
+    def _coalescing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.members.serves and self.server.meet():
+            raise UnsupportedError(
+                f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches:"
+                " they cannot follow a reduction apart from its backward. Leave it out, or add the losses up, and"
+                " run one backward."
+            )
+        return original(*args, **kwargs)
+
+    def _epilogue(self, original: Callable[[], None]) -> None:
+        if self._events.is_quiet():
+            original()
+        else:
+            self._events.say_present()
+            self.announce("epilogue")
+            self._events.inside(original)
+            if self._events.stage == 0 and self.members.announces:
+                self._gradients = list(map(_state_of, self._events.parameters))
+
+    def _stepping(self, of_engine: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._events.is_quiet():
             return original(*args, **kwargs)
-
-        return coalesce
-
-    def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
-        def epilogue() -> None:
-            if self._events.is_quiet():
-                original()
-            else:
-                self._events.say_present()
-                self.announce("epilogue")
-                self._events.inside(original)
-                if self._events.stage == 0 and self.members.announces:
-                    self._gradients = list(map(_state_of, self._events.parameters))
-
-        return epilogue
-
-    def _stepping(self, of_engine: bool, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if self._events.is_quiet():
-                return original(*args, **kwargs)
-            if self.server.meet() and (args or kwargs):
-                raise UnsupportedError(
-                    f"step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
-                    " step their shards without. Set what they say in the optimizer's param_groups."
-                )
-            self._check_gradients(cleared=False)
-            self._gradients.clear()
-            self.announce_open("step", (of_engine, _compat.options_of(self.engine)))
-            return self._events.inside(partial(original, *args, **kwargs))
-
-        return step
+        if self.server.meet() and (args or kwargs):
+            raise UnsupportedError(
+                f"step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
+                " step their shards without. Set what they say in the optimizer's param_groups."
+            )
+        self._check_gradients(cleared=False)
+        self._gradients.clear()
+        self.announce_open("step", (of_engine, _compat.options_of(self.engine)))
+        return self._events.inside(partial(original, *args, **kwargs))
 
     def _check_gradients(self, cleared: bool) -> None:
         """Raise if gradients were changed that joined ranks have too; `cleared`: they may be gone."""
@@ -206,14 +191,11 @@ class LoopEnginePart(Part, LoopModel):
         self._gradients.clear()
         return of_engine, {**kwargs, **dict(zip(("set_to_none",), args, strict=False))}
 
-    def _checkpoint(self, which: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if self.members.serves or self._events.is_inside:
-                return original(*args, **kwargs)
-            with self.server.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
-                return original(*args, **kwargs)
-
-        return checkpoint
+    def _checkpoint(self, which: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.members.serves or self._events.is_inside:
+            return original(*args, **kwargs)
+        with self.server.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
+            return original(*args, **kwargs)
 
     # ------------------------------------------------------------ on a joined rank
 
