@@ -25,7 +25,7 @@ from accelerate.data_loader import (
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate_join import _compat
-from accelerate_join._protocol import JoinContext, PreparedLoader
+from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import Begin, Count, Reader, draws_exactly, refuse_position, setting
 
@@ -176,16 +176,23 @@ def _samples_in_last_round(samples: Any, shard: Any) -> int:
 
 
 @contextmanager
-def loops_replaced(context: JoinContext) -> Iterator[None]:
-    """Within, each loop over one of Accelerate's loaders goes through `Join`, also over one that is made later."""
+def loops_replaced(
+    iterate: Callable[[_Iter, PreparedLoader], Iterator[Any]], note_epoch: Callable[[Any], None]
+) -> Iterator[None]:
+    """Within, each loop over one of Accelerate's loaders goes through `iterate`, also over one that is made later.
+
+    Args:
+        iterate: Is given Accelerate's own `__iter__` of a loader's class, and the loader.
+        note_epoch: Is told of each other loader, before a loop over it.
+    """
 
     def iterates(own_iter: _Iter) -> _Iter:
-        return lambda loader: context.iterate(loader, own_iter)
+        return lambda loader: iterate(own_iter, loader)
 
     own_plain = DataLoader.__iter__
 
     def noting(loader: Any) -> Iterator[Any]:
-        context.note_epoch(loader)
+        note_epoch(loader)
         return own_plain(loader)
 
     with ExitStack() as stack:

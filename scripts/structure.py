@@ -52,12 +52,11 @@ WINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "pytorch_lightning_join": {},
     "accelerate_join": {  # `_context` knows the others, and none knows it
         "_compat": (),
-        "_protocol": (),
-        "_prepared": ("_compat", "_protocol"),
-        "_loaders": ("_compat", "_protocol"),
+        "_prepared": ("_compat",),
+        "_loaders": ("_compat", "_prepared"),
         "_active": ("_compat",),
-        "_operations": ("_active", "_compat", "_prepared", "_protocol"),
-        "_accelerator": ("_compat", "_loaders", "_operations", "_protocol"),
+        "_operations": ("_active", "_compat", "_prepared"),
+        "_accelerator": ("_compat", "_loaders", "_operations"),
         "transformers": ("_active", "_compat", "_loaders", "_prepared"),
     },
 }

@@ -312,12 +312,7 @@ def _all_callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_PASSES_ON = (
-    "torch.",
-    "deepspeed.comm",
-    "contextlib",
-    "functools",
-)  # between a collective and who wants it
+_PASSES_ON = ("torch.", "deepspeed.comm", "contextlib", "functools")  # between a collective and who wants it
 
 
 class Origin(NamedTuple):
@@ -333,38 +328,28 @@ class Origin(NamedTuple):
     caller: FrameType | None
 
     @property
-    def is_fsdp(self) -> bool:
-        """Whether FSDP called, of either generation."""
-        return self.caller is not None and self.caller.f_code.co_filename.startswith(_FSDP_FOLDER)
+    def owner(self) -> str | None:
+        """Whose collective it is, if a rank that has joined cannot follow those.
 
-    @property
-    def is_dtensor(self) -> bool:
-        """Whether a `DTensor` is made whole, or its parts are brought together."""
+        Of "fsdp", either generation; "dtensor", which is made whole, or whose parts are brought together; "zero",
+        DeepSpeed, and not a user through `deepspeed.comm` (seen in DeepSpeed 0.19.8); "averaging", one of torch's model
+        averagers; "checkpoint", also the consolidation of a sharded optimizer's state.
+        """
         frame = self.caller
+        file, function = ("", "") if frame is None else (frame.f_code.co_filename, frame.f_code.co_name)
+        if file.startswith(_FSDP_FOLDER):
+            return "fsdp"
         while frame is not None and not frame.f_code.co_filename.startswith(_TENSOR_FOLDER):
             frame = frame.f_back if _is_torchs(frame) or _is_passed_on(frame) else None
-        return frame is not None
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether DeepSpeed called, and not a user through `deepspeed.comm` (seen in DeepSpeed 0.19.8)."""
+        if frame is not None:
+            return "dtensor"
         names = (str(frame.f_globals.get("__name__", "")) for frame in _all_callers(self.caller))
-        nearest = next((name for name in names if not name.startswith(_PASSES_ON)), "")
-        return nearest.startswith("deepspeed.")
-
-    @property
-    def is_model_averaging(self) -> bool:
-        """Whether one of torch's model averagers called."""
-        return self.caller is not None and self.caller.f_code.co_filename.startswith(_MODEL_AVERAGING_FOLDER)
-
-    @property
-    def is_checkpoint(self) -> bool:
-        """Whether `torch.distributed.checkpoint` called, or the consolidation of a sharded optimizer's state."""
-        code = None if self.caller is None else self.caller.f_code
-        return code is not None and (
-            code.co_filename.startswith(_CHECKPOINT_FOLDER)
-            or (code.co_filename == _ZERO_FILE and code.co_name == "_broadcast_object")
-        )
+        if next((name for name in names if not name.startswith(_PASSES_ON)), "").startswith("deepspeed."):
+            return "zero"
+        if file.startswith(_MODEL_AVERAGING_FOLDER):
+            return "averaging"
+        consolidates = file == _ZERO_FILE and function == "_broadcast_object"
+        return "checkpoint" if consolidates or file.startswith(_CHECKPOINT_FOLDER) else None
 
 
 def origin(caller: FrameType | None) -> Origin:

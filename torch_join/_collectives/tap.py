@@ -127,7 +127,7 @@ class CollectiveTap:
         if self._joined is None or threading.get_ident() in self._others or "process_group" not in args:
             return
         of_all = len(_ranks(args)) == dist.get_world_size()  # who has joined is the other thread's to find out
-        if of_all and _compat_c10d.origin(caller).is_checkpoint:
+        if of_all and _compat_c10d.origin(caller).owner == "checkpoint":
             raise UnsupportedError(
                 "torch.distributed.checkpoint.async_save while some ranks have joined, that is, have no more inputs: it"
                 " needs a part of each rank, and those that have joined do not run it. Use it after the loop, on all"
