@@ -35,8 +35,6 @@ class Operations(ActiveOperations, Part):
     Args:
         accelerator: Whose operations these are.
         progress: How far the accelerator has come, which a checkpoint holds.
-        driver: Of the loop in which they are.
-        index: Of this part.
     """
 
     kinds: ClassVar[dict[str, Any]] = {

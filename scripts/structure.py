@@ -70,7 +70,7 @@ FACE = {
 FLOORS, FILES, TEST_FILES, CLASSES = 14, 14, 20, 2
 LINES = 700  # of a file that is one class; most have less than 500
 GETATTR: dict[str, str] = {  # "file: class", and why it needs a `__getattr__`
-    "lightning_join/_fabric/loader.py: JoinedLoader": "it stands for whatever loader was set up",
+    "lightning_join/_fabric/joins.py: JoinedLoader": "it stands for whatever loader was set up",
     "accelerate_join/transformers/_loader.py: EvenedLoader": "it stands for this rank's own loader",
     "torch_join/_tail/reader.py: Windows": "frameworks look at it for the sampler of the loader that it is around",
 }

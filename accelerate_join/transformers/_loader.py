@@ -38,7 +38,6 @@ class EvenedLoader:
         rebalances: Whether ranks give batches to each other.
 
     Attributes:
-        loader, trains, owns, rebalances: The same.
         everyone: What each rank has said; empty until then.
         template: A batch without rows; `None` before this rank has one.
         end_of_dataloader: Whether no rank has another batch; Accelerate looks at it.

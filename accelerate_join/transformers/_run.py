@@ -133,7 +133,8 @@ class Run:
         where = self.channel, trainer.args.device
         options: Any = self.driver.members.count, self._rebalancing, trainer.throw_on_early_termination
         self._reading[True] = Reading(*where, self._begin_training, self._finish_training, *options)
-        self._reading[False] = Reading(*where, self._begin_evaluation, self.hand_over_kept)
+        begin_evaluation = partial(self.channel.gather, of=tuple[bool, int | None, bool])
+        self._reading[False] = Reading(*where, begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
         for monitor in self._monitors:
             monitor.watch((self.channel, trainer.log))
@@ -194,9 +195,6 @@ class Run:
         if self._join is not None:
             self._join.finish()
         self.hand_over_kept()
-
-    def _begin_evaluation(self, mine: Any) -> Any:
-        return self.channel.gather(mine, of=tuple[bool, int | None, bool])
 
     def _take(self, trains: bool, inputs: Any) -> ReadStep | None:
         """Return who has a batch in the step of these inputs; `None` if nobody has evened them.

@@ -26,8 +26,6 @@ class Operations(Part):
 
     Args:
         strategy: Whose operations these are: a `Joins`.
-        driver: Of the loop in which they are.
-        index: Of this part.
     """
 
     kinds: ClassVar[dict[str, Any]] = {

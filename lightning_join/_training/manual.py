@@ -32,8 +32,6 @@ class ManualPart(Part):
     """The training that `training_step` does by itself.
 
     Args:
-        driver: The driver of the steps.
-        index: This part's number there.
         strategy: The strategy, of which this uses Lightning's own methods.
         lockstep: Who has a batch at which step.
         shadow: The model's shadow.

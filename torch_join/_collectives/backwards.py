@@ -28,7 +28,6 @@ class Backwards:
         in_pieces: Whether backwards are announced piece by piece, since there may be collectives besides
             DistributedDataParallel's: an autograd function has had one in forward. Once true it stays so.
         always: Whether they are from the first one on, before anything shows that they must.
-        check: The same.
         replicas: Whether all ranks hold the same of what DistributedDataParallel ignores.
     """
 

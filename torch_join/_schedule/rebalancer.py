@@ -57,7 +57,6 @@ class Rebalancer:
 
     Attributes:
         step: The current step.
-        meets: The same.
         total: What all ranks' batches at the current step count together, where batches are counted.
         gifts: How many batches this rank has given away, for steps that are done.
         lost: How many batches nobody trains on, since they were given to ranks that have left the epoch.

@@ -300,7 +300,9 @@ class Server(Announcer):
         elif kind == _records.COLLECTIVE:
             mirror(payload)
         elif kind == _records.TAIL:
-            self._compare_counts(payload)
+            if (mine := [part.synced for part in self.models()]) != payload:
+                me, leader = self.members.named((self.members.rank, self.members.leader))
+                raise JoinError(explain_counts({me: mine, leader: payload}))
         else:
             raise _codec.foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
 
@@ -349,11 +351,6 @@ class Server(Announcer):
     def _has_joined(self, rank: int) -> bool:
         self.meet()
         return self.members.has_joined(rank)
-
-    def _compare_counts(self, theirs: list[int]) -> None:
-        if (mine := [part.synced for part in self.models()]) != theirs:
-            me, leader = self.members.named((self.members.rank, self.members.leader))
-            raise JoinError(explain_counts({me: mine, leader: theirs}))
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None

@@ -204,6 +204,10 @@ class Part:
     On an active rank it announces, in the tail, what it is about to do with others; on a joined rank
     `answer` does the same with nothing.
 
+    Args:
+        driver: The loop, or the steps, that it takes part in.
+        index: Its place among the parts there.
+
     Attributes:
         kinds: What it may announce, and of which type the payload is: `Any` for what it checks itself.
         closing: Of which type its closing message is.

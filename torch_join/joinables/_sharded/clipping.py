@@ -21,8 +21,6 @@ class ClippingPart(Part):
     """`torch.nn.utils.clip_grad_norm_` on what `fully_shard` has sharded, of all given models.
 
     Args:
-        driver: What it belongs to.
-        index: The part's.
         models: The parts of the models.
     """
 

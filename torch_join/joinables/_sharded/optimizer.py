@@ -24,8 +24,6 @@ class ShardedStepPart(Part):
     """An optimizer whose parameters belong to given sharded models.
 
     Args:
-        driver: What it belongs to.
-        index: The part's.
         optimizer: The optimizer; of one that wraps another (Accelerate's), the innermost.
         models: The parts of all sharded models.
 

@@ -95,7 +95,6 @@ class HookDriver(Driver):
 
     @property
     def announces(self) -> bool:
-        """The same."""
         return self.members.announces
 
     def is_quiet(self) -> bool:
