@@ -1,7 +1,6 @@
 """Accelerate on uneven dataloaders: the replacement for `accelerator.join_uneven_inputs`.
 
-Begin reading with `_context.py`: it imports the other modules, and none of them imports it. What they ask of it is in
-`_protocol.py`.
+Begin reading with `_context.py`: it imports the other modules, and none of them imports it.
 """
 
 from torch_join import JoinError

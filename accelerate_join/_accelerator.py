@@ -12,7 +12,6 @@ from accelerate.state import GradientState
 
 from accelerate_join._loaders import remainder
 from accelerate_join._operations import Operations
-from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import own_loops, setting
 
@@ -123,28 +122,25 @@ class _InContext:
 
 
 @contextmanager
-def class_replaced(accelerator: accelerate.Accelerator, context: JoinContext, operations: Operations) -> Iterator[None]:
+def class_replaced(accelerator: accelerate.Accelerator, operations: Operations) -> Iterator[None]:
     """Within, the methods of `accelerator` and its gradient state take the other ranks into account."""
 
     def end_of_dataloader(state: GradientState) -> bool:
         """Whether this is the last step of the longest rank."""
         loader = state.active_dataloader
-        return loader is not None and loader is context.loader and context.at_last_step
+        return loader is not None and loader is operations.progress.find_loader() and operations.driver.find_last_step()
 
     def remainder_of(state: GradientState) -> int:
         """The number of samples in the last step, where it holds others that are there for the second time."""
         return -1 if state.active_dataloader is None else remainder(state.active_dataloader)
 
     own = type(accelerator)
-    accelerator.__class__ = type(own.__name__, (_InContext, own), {"_operations": operations})
-    try:
-        with (
-            setting(GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)),
-            setting(LocalSGD, step=_refuse_local_sgd),
-        ):
-            yield
-    finally:
-        accelerator.__class__ = own
+    with (
+        setting(accelerator, __class__=type(own.__name__, (_InContext, own), {"_operations": operations})),
+        setting(GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)),
+        setting(LocalSGD, step=_refuse_local_sgd),
+    ):
+        yield
 
 
 def _refuse_local_sgd(*_: Any) -> None:

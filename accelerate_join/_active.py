@@ -100,7 +100,6 @@ class ActiveOperations:
         return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
 
     def answer(self, kind: str, payload: Any) -> None:
-        """See `Part.answer`."""
         if kind == "gather":
             specs, for_metrics = payload
             self.note_missed(for_metrics)

@@ -69,12 +69,8 @@ def forget_prepared(model: torch.nn.Module) -> None:
     vars(model).pop("_is_accelerate_prepared", None)
 
 
-def gather(tensor: Any) -> Any:
-    """Return all ranks' tensors of one shape, one below the other, as Accelerate's own `gather` does."""
-    return _own_gather(tensor)
-
-
-_own_gather = operations._gpu_gather
+# Returns all ranks' tensors of one shape, one below the other: Accelerate's own, whatever takes its place.
+gather: Callable[[Any], Any] = operations._gpu_gather
 
 
 def current_gather(data: Any) -> Any:
@@ -97,17 +93,14 @@ def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], It
         iterator: Any = own_iter(loader)
         for first in iterator:
             # No variable holds the generator's frame, which keeps all that were called above it (Python 3.13).
-            if _is_unset("current_batch", iterator.gi_frame):  # these are generators
+            is_own = "current_batch" in iterator.gi_frame.f_code.co_varnames  # these are generators
+            if is_own and "current_batch" not in iterator.gi_frame.f_locals:
                 loader.end()
                 return
             yield first
             yield from iterator
 
     return iterate
-
-
-def _is_unset(variable: str, frame: Any) -> bool:
-    return variable in frame.f_code.co_varnames and variable not in frame.f_locals
 
 
 def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> AbstractContextManager[None]:

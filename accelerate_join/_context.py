@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 from accelerate_join._accelerator import class_replaced
 from accelerate_join._loaders import PreparedReader, even_batches_set, goes_through_join, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
-from accelerate_join._prepared import Progress, check_supported, prepared_by, unwrap
-from accelerate_join._protocol import PreparedLoader
+from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
 from torch_join import Join, JoinTypeError, UnsupportedError, Weighting
 from torch_join.integration import LoopDriver, driver_of, listed, own_loops
 
@@ -94,9 +93,9 @@ def _context(
         with own_loops.begin(accelerator, driver if is_one_loop else None):
             stack.enter_context(context.join)
         if distributed:
-            stack.enter_context(loops_replaced(context))
+            stack.enter_context(loops_replaced(context.iterate, context.note_epoch))
             stack.enter_context(context.operations.replacing())
-            stack.enter_context(class_replaced(accelerator, context, context.operations))
+            stack.enter_context(class_replaced(accelerator, context.operations))
         yield context.join
     context.warn_of_mixed_epochs()
     if distributed:
@@ -219,7 +218,7 @@ class _Join(Join):
 
 
 class AcceleratorContext:
-    """The `Join` around what `accelerator` has prepared and what the user has given besides: the `JoinContext`.
+    """The `Join` around what `accelerator` has prepared and what the user has given besides.
 
     Only this class, and the `Operations` that it adds, need more of a `Join` than its public names.
 
@@ -241,24 +240,20 @@ class AcceleratorContext:
                 " processes. Leave it out, and loop over it in the context: `for batch in loader`."
             )
         prepared = prepared_by(accelerator, given) if enable else []
-        progress = Progress(accelerator, self)
+        progress = Progress(accelerator, self._find_loader)
         things = list({id(thing): thing for thing in [*given, *prepared, progress]}.values())
         self.join = _Join(things, enable, **options)
         self._driver = driver_of(self.join)
         self._driver.tail.changes_freely = progress
         if enable:
-            self.operations = self._driver.add(partial(Operations, accelerator, self, progress))
+            self.operations = self._driver.add(partial(Operations, accelerator, progress))
 
-    @property
-    def loader(self) -> PreparedLoader | None:
+    def _find_loader(self) -> PreparedLoader | None:
         reader = self._driver.reader
         return reader.prepared if isinstance(reader, PreparedReader) else None
 
-    @property
-    def at_last_step(self) -> bool:
-        return self._driver.find_last_step()
-
-    def iterate(self, loader: PreparedLoader, own_iter: Callable[[PreparedLoader], Iterator[Any]]) -> Iterator[Any]:
+    def iterate(self, own_iter: Callable[[PreparedLoader], Iterator[Any]], loader: PreparedLoader) -> Iterator[Any]:
+        """Yield the batches of `loader`; all ranks leave the loop together, in one common state."""
         if own_loops.finish(self._accelerator):  # this loop is none of the context's
             yield from loader
             return
@@ -271,6 +266,7 @@ class AcceleratorContext:
             )
 
     def note_epoch(self, loader: Any) -> None:
+        """Note that this rank's own code begins to go through a loader that is none of Accelerate's."""
         steps = self._driver.plain_steps
         self._mixes = self._mixes or self._began.get(id(loader), steps) < steps
         self._began[id(loader)] = steps

@@ -25,7 +25,7 @@ from accelerate.data_loader import (
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate_join import _compat
-from accelerate_join._protocol import JoinContext, PreparedLoader
+from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import Begin, Count, Reader, draws_exactly, refuse_position, setting
 
@@ -176,16 +176,23 @@ def _samples_in_last_round(samples: Any, shard: Any) -> int:
 
 
 @contextmanager
-def loops_replaced(context: JoinContext) -> Iterator[None]:
-    """Within, each loop over one of Accelerate's loaders goes through `Join`, also over one that is made later."""
+def loops_replaced(
+    iterate: Callable[[_Iter, PreparedLoader], Iterator[Any]], note_epoch: Callable[[Any], None]
+) -> Iterator[None]:
+    """Within, each loop over one of Accelerate's loaders goes through `iterate`, also over one that is made later.
+
+    Args:
+        iterate: Is given Accelerate's own `__iter__` of a loader's class, and the loader.
+        note_epoch: Is told of each other loader, before a loop over it.
+    """
 
     def iterates(own_iter: _Iter) -> _Iter:
-        return lambda loader: context.iterate(loader, own_iter)
+        return lambda loader: iterate(own_iter, loader)
 
     own_plain = DataLoader.__iter__
 
     def noting(loader: Any) -> Iterator[Any]:
-        context.note_epoch(loader)
+        note_epoch(loader)
         return own_plain(loader)
 
     with ExitStack() as stack:
@@ -200,17 +207,14 @@ def loops_replaced(context: JoinContext) -> Iterator[None]:
 @contextmanager
 def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) -> Iterator[None]:
     """Override `even_batches` of all prepared loaders that have it, as Accelerate does, and set it back."""
-    own = accelerator.even_batches  # for loaders that are prepared within
-    before: list[tuple[Any, bool]] = []
-    try:
+    with ExitStack() as stack:
         if value is not None:
-            accelerator.even_batches = value
+            stack.enter_context(setting(accelerator, even_batches=value))  # for loaders that are prepared within
             loaders = _compat.loaders(accelerator)
             for loader in loaders:
                 shard = _batch_sampler(loader)
                 if isinstance(shard, BatchSamplerShard):
-                    before.append((shard, shard.even_batches))
-                    shard.even_batches = value
+                    stack.enter_context(setting(shard, even_batches=value))
             if any(isinstance(loader.dataset, IterableDataset) or _dispatches(loader) for loader in loaders):
                 warnings.warn(
                     "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were"
@@ -221,10 +225,6 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
                     stacklevel=5,
                 )
         yield
-    finally:
-        for shard, even_batches in before:
-            shard.even_batches = even_batches
-        accelerator.even_batches = own
 
 
 def _dispatches(loader: PreparedLoader) -> bool:

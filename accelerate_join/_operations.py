@@ -12,7 +12,6 @@ import accelerate
 from accelerate_join import _compat
 from accelerate_join._active import ActiveOperations
 from accelerate_join._prepared import Progress
-from accelerate_join._protocol import JoinContext
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import (
     LoopDriver,
@@ -35,10 +34,7 @@ class Operations(ActiveOperations, Part):
 
     Args:
         accelerator: Whose operations these are.
-        context: The context in which they are.
         progress: How far the accelerator has come, which a checkpoint holds.
-        driver: Of the loop in which they are.
-        index: Of this part.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -50,17 +46,10 @@ class Operations(ActiveOperations, Part):
 
     driver: LoopDriver
 
-    def __init__(
-        self,
-        accelerator: accelerate.Accelerator,
-        context: JoinContext,
-        progress: Progress,
-        driver: LoopDriver,
-        index: int,
-    ) -> None:
+    def __init__(self, accelerator: accelerate.Accelerator, progress: Progress, driver: LoopDriver, index: int) -> None:
         super().__init__(driver, index)
         driver.server.hears_asides = True
-        self._accelerator, self._context, self._progress = accelerator, context, progress
+        self._accelerator, self.progress = accelerator, progress
         self._type = type(accelerator)
         self._device = accelerator.device
         self._has_warned = False
@@ -114,7 +103,7 @@ class Operations(ActiveOperations, Part):
         args, kwargs = tuple(map(_as_text, args)), {name: _as_text(arg) for name, arg in kwargs.items()}
         everywhere = self._accelerator.project_configuration.save_on_each_node or self.driver.find_main_joined()
         scaler = self._accelerator.scaler
-        states = self._progress.state_dict(), None if scaler is None else scaler.state_dict()
+        states = self.progress.state_dict(), None if scaler is None else scaler.state_dict()
         payload = args, kwargs, everywhere, *states
         if everywhere or not self._saves_alone(payload):
             with self._together(_SAVE, payload):
@@ -203,13 +192,15 @@ class Operations(ActiveOperations, Part):
         if everywhere:
             self.driver.tail.hand_over_states()
         elif progress is not None:
-            self._progress.load_state_dict(progress)
+            self.progress.load_state_dict(progress)
             if scaler is not None:
                 self._accelerator.scaler.load_state_dict(scaler)
         # All ranks write the state of a loader to one file: before the last step only those that have batches left do.
-        context, loader = self._context, self._context.loader
-        ended = self.members.serves or (loader is not None and loader.end_of_dataloader and not context.at_last_step)
-        with _compat.unsaved(loader) if ended and loader is not None else nullcontext():
+        loader = self.progress.find_loader()
+        ended = loader is not None and (
+            self.members.serves or (loader.end_of_dataloader and not self.driver.find_last_step())
+        )
+        with _compat.unsaved(loader) if ended else nullcontext():
             return self._call("save_state", args, kwargs)
 
     def note_missed(self, for_metrics: bool) -> None:

@@ -2,20 +2,21 @@
 
 import gc
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import accelerate
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import _compat
-from accelerate_join._protocol import JoinContext, PreparedLoader
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import is_engine, is_sharded_model
 
+PreparedLoader: TypeAlias = DataLoaderShard | DataLoaderDispatcher | SkipDataLoader
 _INSTEAD = (
     "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
     " state, use FSDP or DeepSpeed to shard the model too, or give all processes equally many batches"
@@ -120,11 +121,17 @@ def unwrap(thing: Any) -> Any:
 
 
 class Progress:
-    """How far this process has come: what all must agree on, or the next epoch would be another one."""
+    """How far this process has come: what all must agree on, or the next epoch would be another one.
 
-    def __init__(self, accelerator: accelerate.Accelerator, context: JoinContext) -> None:
+    Args:
+        accelerator: Whose process this is.
+        find_loader: Returns the prepared loader that this rank iterates over, or did last; `None` if that is another
+            kind of loader.
+    """
+
+    def __init__(self, accelerator: accelerate.Accelerator, find_loader: Callable[[], PreparedLoader | None]) -> None:
         self._accelerator = accelerator
-        self._context = context
+        self.find_loader = find_loader
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -145,5 +152,5 @@ class Progress:
 
     @property
     def _loaders(self) -> list[PreparedLoader]:
-        current = [] if self._context.loader is None else [self._context.loader]
-        return [*_compat.loaders(self._accelerator), *current]
+        current = self.find_loader()
+        return [*_compat.loaders(self._accelerator), *([] if current is None else [current])]

@@ -1,19 +1,13 @@
-"""A strategy's own collectives: in a step that some ranks do not have, over the ranks that have it.
+"""A strategy's own collectives: in a step that some ranks do not have, over the ranks that have it."""
 
-Also where all ranks are when: who has joined, who is in the step, and that all leave a run at the same time.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from torch_join import UnsupportedError
-from torch_join.integration import Channel, Lockstep, StepDriver, in_backward, join_rows, telling_failures
+from torch_join.integration import Channel, in_backward, join_rows
 
 _MOST_DIMENSIONS = 16
 
@@ -118,91 +112,6 @@ class ActiveCollectives:
             own(decision, all) if self.find_step_ranks() is None or not all else not own(not decision, all=False)
         )
         return found
-
-
-class StepCollectives(ParallelStrategy):
-    """What of the collectives is a strategy of the Trainer's; it comes before `ActiveCollectives`."""
-
-    enable_join: bool
-    # Until a run of several processes begins there is nobody else.
-    channel = Channel()
-    driver: StepDriver | None = None
-    join: Lockstep | None = None
-    # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
-    sets_up = False
-
-    @property
-    def joined(self) -> bool:
-        """Whether this rank has run out of batches while others have not: it makes a shadow step."""
-        return self.join is not None and self.join.in_tail and self.join.joined
-
-    @property
-    def step_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
-        return self.driver.ranks if self.driver is not None else None
-
-    def find_step_ranks(self) -> tuple[int, ...] | None:
-        """See `ActiveCollectives`."""
-        return self.step_ranks
-
-    @property
-    def meets_over(self) -> Channel | None:
-        """Where the ranks can meet; `None` outside of a run."""
-        return self.channel if self.driver is not None else None
-
-    def check_backward(self, everyone: bool) -> None:
-        """See `ActiveCollectives`."""
-        if everyone and self.join is not None and self.join.follows_backward:
-            self.join.note_gather()
-        elif self.step_ranks is not None:
-            raise UnsupportedError(
-                "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
-                f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'})."
-                " Gather detached tensors (sync_grads=False)."
-            )
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks, as `DDPStrategy.reduce`, but with an exact mean of integers.
-
-        Lightning truncates it: batch sizes 10 and 25 have the mean 17 there. Here it is a float64.
-        """
-        if not self.enable_join or not isinstance(tensor, Tensor):
-            return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
-        averages = is_mean(reduce_op)
-        if averages and not (tensor.is_floating_point() or tensor.is_complex()):
-            tensor = tensor.double()
-        ranks = self.step_ranks
-        if averages and ranks is not None:
-            return super().reduce(tensor, group, "sum") / len(active_places(ranks, group))  # type: ignore[safe-super]
-        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
-
-    def meet_in_set_up(self) -> None:
-        """Wait for all ranks, in the set-up, where a failure of one is heard of: not in a collective that lacks it."""
-        if self.sets_up:
-            self.channel.gather(None)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.meet_in_set_up()
-        super().barrier(*args, **kwargs)  # type: ignore[safe-super]
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self.meet_in_set_up()
-        return super().broadcast(obj, src)  # type: ignore[safe-super]
-
-    @contextmanager
-    def around_run(self, last: bool = True) -> Iterator[None]:
-        """Put around a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
-
-        Args:
-            last: Whether no other loop runs after it before the teardown.
-        """
-        self.sets_up = False
-        with telling_failures(self.channel):
-            yield
-        if last:
-            self.channel.close(meets=True)
-        else:
-            self.channel.gather(None)
 
 
 def is_mean(reduce_op: Any) -> bool:

@@ -1,7 +1,7 @@
 """What the strategies of this package have in common: all but how a model's step is run."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from lightning_join import _compat
+from lightning_join._collectives import active_places, is_mean
 from lightning_join._logging.step_values import StepValues
 from lightning_join._loops.resuming import load_in_one_process
 from lightning_join._loops.takeover import take_over
@@ -23,7 +24,7 @@ from lightning_join._protocol import JoiningStrategy
 from lightning_join._reading.samplers import mark_injected, without_padding
 from lightning_join._supported import check_module, check_optimizers
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
-from torch_join import Weighting
+from torch_join import UnsupportedError, Weighting
 from torch_join.integration import (
     Channel,
     ModuleMetrics,
@@ -33,6 +34,7 @@ from torch_join.integration import (
     check_timeout,
     open_channel,
     resolve_weighting,
+    telling_failures,
     use_device,
 )
 
@@ -46,7 +48,7 @@ _OF_A_RUN = (
 
 
 class Joining(ParallelStrategy):
-    """A strategy that trains exactly on uneven dataloaders.
+    """A strategy that trains exactly on uneven dataloaders; it comes before `ActiveCollectives`.
 
     Args:
         *args: The positional arguments of Lightning's own.
@@ -69,12 +71,12 @@ class Joining(ParallelStrategy):
     rebalancing: Rebalancing | None = None
     _step_values: StepValues | None = None
     _timeout: timedelta | None
-    # Of `StepCollectives`, which each strategy derives from too.
-    channel: Channel
-    driver: StepDriver | None
-    join: Any
-    sets_up: bool
-    meet_in_set_up: Callable[[], None]
+    # Until a run of several processes begins there is nobody else.
+    channel = Channel()
+    driver: StepDriver | None = None
+    join: Any = None
+    # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
+    sets_up = False
 
     def __init__(
         self,
@@ -230,6 +232,79 @@ class Joining(ParallelStrategy):
         self.channel.close()
         for name in _OF_A_RUN:
             vars(self).pop(name, None)
+
+    # ------------------------------------------------------------ who is in a step, and its collectives
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of batches while others have not: it makes a shadow step."""
+        return self.join is not None and self.join.in_tail and self.join.joined
+
+    @property
+    def step_ranks(self) -> tuple[int, ...] | None:
+        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        return self.driver.ranks if self.driver is not None else None
+
+    def find_step_ranks(self) -> tuple[int, ...] | None:
+        return self.step_ranks
+
+    @property
+    def meets_over(self) -> Channel | None:
+        """Where the ranks can meet; `None` outside of a run."""
+        return self.channel if self.driver is not None else None
+
+    def check_backward(self, everyone: bool) -> None:
+        if everyone and self.join is not None and self.join.follows_backward:
+            self.join.note_gather()
+        elif self.step_ranks is not None:
+            raise UnsupportedError(
+                "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
+                f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'})."
+                " Gather detached tensors (sync_grads=False)."
+            )
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks, as `DDPStrategy.reduce`, but with an exact mean of integers.
+
+        Lightning truncates it: batch sizes 10 and 25 have the mean 17 there. Here it is a float64.
+        """
+        if not self.enable_join or not isinstance(tensor, Tensor):
+            return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+        averages = is_mean(reduce_op)
+        if averages and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.double()
+        ranks = self.step_ranks
+        if averages and ranks is not None:
+            return super().reduce(tensor, group, "sum") / len(active_places(ranks, group))  # type: ignore[safe-super]
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+
+    def meet_in_set_up(self) -> None:
+        """Wait for all ranks, in the set-up, where a failure of one is heard of: not in a collective that lacks it."""
+        if self.sets_up:
+            self.channel.gather(None)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.meet_in_set_up()
+        super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self.meet_in_set_up()
+        return super().broadcast(obj, src)  # type: ignore[safe-super]
+
+    @contextmanager
+    def around_run(self, last: bool = True) -> Iterator[None]:
+        """Put around a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
+
+        Args:
+            last: Whether no other loop runs after it before the teardown.
+        """
+        self.sets_up = False
+        with telling_failures(self.channel):
+            yield
+        if last:
+            self.channel.close(meets=True)
+        else:
+            self.channel.gather(None)
 
     def __repr__(self) -> str:
         # Part of the error with which the other package's trainer refuses this object.

@@ -16,45 +16,35 @@ class JoiningStrategy(Protocol):
     """The strategy, as the loops, the logged values and the training under it see it.
 
     `DDPJoinStrategy` is one. It builds all of them, and none of them imports it.
+
+    Attributes:
+        weighting: How the gradients of the ranks that have a batch are combined.
+        channel: Small messages between the ranks, and the meetings of all of them.
+        driver: Serves, on a rank without a batch, what the others do in a step; `None` outside of a run.
+        join: Who has a batch at which step of a fit, and what a rank without one runs; `None` outside of a fit.
+        metrics: The module's metrics of torchmetrics; `None` outside of a run.
+        rebalancing: What rebalances batches, if they are; `None` outside of a run.
+        gathers_alike: Whether what ranks gather now surely has the same shape on all of them.
+        joined: Whether this rank has run out of batches while others have not.
+        step_ranks: The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`.
+        lightning_module: The module that is run.
+        root_device: This rank's device.
     """
 
-    @property
-    def weighting(self) -> Weighting:
-        """How the gradients of the ranks that have a batch are combined."""
-
-    @property
-    def channel(self) -> Channel:
-        """Small messages between the ranks, and the meetings of all of them."""
-
-    @property
-    def driver(self) -> StepDriver | None:
-        """Serves, on a rank without a batch, what the others do in a step; `None` outside of a run."""
-
-    @property
-    def join(self) -> Lockstep | None:
-        """Who has a batch at which step of a fit, and what a rank without one runs; `None` outside of a fit."""
-
-    @property
-    def metrics(self) -> ModuleMetrics | None:
-        """The module's metrics of torchmetrics; `None` outside of a run."""
-
-    @property
-    def rebalancing(self) -> Rebalancing | None:
-        """What rebalances batches, if they are; `None` outside of a run."""
-
+    weighting: Weighting
+    channel: Channel
+    driver: StepDriver | None
+    join: Lockstep | None
+    metrics: ModuleMetrics | None
+    rebalancing: Rebalancing | None
     gathers_alike: bool
-    """Whether what ranks gather now surely has the same shape on all of them."""
-
-    @property
-    def joined(self) -> bool:
-        """Whether this rank has run out of batches while others have not."""
-
-    @property
-    def step_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+    joined: bool
+    step_ranks: tuple[int, ...] | None
+    lightning_module: "pl.LightningModule | None"
+    root_device: torch.device
 
     def around_run(self, last: bool = True) -> AbstractContextManager[None]:
-        """Put around a run of a loop, the `last` one before the teardown or not: see `StepCollectives`."""
+        """Put around a run of a loop, the `last` one before the teardown or not: see `Joining`."""
 
     def wrap_again(self) -> None:
         """Build DDP anew, on all ranks, for the parameters that train now."""
@@ -66,14 +56,6 @@ class JoiningStrategy(Protocol):
         """Put around the update of a logged value: joined ranks take part in the reduction of its step value."""
 
     # The rest is of Lightning's own `DDPStrategy`.
-
-    @property
-    def lightning_module(self) -> "pl.LightningModule | None":
-        """The module that is run."""
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks that take part; all of these call it."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_join import _compat
-from lightning_join._collectives import ActiveCollectives, StepCollectives
+from lightning_join._collectives import ActiveCollectives
 from lightning_join._joining import Joining
 from lightning_join._names import ENGINES, start_methods
 from torch_join import UnsupportedError
@@ -116,7 +116,7 @@ class _WholeResultLauncher(_compat.MultiProcessingLauncher):
         return super()._collect_rank_zero_results(trainer, results)
 
 
-class FSDPJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollectives, FSDPStrategy):
+class FSDPJoinStrategy(Sharded, Joining, ActiveCollectives, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop, in step with the others: it takes part in each gather of
@@ -157,7 +157,7 @@ class FSDPJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollectives, FSD
             strategy_registry.register(name, cls, description=description, start_method=start_method)
 
 
-class ModelParallelJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollectives, ModelParallelStrategy):
+class ModelParallelJoinStrategy(Sharded, Joining, ActiveCollectives, ModelParallelStrategy):
     """`fully_shard`, also over tensor parallelism, that trains exactly on uneven dataloaders.
 
     The ranks of one tensor-parallel group must have the same batches.
@@ -180,7 +180,7 @@ class ModelParallelJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollect
         strategy_registry.register("model_parallel_join", cls, description="fully_shard on uneven dataloaders")
 
 
-class DeepSpeedJoinStrategy(Sharded, Joining, StepCollectives, ActiveCollectives, DeepSpeedStrategy):
+class DeepSpeedJoinStrategy(Sharded, Joining, ActiveCollectives, DeepSpeedStrategy):
     """DeepSpeed that trains exactly on uneven dataloaders, in ZeRO's stages 0 to 3, with offload to the CPU.
 
     A rank that runs out of batches stays in the fit loop, in step with the others: it replays what the others' engines

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_join import _compat
-from lightning_join._collectives import ActiveCollectives, StepCollectives
+from lightning_join._collectives import ActiveCollectives
 from lightning_join._joining import Joining
 from lightning_join._names import ddp_names
 from lightning_join._supported import check_manual, check_strategy
@@ -20,7 +20,7 @@ from lightning_join._training.manual import ManualPart
 from torch_join.integration import LockstepJoin, ModelShadow
 
 
-class DDPJoinStrategy(Joining, StepCollectives, ActiveCollectives, DDPStrategy):
+class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
     """DDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop, in step with the others, and takes part in
@@ -55,7 +55,6 @@ class DDPJoinStrategy(Joining, StepCollectives, ActiveCollectives, DDPStrategy):
 
     Limits:
         `docs/lightning.md` lists what raises.
-
     """
 
     strategy_name = "ddp_join"

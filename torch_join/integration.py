@@ -12,7 +12,7 @@ from torch_join import own_loops
 from torch_join._base.attributes import setting
 from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
-from torch_join._base.errors import DECIDE, name_ranks
+from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.membership import MeetingPoint
 from torch_join._base.names import check_names, naming_missing
@@ -22,7 +22,6 @@ from torch_join._collectives.gather import join_rows
 from torch_join._control.channel import Channel
 from torch_join._control.codec import closed, is_closed
 from torch_join._control.failures import telling_failures
-from torch_join._control.farewell import say_farewell
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._lockstep.base import Lockstep
@@ -44,65 +43,18 @@ from torch_join.joinables.arguments import check_timeout, listed
 from torch_join.joinables.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join.joinables.part import Driver
 
+# fmt: off
 __all__ = [
-    "DECIDE",
-    "Begin",
-    "Changes",
-    "Channel",
-    "Count",
-    "Driver",
-    "EpochRecord",
-    "Lockstep",
-    "LockstepJoin",
-    "LoopDriver",
-    "MeetingPoint",
-    "ModelShadow",
-    "ModuleMetrics",
-    "Part",
-    "RankRecord",
-    "ReadStep",
-    "Reader",
-    "Rebalancer",
-    "Rebalancing",
-    "RefillGuard",
-    "StepDriver",
-    "StepMirror",
-    "check_can_rebalance",
-    "check_names",
-    "check_timeout",
-    "closed",
-    "draws_exactly",
-    "driver_of",
-    "early_termination",
-    "engine_lockstep_join",
-    "factor_of_count",
-    "follow_engine",
-    "follow_sharded_model",
-    "group_options",
-    "holds_parts",
-    "in_backward",
-    "is_closed",
-    "is_communication_error",
-    "is_engine",
-    "is_length_certain",
-    "is_sharded_model",
-    "join_rows",
-    "leads_to",
-    "listed",
-    "name_ranks",
-    "naming_missing",
-    "open_channel",
-    "own_loops",
-    "refuse_position",
-    "resolve_weighting",
-    "say_farewell",
-    "setting",
-    "sharded_lockstep_join",
-    "steps_of",
-    "take_group_options",
-    "telling_failures",
-    "use_device",
+    "Begin", "Changes", "Channel", "Count", "Driver", "EpochRecord", "Lockstep", "LockstepJoin", "LoopDriver",
+    "MeetingPoint", "ModelShadow", "ModuleMetrics", "Part", "RankRecord", "ReadStep", "Reader", "Rebalancer",
+    "Rebalancing", "RefillGuard", "StepDriver", "StepMirror", "check_can_rebalance", "check_names", "check_timeout",
+    "closed", "draws_exactly", "driver_of", "early_termination", "engine_lockstep_join", "factor_of_count",
+    "follow_engine", "follow_sharded_model", "group_options", "holds_parts", "in_backward", "is_closed",
+    "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "leads_to", "listed",
+    "name_ranks", "naming_missing", "open_channel", "own_loops", "refuse_position", "resolve_weighting", "setting",
+    "sharded_lockstep_join", "steps_of", "take_group_options", "telling_failures", "use_device",
 ]
+# fmt: on
 
 
 def sharded_lockstep_join(driver: StepDriver, model: nn.Module, **kwargs: Any) -> Lockstep:

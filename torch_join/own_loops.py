@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_join._base.compat import differentiable
-from torch_join._base.errors import DECIDE, JoinError, PeerFailedError
-from torch_join._control.farewell import say_farewell
+from torch_join._base.errors import DECIDE, ENDS, JoinError, JoinTimeoutError, PeerFailedError, check_all_go_on
+from torch_join._control.failures import telling_failures
+from torch_join._control.rendezvous import open_channel
 from torch_join._tail.loop import LoopDriver
 from torch_join._tail.nesting import read_ahead
 
@@ -215,15 +216,31 @@ def may_end(owner: Hashable, driver: LoopDriver) -> None:
 
 
 def end(owner: Hashable) -> None:
-    """End training.
+    """End training, where the ranks meet in the place of a next `with`.
+
+    A rank that has run out of batches is not told of a stop that the others decide on in the loop's body. Where they
+    end their training, it begins the next loop, and would find them gone. Nobody fails by a rank whose process has
+    ended, or that does not come in time: it may have work of its own left.
 
     Raises:
         JoinError: On all ranks, if one of them begins another loop: it was not told.
     """
     world = _ending.pop(owner, None)
     # In a `finally` this rank fails already.
-    if world is not None and dist.group.WORLD is not None and world() is dist.group.WORLD and sys.exc_info()[1] is None:
-        say_farewell(world(), _PATIENCE)
+    if world is None or dist.group.WORLD is None or world() is not dist.group.WORLD or sys.exc_info()[1] is not None:
+        return
+    channel = open_channel(world(), _PATIENCE)
+    try:
+        with telling_failures(channel):
+            check_all_go_on(channel.gather(ENDS, of=list[str]), channel.global_ranks)
+        channel.close(meets=True)
+    except JoinTimeoutError:
+        pass
+    except PeerFailedError as error:
+        if DECIDE in error.reason:
+            raise
+    finally:
+        channel.close()
 
 
 def to_the_end(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:

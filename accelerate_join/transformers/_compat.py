@@ -35,12 +35,8 @@ def rows_of(batch: Any) -> int | None:
     return next((len(each) for each in lists if isinstance(each, list)), None) if found is None else found
 
 
-def skip_first_batches(loader: Any, number: int) -> Any:
-    """Return `loader` without its first batches, as Accelerate does."""
-    return _skip_first_batches(loader, number)
-
-
-_skip_first_batches = hf.skip_first_batches  # type: ignore[attr-defined]
+# Returns a loader without its first batches, as Accelerate does.
+skip_first_batches: Callable[[Any, int], Any] = hf.skip_first_batches  # type: ignore[attr-defined]
 
 
 def skipping(skip: Callable[[Any, int], Any]) -> AbstractContextManager[None]:

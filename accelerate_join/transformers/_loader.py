@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
@@ -24,13 +24,6 @@ class Said(NamedTuple):
     examples: int | None
 
 
-class Reader(Protocol):
-    """What goes through the loader on all ranks together."""
-
-    def go_through(self, loader: "EvenedLoader") -> Iterator[Any]:
-        """Yield this rank's batches, and for as long as other ranks have some a batch without rows."""
-
-
 class EvenedLoader:
     """A loader of Accelerate's, and those of the other ranks.
 
@@ -39,13 +32,12 @@ class EvenedLoader:
 
     Args:
         loader: This rank's own.
-        find_reader: Returns what goes through it with the other ranks; `None` outside of a run.
+        find_reader: Returns what goes through it with the other ranks, a `Run`; `None` outside of one.
         trains: Whether what it yields is trained on.
         owns: Whether the dataset is this rank's own.
         rebalances: Whether ranks give batches to each other.
 
     Attributes:
-        loader, trains, owns, rebalances: The same.
         everyone: What each rank has said; empty until then.
         template: A batch without rows; `None` before this rank has one.
         end_of_dataloader: Whether no rank has another batch; Accelerate looks at it.
@@ -57,7 +49,7 @@ class EvenedLoader:
     def __init__(
         self,
         loader: DataLoaderShard,
-        find_reader: Callable[[], Reader | None],
+        find_reader: Callable[[], Any],
         trains: bool,
         owns: bool,
         rebalances: bool = False,
@@ -107,8 +99,9 @@ class EvenedLoader:
         return steps_of(known) if self.rebalances else max(known)
 
     def __iter__(self) -> Iterator[Any]:
-        reader = self._find_reader()
-        return iter(self.loader) if reader is None else reader.go_through(self)
+        run = self._find_reader()
+        batches: Iterator[Any] = iter(self.loader) if run is None else run.go_through(self)
+        return batches
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # of one that is being made

@@ -19,9 +19,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from accelerate_join._compat import has_prepared
 from accelerate_join.transformers import _compat
 from accelerate_join.transformers._loader import EvenedLoader, length_of
-from accelerate_join.transformers._run import Run, check_supported, have_wrapped, set_back
+from accelerate_join.transformers._run import Run, check_supported, have_wrapped
 from torch_join import JoinTypeError, UnsupportedError, Weighting
-from torch_join.integration import check_can_rebalance, factor_of_count, resolve_weighting
+from torch_join.integration import check_can_rebalance, factor_of_count, resolve_weighting, setting
 
 _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
 
@@ -136,16 +136,9 @@ class JoinTrainerMixin:
                 loader.device = None  # batches are counted first
             return loader
         accelerator = self.accelerator
-        before, own = accelerator.even_batches, vars(accelerator).get("prepare_data_loader")
-        accelerator.even_batches = False
-        if self.own_shards:
-            accelerator.prepare_data_loader = self._prepare_own
-        try:
+        own = {"prepare_data_loader": self._prepare_own} if self.own_shards else {}
+        with setting(accelerator, even_batches=False, **own):
             loader = get(*args, **kwargs)
-        finally:
-            accelerator.even_batches = before
-            if self.own_shards:
-                set_back(accelerator, "prepare_data_loader", own)
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
             # A subclass has not prepared it, and so shards by itself.
             loader = self._prepare_own(loader, use_seedable_sampler=False)
@@ -205,12 +198,9 @@ class JoinTrainerMixin:
             return step(model, inputs, num_items_in_batch, **kwargs)
         mine = next(float(count) for batch, count in self._counts if batch is inputs)
         factor = self.current_gradient_accumulation_steps * factor_of_count(1, mine, self._counted_alone)
-        own, backward = vars(self.accelerator).get("backward"), self.accelerator.backward
-        self.accelerator.backward = lambda loss, **more: backward(loss * factor, **more)
-        try:
+        backward = self.accelerator.backward
+        with setting(self.accelerator, backward=lambda loss, **more: backward(loss * factor, **more)):
             return step(model, inputs, num_items_in_batch, **kwargs) * factor
-        finally:
-            set_back(self.accelerator, "backward", own)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if self.own_shards and length_of(eval_dataset) == 0:
@@ -253,11 +243,8 @@ class JoinTrainerMixin:
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         with self._joining():
             if self._join_run is None or not isinstance(dataloader, EvenedLoader):
-                self._evaluates = True
-                try:
+                with setting(self, _evaluates=True):
                     return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
-                finally:
-                    self._evaluates = False
             with self._join_run.evaluation(dataloader) as samples:
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
             return EvalLoopOutput(output.predictions, output.label_ids, output.metrics, sum(samples))

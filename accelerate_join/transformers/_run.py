@@ -35,6 +35,7 @@ from torch_join.integration import (
     is_engine,
     is_sharded_model,
     open_channel,
+    setting,
     sharded_lockstep_join,
     telling_failures,
     use_device,
@@ -132,7 +133,8 @@ class Run:
         where = self.channel, trainer.args.device
         options: Any = self.driver.members.count, self._rebalancing, trainer.throw_on_early_termination
         self._reading[True] = Reading(*where, self._begin_training, self._finish_training, *options)
-        self._reading[False] = Reading(*where, self._begin_evaluation, self.hand_over_kept)
+        begin_evaluation = partial(self.channel.gather, of=tuple[bool, int | None, bool])
+        self._reading[False] = Reading(*where, begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
         for monitor in self._monitors:
             monitor.watch((self.channel, trainer.log))
@@ -148,9 +150,7 @@ class Run:
             (trainer.accelerator, "pad_across_processes", self._pad),
             (trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin),
         ):
-            before = vars(owner).get(name)
-            setattr(owner, name, partial(ours, getattr(owner, name)))
-            stack.callback(set_back, owner, name, before)
+            stack.enter_context(setting(owner, **{name: partial(ours, getattr(owner, name))}))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -195,9 +195,6 @@ class Run:
         if self._join is not None:
             self._join.finish()
         self.hand_over_kept()
-
-    def _begin_evaluation(self, mine: Any) -> Any:
-        return self.channel.gather(mine, of=tuple[bool, int | None, bool])
 
     def _take(self, trains: bool, inputs: Any) -> ReadStep | None:
         """Return who has a batch in the step of these inputs; `None` if nobody has evened them.
@@ -474,11 +471,3 @@ def _skip(loader: Any, number: int) -> Any:
 
 def _unwrapped(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)  # `torch.compile`'s
-
-
-def set_back(owner: Any, name: str, before: Any) -> None:
-    """Set back an attribute of an object, which had none of its own if it was `None`."""
-    if before is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)

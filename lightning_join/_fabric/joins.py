@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_join._collectives import active_places, is_mean
 from lightning_join._fabric import compat as _compat
-from lightning_join._fabric.loader import AheadReader, JoinedLoader
 from lightning_join._fabric.operations import Operations
 from lightning_join._reading.samplers import mark_injected, without_padding
 from torch_join import Join, JoinError, UnsupportedError, Weighting
@@ -23,6 +22,7 @@ from torch_join.integration import (
     Channel,
     LoopDriver,
     ModelShadow,
+    Reader,
     check_can_rebalance,
     driver_of,
     holds_parts,
@@ -32,6 +32,8 @@ from torch_join.integration import (
     setting,
     telling_failures,
 )
+
+T = TypeVar("T")
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _BATCHES = "over both at once: `for a, b in fabric.strategy.batches(zip(a, b))`"
@@ -231,7 +233,7 @@ class Joins:
         return self._nested(driver, loader) if driver.in_loop else self._read(driver, loader)
 
     def _read(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
-        for batch in driver.go_through(loader, AheadReader):
+        for batch in driver.go_through(loader, _AheadReader):
             yield batch
             if self._inner:
                 with telling_failures(driver.server.channel):
@@ -353,13 +355,45 @@ class Joins:
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
-        """See `OwnFabric`."""
+        """Save a checkpoint, as Fabric's own strategy does; each rank that Fabric has save calls this."""
         super().save_checkpoint(path, state, storage_options)  # type: ignore[misc]
 
     def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
-        """See `OwnFabric`."""
+        """Log values by this rank's loggers."""
         for logger in [] if self.fabric is None else self.fabric.loggers:
             logger.log_metrics(metrics=metrics, step=step)
+
+
+class JoinedLoader(Generic[T]):
+    """A loader that was set up; each loop over it serves, in its end, ranks that have more batches.
+
+    Args:
+        loader: What Fabric would go through.
+        go_through: Goes through it on all ranks.
+    """
+
+    def __init__(self, loader: Iterable[T], go_through: Callable[[Iterable[T]], Iterator[T]]) -> None:
+        self.__dict__.update(getattr(loader, "__dict__", {}))  # as Fabric's own wrapper, which looks for the sampler
+        self._joined_loader, self._goes_through = loader, go_through
+
+    def __iter__(self) -> Iterator[T]:
+        return self._goes_through(self._joined_loader)
+
+    def __len__(self) -> int:
+        return len(self._joined_loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_joined_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._joined_loader, name)
+
+
+class _AheadReader(Reader[T]):
+    """Reads one batch ahead, so that it knows which one is the last."""
+
+    @property
+    def at_last(self) -> bool:
+        return self.has_next() and not self.has_next(2)
 
 
 class _Launcher(_compat.MultiProcessingLauncher):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
@@ -21,23 +21,11 @@ class Taking(NamedTuple):
     place: int
 
 
-class OwnFabric(Protocol):
-    """What Fabric's own strategy does."""
-
-    def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
-        """Save a checkpoint; each rank that Fabric has save calls this."""
-
-    def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
-        """Log values by this rank's loggers."""
-
-
 class Operations(Part):
     """What rank 0 does for all: saving and logging, on an active rank and on one that has joined.
 
     Args:
-        strategy: Whose operations these are.
-        driver: Of the loop in which they are.
-        index: Of this part.
+        strategy: Whose operations these are: a `Joins`.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -47,7 +35,7 @@ class Operations(Part):
 
     driver: LoopDriver
 
-    def __init__(self, strategy: OwnFabric, driver: LoopDriver, index: int) -> None:
+    def __init__(self, strategy: Any, driver: LoopDriver, index: int) -> None:
         super().__init__(driver, index)
         self._strategy = strategy
         driver.server.hears_asides = True

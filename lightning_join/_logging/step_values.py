@@ -100,8 +100,6 @@ class StepValues(Part):
     """Reduces step values over the active ranks, and hands the results to joined ones.
 
     Args:
-        driver: The driver of the steps.
-        index: This part's place among its parts.
         strategy: The strategy that reduces.
     """
 

@@ -51,7 +51,7 @@ class JoinFitLoop(FitLoop):
             cast(Any, self.epoch_loop).begin_fit()
             self.agree_on_stop()  # `on_fit_start` may have set it
             super().run()
-            self.keep_place()
+            self._last_place, self._record = self._place(), None  # for checkpoints that are saved after the fit
             if (rebalancing := rebalancing_of(self.trainer)) is not None:
                 rebalancing.close()
 
@@ -279,7 +279,6 @@ class JoinFitLoop(FitLoop):
 
         Raises:
             UnsupportedError: Some rank cannot take part.
-
         """
         trainer: Any = self.trainer
         if (ranks := strategy_of(self.trainer).step_ranks) is not None:
@@ -341,11 +340,6 @@ class JoinFitLoop(FitLoop):
         dist.gather_object(place, places)
         return {trainer.global_rank: place} if places is None else dict(enumerate(places))
 
-    def keep_place(self) -> None:
-        """Remember at the fit's end where this rank is, for checkpoints that are saved after it."""
-        self._last_place = self._place()
-        self._record = None
-
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
         self._record = state_dict.get(KEY)
@@ -356,7 +350,6 @@ class JoinFitLoop(FitLoop):
         Raises:
             UnsupportedError: On all ranks, if another number of ranks has written the checkpoint.
             JoinError: The epoch has become shorter than what was trained of it.
-
         """
         trainer = self.trainer
         record, self._record = self._record, None

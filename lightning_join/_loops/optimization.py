@@ -1,17 +1,16 @@
-"""Automatic optimization: a real step, one without a loss, or a shadow; weighted."""
+"""Optimization: a real step, one without a loss, or a shadow; weighted."""
 
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_join._compat import AutomaticOptimization, ClosureResult, call
-from lightning_join._loops.user_code import shadow_step
-from lightning_join._protocol import join_of, strategy_of
-from lightning_join._training.batch_norm import merge_statistics
+from lightning_join._compat import AutomaticOptimization, BatchNorm, ClosureResult, ManualOptimization, call
+from lightning_join._loops.user_code import NoStopIteration, shadow_step
+from lightning_join._protocol import JoiningStrategy, join_of, strategy_of
 
 
 class JoinAutomaticOptimization(AutomaticOptimization):
@@ -30,7 +29,7 @@ class JoinAutomaticOptimization(AutomaticOptimization):
             output = super().run(optimizer, batch_idx, kwargs)
         self._result = None  # and with it the graph
         if join.keeps_buffers and join.is_last_step:
-            merge_statistics(self.trainer.lightning_module, strategy_of(self.trainer))
+            _merge_statistics(self.trainer.lightning_module, strategy_of(self.trainer))
         if join.joined:
             return output or {"loss": torch.zeros(())}
         return {} if join.no_output else output
@@ -58,3 +57,36 @@ class JoinAutomaticOptimization(AutomaticOptimization):
     def _backward(self, backward: Callable[[Tensor], None], loss: Tensor) -> None:
         if not join_of(self.trainer).backward(lambda: backward(loss)) and self._result is not None:
             self._result.loss = None  # as in one process: the closure returns None, and a GradScaler stays as it is
+
+
+def _merge_statistics(module: nn.Module, strategy: JoiningStrategy) -> None:
+    """Give all ranks the statistics of all ranks' batches; all ranks meet.
+
+    `StochasticWeightAveraging` ends with an epoch in which nothing is trained and each BatchNorm takes the
+    plain average over its batches (`momentum=None`). Each rank has averaged over its own.
+    """
+    for norm in module.modules():
+        if not isinstance(norm, BatchNorm) or norm.momentum is not None or norm.num_batches_tracked is None:
+            continue
+        count = norm.num_batches_tracked
+        total = strategy.reduce(count.clone(), reduce_op="sum")
+        for average in (norm.running_mean, norm.running_var) if total > 0 else ():
+            assert average is not None
+            average.copy_(strategy.reduce(average * count, reduce_op="sum") / total)
+        count.copy_(total)
+
+
+class JoinManualOptimization(ManualOptimization):
+    """Lightning's manual optimization, in which a joined rank repeats what the others' `training_step` trains."""
+
+    def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        with join_of(self.trainer).around_step():
+            return super().run(kwargs)
+
+    def advance(self, kwargs: OrderedDict[str, Any]) -> None:
+        # Inside of what suppresses it, else it would end one rank's step alone, and in silence.
+        with NoStopIteration():
+            if join_of(self.trainer).joined:
+                self._output = {"loss": shadow_step(self.trainer).detach()}
+            else:
+                super().advance(kwargs)

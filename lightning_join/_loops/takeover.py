@@ -15,8 +15,7 @@ from lightning_join._logging.results import JoinResultCollection
 from lightning_join._loops.epoch import JoinEpochLoop
 from lightning_join._loops.evaluation import JoinEvaluationLoop
 from lightning_join._loops.fit import JoinFitLoop
-from lightning_join._loops.manual import JoinManualOptimization
-from lightning_join._loops.optimization import JoinAutomaticOptimization
+from lightning_join._loops.optimization import JoinAutomaticOptimization, JoinManualOptimization
 from lightning_join._loops.prediction import JoinPredictionLoop
 from lightning_join._loops.progress import JoinBatchProgress
 from lightning_join._loops.signals import JoinSignalConnector
@@ -40,7 +39,6 @@ def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
 
     Raises:
         UnsupportedError: A loop is of a class of the user's own.
-
     """
     for part in _parts(trainer):
         if type(part) in _CLASSES.values():

@@ -1,4 +1,4 @@
 """`JoinMonitor`: how uneven the dataloaders are, and what that costs.
 
-Begin with: `monitor.py`; `timeline.py` is the picture of what it collects.
+Begin with: `monitor.py`.
 """

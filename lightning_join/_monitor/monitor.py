@@ -1,6 +1,9 @@
 """`JoinMonitor`: how uneven the dataloaders are, and what that costs."""
 
 import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_join import _compat
 from lightning_join._callback import JOINING, JoinCallback
 from lightning_join._joining import Joining
-from lightning_join._monitor.timeline import check_plot, draw_timeline
 from lightning_join._packages import check_trainer
 from torch_join import JoinTypeError, JoinValueError
 from torch_join.integration import Channel, EpochRecord, RankRecord
+
+_ACTIVE, _JOINED = "#4c72b0", "#dddddd"
+_BARS = {_ACTIVE: "active", _JOINED: "joined"}
 
 
 class JoinMonitor(Callback):
@@ -59,7 +64,7 @@ class JoinMonitor(Callback):
         if not 0 <= reshard_above <= 1:
             raise JoinValueError(f"reshard_above is a share of steps, from 0 to 1, got {reshard_above!r}.")
         if plot is not None:
-            check_plot(plot)
+            _check_plot(plot)
         self._plot = None if plot is None else Path(plot)
         self._reshard_above = reshard_above
         self._warned = False
@@ -149,7 +154,7 @@ class JoinMonitor(Callback):
 
     def _draw(self, trainer: "pl.Trainer") -> None:
         if self._plot is not None and self.epochs and trainer.is_global_zero:
-            draw_timeline(self.epochs, self._plot)
+            _draw_timeline(self.epochs, self._plot)
 
     def _begin(self) -> None:
         self._batches = self._shadow_steps = self._received = 0
@@ -166,3 +171,50 @@ def _given(trainer: Any) -> tuple[int, int]:
     strategy = trainer.strategy
     plan = strategy.join.plan if isinstance(strategy, Joining) and strategy.join is not None else None
     return (plan.gifts, strategy.rebalancing.nbytes) if plan is not None else (0, 0)
+
+
+def _check_plot(path: object) -> None:
+    """Raise if nothing can be drawn, or not there.
+
+    Raises:
+        JoinTypeError: `path` is no path.
+        JoinValueError: There is no matplotlib; naming what to install.
+    """
+    if not isinstance(path, (str, PathLike)):
+        raise JoinTypeError(
+            f"plot is the path of the PNG file to write, got {path!r}. Write JoinMonitor(plot='timeline.png'), or leave"
+            " `plot` out."
+        )
+    if find_spec("matplotlib") is None:
+        raise JoinValueError(
+            "JoinMonitor(plot=...) draws with matplotlib, which is not installed: `pip install 'torch-join[plot]'`,"
+            " or leave `plot` out."
+        )
+
+
+def _draw_timeline(epochs: Sequence[EpochRecord], path: Path) -> None:
+    """Write a bar per rank, over the epochs' seconds, as a PNG file."""
+    # Not by way of pyplot, whose figures and backend are the user's.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    world_size = len(epochs[0].ranks)
+    figure = Figure(figsize=(10, min(30.0, 1.5 + 0.3 * world_size)), layout="constrained")
+    axes = figure.subplots()
+    bars: dict[str, list[list[tuple[float, float]]]] = {color: [[] for _ in range(world_size)] for color in _BARS}
+    start = 0.0
+    for epoch in epochs:
+        axes.axvline(start, color="black", linewidth=0.5)
+        for number, rank in enumerate(epoch.ranks):
+            bars[_ACTIVE][number].append((start, rank.active_seconds))
+            bars[_JOINED][number].append((start + rank.active_seconds, rank.seconds - rank.active_seconds))
+        start += epoch.seconds
+    for color, label in _BARS.items():
+        for number, spans in enumerate(bars[color]):
+            axes.broken_barh(spans, (number - 0.4, 0.8), color=color, label=None if number else label)
+    axes.set(xlim=(0, start or 1), xlabel="seconds of training epochs, one after the other", ylabel="rank")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.invert_yaxis()
+    figure.legend(loc="outside upper right", ncols=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")

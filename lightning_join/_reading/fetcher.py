@@ -246,12 +246,10 @@ class ReadAheadFetcher(DataFetcher):
         self._guard.gives = True
 
     def read(self, ahead: int) -> int:
-        """See `Source`."""
         self.fill(ahead)
         return len(self.batches)
 
     def peek(self) -> Any:
-        """See `Source`."""
         return self.batches[0]
 
     def reserve(self, count: int) -> list[Any]:

@@ -60,7 +60,8 @@ def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> 
             limits.append(int(planned[-1]))  # nobody knows yet
             error = error or str(why)
     stateful = any(isinstance(loader, Stateful) for loader in loaders)
-    certain, sharded = [_is_certain(loader) for loader in loaders], [sharded_samples(loader) for loader in loaders]
+    sharded = [sharded_samples(loader) for loader in loaders]
+    certain = [isinstance(each, (DataLoader, Sequence)) and not has_iterable_dataset(each) for each in loaders]
     return Loaders(limits, error, certain, planned, [_full_batches(loader) for loader in loaders], stateful, sharded)
 
 
@@ -140,16 +141,11 @@ def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> 
     return loader, mine
 
 
-def _is_certain(loader: Any) -> bool:
-    return isinstance(loader, (DataLoader, Sequence)) and not has_iterable_dataset(loader)
-
-
 def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
     """Share what every rank measured.
 
     Raises:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
-
     """
     everyone = channel.gather(mine, of=Loaders)
     check(everyone)

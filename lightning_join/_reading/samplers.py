@@ -47,7 +47,9 @@ def without_padding(dataloader: object) -> object:
     """
     for sampler in _injected(dataloader):
         if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
-            _take_place(sampler)
+            if (place := cast(InjectedRank, sampler.rank).place) is not None:
+                sampler.rank, sampler.num_replicas = InjectedRank(place[0]), place[1]
+                sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
         elif (unpadded := _UNPADDED.get(type(sampler))) is not None:
             sampler.__class__ = unpadded
             cast(UnpaddedDistributedSampler, sampler).unpad()
@@ -65,10 +67,3 @@ def _injected(dataloader: object) -> Iterator[DistributedSampler[Any]]:
         for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
             if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
                 yield sampler
-
-
-def _take_place(sampler: UnrepeatedDistributedSamplerWrapper) -> None:
-    place = cast(InjectedRank, sampler.rank).place
-    if place is not None:
-        sampler.rank, sampler.num_replicas = InjectedRank(place[0]), place[1]
-        sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))

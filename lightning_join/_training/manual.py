@@ -23,6 +23,7 @@ from torch_join.integration import (
     StepDriver,
     StepMirror,
     group_options,
+    setting,
     take_group_options,
 )
 
@@ -31,8 +32,6 @@ class ManualPart(Part):
     """The training that `training_step` does by itself.
 
     Args:
-        driver: The driver of the steps.
-        index: This part's number there.
         strategy: The strategy, of which this uses Lightning's own methods.
         lockstep: Who has a batch at which step.
         shadow: The model's shadow.
@@ -89,11 +88,8 @@ class ManualPart(Part):
     def shadow_step(self) -> Tensor:
         """Do on a joined rank what the active ones do in `training_step`, and return a scalar zero."""
         self._let_buffers_sync()
-        self._ddp.require_backward_grad_sync = False  # its forward is followed by no backward
-        try:
+        with setting(self._ddp, require_backward_grad_sync=False):  # its forward is followed by no backward
             return self._lockstep.shadow_forward()
-        finally:
-            self._ddp.require_backward_grad_sync = True
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Do what `Strategy.backward` does, with a weighted loss."""
@@ -160,7 +156,9 @@ class ManualPart(Part):
             if self.server.announces:
                 self._mirror.check_averaged([p for group in optimizer.param_groups for p in group["params"]])
                 self._send_changes()
-                self.announce_open("step", (self._index_of(optimizer), group_options(optimizer), options))
+                self.announce_open(
+                    "step", (self._strategy.optimizers.index(optimizer), group_options(optimizer), options)
+                )
             # From here on joined ranks do the same.
             rest.enter_context(self._driver.server.on_all_ranks())
             return result
@@ -178,11 +176,8 @@ class ManualPart(Part):
         if kind == "changes":
             self._mirror.take(payload, self.members.leader)
         elif kind == "backward":
-            self._ddp.require_backward_grad_sync = payload
-            try:
+            with setting(self._ddp, require_backward_grad_sync=payload):
                 strategy.backward(self._shadow.zero(), None)
-            finally:
-                self._ddp.require_backward_grad_sync = False
         elif kind == "step":
             index, options, arguments = payload
             take_group_options(strategy.optimizers[index], options)
@@ -205,9 +200,6 @@ class ManualPart(Part):
         # DDP broadcasts them before a forward only if the last forward was followed by a synced backward.
         # In manual optimization it takes that for never, and BatchNorm would differ by rank.
         self._ddp.require_forward_param_sync = True
-
-    def _index_of(self, optimizer: Optimizer) -> int:
-        return next(i for i, mine in enumerate(self._strategy.optimizers) if mine is optimizer)
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._stepping and self.server.channel.world_size > 1:

@@ -28,7 +28,7 @@ from tests.support.loops import Program
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinableOptimizer
 from torch_join._base.specs import TensorSpec
-from torch_join._collectives.compat import finished_work, unbox_work
+from torch_join._collectives.compat import finished_work
 from torch_join._handover import objects, transfer
 from torch_join.integration import ModelShadow
 
@@ -391,7 +391,7 @@ def wait_for_a_work_that_is_done(rank: int) -> None:
     torch.accelerator.synchronize()
     with emulator.on_stream(side):
         x.zero_()
-        work = unbox_work(finished_work([x]))
+        work = dist.Work.unbox(finished_work([x]))
     assert work is not None
     work.wait()
     x.add_(1)

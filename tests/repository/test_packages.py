@@ -28,13 +28,13 @@ PUBLIC = {
         Weighting windows
     """,
     torch_join.integration: """
-        DECIDE Begin Changes Channel Count Driver EpochRecord Lockstep LockstepJoin LoopDriver MeetingPoint
-        ModelShadow ModuleMetrics Part RankRecord ReadStep Reader Rebalancer Rebalancing RefillGuard StepDriver
-        StepMirror check_can_rebalance check_names check_timeout closed draws_exactly driver_of early_termination
+        Begin Changes Channel Count Driver EpochRecord Lockstep LockstepJoin LoopDriver MeetingPoint ModelShadow
+        ModuleMetrics Part RankRecord ReadStep Reader Rebalancer Rebalancing RefillGuard StepDriver StepMirror
+        check_can_rebalance check_names check_timeout closed draws_exactly driver_of early_termination
         engine_lockstep_join factor_of_count follow_engine follow_sharded_model group_options holds_parts
         in_backward is_closed is_communication_error is_engine is_length_certain is_sharded_model join_rows leads_to
-        listed name_ranks naming_missing open_channel own_loops refuse_position resolve_weighting say_farewell
-        setting sharded_lockstep_join steps_of take_group_options telling_failures use_device
+        listed name_ranks naming_missing open_channel own_loops refuse_position resolve_weighting setting
+        sharded_lockstep_join steps_of take_group_options telling_failures use_device
     """,
     lightning_join: """
         DDPJoinStrategy DeepSpeedJoinStrategy FSDPJoinStrategy JoinCallback JoinMonitor ModelParallelJoinStrategy

@@ -65,7 +65,8 @@ LARGE, buckets_of = _transfer._LARGE, _transfer._buckets
 TILE = _digest._TILE
 Override = Hook
 REFUSALS = tuple(value for value in vars(_call).values() if isinstance(value, _call.Refusal))
-entered_joins, asked_at_exit = _nesting._entered, _quiesce._asked
+entered_joins = _nesting._entered
+asks_at_exit = _quiesce.quiesce_at_exit.cache_info
 
 # What tests replace: a module, and a name in it.
 TILES_PLACE = (_digest, "_tiles")

@@ -1,7 +1,7 @@
 """Attributes that are other ones for a while."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from inspect import getattr_static
 from typing import Any
 
@@ -22,3 +22,10 @@ def setting(owner: Any, **attributes: Any) -> Iterator[None]:
                 setattr(owner, name, before[name])
             else:
                 delattr(owner, name)
+
+
+def replace(owner: Any, **attributes: Any) -> Callable[[], None]:
+    """Set attributes as `setting` does, and return what ends that."""
+    inside = ExitStack()
+    inside.enter_context(setting(owner, **attributes))
+    return inside.close

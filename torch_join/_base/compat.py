@@ -27,13 +27,6 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     return distributed_c10d._world.pg_map[group][1]
 
 
-def innermost_store(store: dist.Store) -> dist.Store:
-    """Unwrap the prefixes around `store`."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], bucket_bytes: int, src: int) -> None:
     """Broadcast `tensors` in place from rank `src` of `group`, packed as DDP packs its buffers."""
     dist._broadcast_coalesced(group, list(tensors), bucket_bytes, src)
@@ -63,11 +56,6 @@ def has_local_sgd_hook(ddp: DistributedDataParallel) -> bool:
 def forwards_without_collectives(ddp: DistributedDataParallel) -> bool:
     """Whether the model's forwards issue no collective of DDP's: no buffers to sync, no buckets left to rebuild."""
     return ddp._has_rebuilt_buckets and not broadcasts_buffers(ddp)
-
-
-def may_forward_with_collectives(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP itself may issue collectives in the model's next forward: of buffers, or to rebuild its buckets."""
-    return not has_rebuilt_buckets(ddp) or (ddp.require_forward_param_sync and broadcasts_buffers(ddp))
 
 
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
@@ -176,11 +164,6 @@ def norms(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else next(found) for tensor in tensors]
 
 
-def total(tensor: Tensor) -> Tensor:
-    """Return the sum of what is in a tensor, a real number."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum()
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: of a `DTensor` its shard."""
     if type(tensor) is Tensor:
@@ -263,11 +246,6 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     if rebuilt:
         ddp._has_rebuilt_buckets = True
     return rebuilt
-
-
-def is_sparse_embedding(module: nn.Module) -> bool:
-    """Whether DDP expects a sparse gradient of this module's parameters."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 def is_communication_error(error: BaseException) -> bool:

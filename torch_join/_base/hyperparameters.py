@@ -36,20 +36,15 @@ def group_options(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def take_group_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
-    """Put what another rank's `group_options` are into the groups of an optimizer.
+    """Put what another rank's `group_options` are into the groups of an optimizer: tensors where they replace some.
 
     Raises:
         ValueError: It has another number of groups.
     """
     for group, values in zip(optimizer.param_groups, options, strict=True):
-        take_hyperparameters(group, values)
-
-
-def take_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Put what another rank has sent into a group of an optimizer: tensors where those are that they replace."""
-    for name, value in values.items():
-        own = group.get(name)
-        group[name] = value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
+        for name, value in values.items():
+            own = group.get(name)
+            group[name] = value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
 
 
 def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:

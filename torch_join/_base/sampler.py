@@ -23,7 +23,6 @@ class UnpaddedDistributedSampler(DistributedSampler[int]):
 
     Raises:
         ValueError: `rank` is not in the interval [0, `num_replicas` - 1].
-
     """
 
     def __init__(

@@ -20,7 +20,6 @@ class TensorSpec:
         device: The type of its device.
         stride: The strides of a dense tensor that is laid out like it.
         expanded: The dimensions along which all elements are one in memory.
-
     """
 
     shape: tuple[int, ...]

@@ -51,7 +51,6 @@ class Captured:
     Attributes:
         state: Its tree.
         hints: What helps to restore it but is not a part of it.
-
     """
 
     state: Any

@@ -39,7 +39,6 @@ def resolve_weighting(
 
     Raises:
         JoinValueError: The weighting is unknown, or the two arguments contradict each other.
-
     """
     if weighting is not None and not callable(weighting) and weighting not in get_args(_Name):
         raise JoinValueError(
@@ -74,7 +73,6 @@ def loss_factor(weighting: Weighting, world_size: int, active: int, count: float
 
     Returns:
         The factor; 1.0 where nothing is to be done.
-
     """
     if weighting == "active":
         return world_size / active

@@ -1,30 +1,47 @@
 """Collectives in backward: who has to know of one before it is issued, and how it is weighted."""
 
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from torch_join._base.errors import UnsupportedError
+from torch_join._base.errors import UnsupportedError, name_ranks
+from torch_join._base.membership import Membership
+from torch_join._base.weighting import name_of
 from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.call import is_inexact, multiplied, tensors_in
 
 EXCHANGES = ("all_to_all", "reduce_scatter")  # how the names of operations begin by which experts get tokens
 
 
-class Backwards(Protocol):
-    """What a `CollectiveTap` tells of collectives in backward, and asks.
+class Backwards:
+    """What a `CollectiveTap` tells of collectives in the backwards of a loop, and asks.
+
+    Args:
+        server: The loop's `Server`.
+        members: Who is active.
+        check: Called with each first; see `before_collective`.
 
     Attributes:
-        in_pieces: Whether there may be some besides DistributedDataParallel's: an autograd function has had one in
-            forward. Once true it stays so.
+        in_pieces: Whether backwards are announced piece by piece, since there may be collectives besides
+            DistributedDataParallel's: an autograd function has had one in forward. Once true it stays so.
+        always: Whether they are from the first one on, before anything shows that they must.
+        replicas: Whether all ranks hold the same of what DistributedDataParallel ignores.
     """
 
-    in_pieces: bool
+    def __init__(self, server: Any, members: Membership, check: Callable[[list[int], bool], None]) -> None:
+        self._server: Any = weakref.proxy(server)  # a circle would keep what that refers to, after the loop
+        self._members = members
+        self.check = check
+        self.replicas = False
+        self.always = False
+        self.reset()
 
-    @property
-    def weighting(self) -> str:
-        """What errors call the weighting."""
+    def reset(self) -> None:
+        """Begin anew, as before the first step."""
+        self.in_pieces = self.always
 
     def before_collective(self, group: list[int], ddps: bool) -> None:
         """Hear of a collective in backward; what this raises, the collective raises.
@@ -33,6 +50,20 @@ class Backwards(Protocol):
             group: The global ranks of its process group.
             ddps: Whether it is DistributedDataParallel's.
         """
+        in_tail = self._server.meet()
+        self.check(group, ddps)
+        if not ddps and self._is_apart(group):
+            return
+        if in_tail:
+            for part in self._server.parts:
+                part.before_collective(ddps)
+            if ddps:
+                self._server.tell()
+        if ddps or self.in_pieces:
+            return
+        self.before_differentiable(group)
+        if in_tail and not self.in_pieces and any(part.in_pieces for part in self._server.parts):
+            raise late(f"A collective of ranks {group}, of which others may not know,")
 
     def before_differentiable(self, group: list[int]) -> None:
         """Hear of a collective of an autograd function's forward, while `in_pieces` is false.
@@ -42,6 +73,7 @@ class Backwards(Protocol):
         Args:
             group: The global ranks of its process group.
         """
+        self.in_pieces = {*self._members.global_ranks} <= {*group}
 
     def before_exchange(self, operation: str, group: list[int]) -> None:
         """Hear of a model's collective by which ranks may use what others own (`EXCHANGES`).
@@ -53,17 +85,47 @@ class Backwards(Protocol):
         Raises:
             UnsupportedError: Ranks that have joined may own a part of a model.
         """
+        if not self._server.meet() or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
+            return
+        owned = [] if self.replicas else [name for part in self._server.parts for name in part.owned]
+        if owned:
+            raise UnsupportedError(
+                f"{operation} of a model while {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'} joined, and"
+                f" DistributedDataParallel does not average {owned[0]} ({len(owned)} parameters in all): each rank may"
+                " own a part, as an expert, and a rank that has joined sends zeros in place of what its part makes of"
+                " the tokens. Give every rank the same number of batches; or, where these parameters are the same on"
+                " all ranks, use Join(..., hand_over_ignored=True)."
+            )
+
+    def _is_apart(self, group: list[int]) -> bool:
+        """Whether this rank is the only one of the loop's in a group (of tensor parallelism, say): none can join it."""
+        return len({*self._members.global_ranks} & {*group}) < 2
 
     def weighs(self, group: list[int]) -> bool:
         """Whether these ranks' gradients (global ones, of a process group) are weighted where they reach parameters."""
+        if self._members.count is None or self._members.serves or self._is_apart(group):
+            return False
+        return any(part.is_model and part.in_pieces for part in self._server.parts)
+
+    @property
+    def weighting(self) -> str:
+        """What errors call the weighting."""
+        return name_of(self._members.weighting)
 
     @property
     def factor(self) -> float:
-        """What the gradients of the backward that is under way are multiplied with there.
+        """What the gradients of the backward that is under way are multiplied with where they reach parameters.
 
         Raises:
             UnsupportedError: That backward does not come to the parameters.
         """
+        if any(model.will_accumulate for model in self._server.models()):
+            return self._members.loss_factor
+        raise UnsupportedError(
+            "A collective in a backward that does not come to the model's parameters (torch.autograd.grad; gradients of"
+            f" detached outputs) under {self.weighting}: what it mixes is weighted by what ranks' batches count only"
+            " later. Use weighting='world' with a loss that weighs samples itself, or one backward."
+        )
 
 
 def late(operation: str) -> UnsupportedError:
@@ -129,7 +191,7 @@ def issue_weighted(issue: Callable[..., Any], args: dict[str, Any], factor: floa
             args = {name: multiplied(value, factor) if name in sent else value for name, value in args.items()}
         result = issue(*args.values())
         *others, work = result if isinstance(result, (tuple, list)) else (result,)
-        if (own := _compat_c10d.unbox_work(work)) is not None:
+        if (own := dist.Work.unbox(work)) is not None:
             own.wait()
         for tensor in received:
             tensor.div_(factor)

@@ -24,7 +24,6 @@ class Refusal(NamedTuple):
         what: What it is, for the docs.
         why: Why a joined rank cannot.
         instead: What to use instead.
-
     """
 
     what: str
@@ -82,6 +81,8 @@ _CHECKPOINT = Refusal(
     "it needs a part of each rank, and those that have joined do not run it",
     "the same after the loop, on all ranks, or `torch.save` in it, on `join.active_ranks[0]` alone",
 )
+# By `Origin.owner`.
+_OWNERS = {"fsdp": _FSDP, "dtensor": _DTENSOR, "zero": _ZERO, "averaging": _MODEL_AVERAGING, "checkpoint": _CHECKPOINT}
 
 _MOST_ELEMENTS = 1 << 40  # of one tensor: more than any device holds
 _MOST_OBJECTS = 1 << 20
@@ -121,7 +122,6 @@ class Call:
         objects: The number of objects of a `broadcast_object_list`.
         timeout: How long a `monitored_barrier` waits, in seconds.
         wait_all_ranks: The argument of a `monitored_barrier`.
-
     """
 
     operation: str
@@ -181,18 +181,9 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
         args: Its operator's arguments.
         joined: The members of its group that have joined.
         origin: Where it comes from.
-
     """
-    if origin.is_fsdp:
-        return _FSDP
-    if origin.is_dtensor:
-        return _DTENSOR
-    if origin.is_zero:
-        return _ZERO
-    if origin.is_model_averaging:
-        return _MODEL_AVERAGING
-    if origin.is_checkpoint:
-        return _CHECKPOINT
+    if (owner := origin.owner) is not None:
+        return _OWNERS[owner]
     if call.operation in ("send", "recv"):
         return _POINT_TO_POINT
     # In backward it sends a gradient, which is zero.

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.distributed import _functional_collectives, c10d_logger, distributed_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
-from torch_join._base.attributes import setting
+from torch_join._base.attributes import replace
 from torch_join._base.compat_c10d import overload
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.names import TORCH, check_names
@@ -105,17 +105,6 @@ def argument_names(name: str) -> tuple[str, ...]:
     return tuple(argument.name for argument in overload(name)._schema.arguments)
 
 
-def unbox_group(boxed: Any) -> dist.ProcessGroup:
-    """Return the process group that an operator was given."""
-    return dist.ProcessGroup.unbox(boxed)
-
-
-def unbox_work(boxed: Any) -> dist.Work | None:
-    """Return the work that an operator has returned: none of NCCL's if none was asked for, the stream waits then."""
-    work: dist.Work | None = dist.Work.unbox(boxed)
-    return work
-
-
 def finished_work(result: list[Tensor]) -> Any:
     """Return, as an operator does, a work that is done, for which a stream waits as for any other."""
     devices: Any = list({tensor.device for tensor in result if tensor.device.type != "cpu"})
@@ -175,14 +164,6 @@ def issue(group: dist.ProcessGroup, operation: str, *args: Any) -> dist.Work | N
     method = getattr(group, operation, None) or getattr(group, _OLDER_NAMES[operation])
     work: dist.Work | None = method(*args)
     return work
-
-
-def options(kind: Any) -> Any:
-    """Return the options of a collective that nobody waits for at once."""
-    made = kind()
-    if hasattr(made, "asyncOp"):  # else none of its kind is waited for
-        made.asyncOp = True
-    return made
 
 
 def group_ranks(group: dist.ProcessGroup) -> list[int]:
@@ -284,16 +265,12 @@ def _context(frame: FrameType) -> Any:
 
 
 def _is_known_to_differentiate(frames: Sequence[FrameType]) -> bool:
-    if any(map(_is_functional_autograd, frames)):
+    codes = [frame.f_code for frame in frames]
+    if any(code.co_filename == _FUNCTIONAL_FILE and code.co_name.endswith("_autograd") for code in codes):
         return True
     if torch.is_grad_enabled():  # `apply` turns it off
         return False
-    codes = {*_forwards_without_context(torch.autograd.Function)}
-    return any(frame.f_code in codes for frame in frames)
-
-
-def _is_functional_autograd(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == _FUNCTIONAL_FILE and frame.f_code.co_name.endswith("_autograd")
+    return not {*_forwards_without_context(torch.autograd.Function)}.isdisjoint(codes)
 
 
 def _forwards_without_context(kind: Any) -> Iterator[CodeType | None]:
@@ -335,12 +312,7 @@ def _all_callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_PASSES_ON = (
-    "torch.",
-    "deepspeed.comm",
-    "contextlib",
-    "functools",
-)  # between a collective and who wants it
+_PASSES_ON = ("torch.", "deepspeed.comm", "contextlib", "functools")  # between a collective and who wants it
 
 
 class Origin(NamedTuple):
@@ -350,45 +322,34 @@ class Origin(NamedTuple):
         function: The frame of the function of `torch.distributed` that was called, if it was one. Some
             call each other (`batch_isend_irecv`, `isend`): this is the outermost.
         caller: The frame that called it.
-
     """
 
     function: FrameType | None
     caller: FrameType | None
 
     @property
-    def is_fsdp(self) -> bool:
-        """Whether FSDP called, of either generation."""
-        return self.caller is not None and self.caller.f_code.co_filename.startswith(_FSDP_FOLDER)
+    def owner(self) -> str | None:
+        """Whose collective it is, if a rank that has joined cannot follow those.
 
-    @property
-    def is_dtensor(self) -> bool:
-        """Whether a `DTensor` is made whole, or its parts are brought together."""
+        Of "fsdp", either generation; "dtensor", which is made whole, or whose parts are brought together; "zero",
+        DeepSpeed, and not a user through `deepspeed.comm` (seen in DeepSpeed 0.19.8); "averaging", one of torch's model
+        averagers; "checkpoint", also the consolidation of a sharded optimizer's state.
+        """
         frame = self.caller
+        file, function = ("", "") if frame is None else (frame.f_code.co_filename, frame.f_code.co_name)
+        if file.startswith(_FSDP_FOLDER):
+            return "fsdp"
         while frame is not None and not frame.f_code.co_filename.startswith(_TENSOR_FOLDER):
             frame = frame.f_back if _is_torchs(frame) or _is_passed_on(frame) else None
-        return frame is not None
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether DeepSpeed called, and not a user through `deepspeed.comm` (seen in DeepSpeed 0.19.8)."""
+        if frame is not None:
+            return "dtensor"
         names = (str(frame.f_globals.get("__name__", "")) for frame in _all_callers(self.caller))
-        nearest = next((name for name in names if not name.startswith(_PASSES_ON)), "")
-        return nearest.startswith("deepspeed.")
-
-    @property
-    def is_model_averaging(self) -> bool:
-        """Whether one of torch's model averagers called."""
-        return self.caller is not None and self.caller.f_code.co_filename.startswith(_MODEL_AVERAGING_FOLDER)
-
-    @property
-    def is_checkpoint(self) -> bool:
-        """Whether `torch.distributed.checkpoint` called, or the consolidation of a sharded optimizer's state."""
-        code = None if self.caller is None else self.caller.f_code
-        return code is not None and (
-            code.co_filename.startswith(_CHECKPOINT_FOLDER)
-            or (code.co_filename == _ZERO_FILE and code.co_name == "_broadcast_object")
-        )
+        if next((name for name in names if not name.startswith(_PASSES_ON)), "").startswith("deepspeed."):
+            return "zero"
+        if file.startswith(_MODEL_AVERAGING_FOLDER):
+            return "averaging"
+        consolidates = file == _ZERO_FILE and function == "_broadcast_object"
+        return "checkpoint" if consolidates or file.startswith(_CHECKPOINT_FOLDER) else None
 
 
 def origin(caller: FrameType | None) -> Origin:
@@ -433,9 +394,7 @@ def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
 
         return first
 
-    refused = ExitStack()
-    refused.enter_context(setting(kind, capture_begin=refusing(kind.capture_begin), replay=refusing(kind.replay)))
-    return refused.close
+    return replace(kind, capture_begin=refusing(kind.capture_begin), replay=refusing(kind.replay))
 
 
 def is_coalescing(group: dist.ProcessGroup, caller: FrameType | None) -> bool:

@@ -39,7 +39,6 @@ class Reduction(NamedTuple):
         contribution: What it contributes, in words.
         result: What the active ranks get, in words.
         value: What it contributes, by the tensors' dtype.
-
     """
 
     op: str
@@ -69,7 +68,6 @@ class Entry(NamedTuple):
         contribution: What a joined rank contributes, in words.
         result: What the active ranks get, in words.
         issue: Issues it on a joined rank, and waits if it can only be waited for.
-
     """
 
     operation: str
@@ -89,7 +87,6 @@ def begin(call: Call) -> dist.Work | None:
 
     Raises:
         JoinError: There is no such operation in the table.
-
     """
     entry = ENTRIES.get(call.operation)
     if entry is None:
@@ -106,7 +103,6 @@ def mirror(call: Call) -> None:
 
     Raises:
         JoinError: There is no such operation in the table.
-
     """
     if (work := begin(call)) is not None:
         work.wait()
@@ -133,7 +129,9 @@ def _filled(spec: TensorSpec, value: float, device: str) -> Tensor:
 
 
 def _options(kind: Any, call: Call, group: dist.ProcessGroup) -> Any:
-    options = _compat_c10d.options(kind)
+    options = kind()
+    if hasattr(options, "asyncOp"):  # else none of its kind is waited for
+        options.asyncOp = True
     if call.reduce_op is not None:
         options.reduceOp = getattr(dist.ReduceOp, call.reduce_op)
     if call.root is not None:

@@ -56,7 +56,6 @@ class CollectiveTap:
         The creation of a process group is not a collective and not seen; nor is what goes around
         the dispatcher: symmetric memory, and the methods of a backend object. Install and remove
         it while no other thread issues collectives.
-
     """
 
     _installed: ClassVar["CollectiveTap | None"] = None
@@ -86,7 +85,6 @@ class CollectiveTap:
 
         Raises:
             JoinError: Another tap is installed in this process.
-
         """
         if self.installed:
             return
@@ -129,7 +127,7 @@ class CollectiveTap:
         if self._joined is None or threading.get_ident() in self._others or "process_group" not in args:
             return
         of_all = len(_ranks(args)) == dist.get_world_size()  # who has joined is the other thread's to find out
-        if of_all and _compat_c10d.origin(caller).is_checkpoint:
+        if of_all and _compat_c10d.origin(caller).owner == "checkpoint":
             raise UnsupportedError(
                 "torch.distributed.checkpoint.async_save while some ranks have joined, that is, have no more inputs: it"
                 " needs a part of each rank, and those that have joined do not run it. Use it after the loop, on all"
@@ -156,7 +154,7 @@ class CollectiveTap:
             return 1
         if not check_weighted(operation, args, _compat_c10d.is_adjoint(caller), self._backwards.weighting):
             return 1
-        if _compat_c10d.is_coalescing(group := _compat_c10d.unbox_group(args["process_group"]), caller):
+        if _compat_c10d.is_coalescing(group := dist.ProcessGroup.unbox(args["process_group"]), caller):
             _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
                 f"{operation} in backward under {self._backwards.weighting}, in a coalescing manager: it is launched at"
@@ -191,7 +189,7 @@ class CollectiveTap:
                 f"c10d::{operator} is newer than this version of torch_join, which cannot tell how a rank that has"
                 " joined contributes to it. Update torch_join, or use another collective."
             )
-        group = _compat_c10d.unbox_group(args["process_group"])
+        group = dist.ProcessGroup.unbox(args["process_group"])
         ranks = _compat_c10d.group_ranks(group)
         if not ranks:
             raise UnsupportedError(
@@ -232,7 +230,7 @@ class CollectiveTap:
 
 def _ranks(args: dict[str, Any]) -> list[int]:
     """Return the global ranks of the process group that an operator was given."""
-    return _compat_c10d.group_ranks(_compat_c10d.unbox_group(args["process_group"]))
+    return _compat_c10d.group_ranks(dist.ProcessGroup.unbox(args["process_group"]))
 
 
 @cache  # torch keeps kernels that have run

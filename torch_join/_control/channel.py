@@ -41,6 +41,8 @@ class Channel:
     Attributes:
         rank, world_size: This rank, and how many there are.
         global_ranks: By rank, its number in the whole job, which errors say.
+        beat: A number that tells the last barrier that this rank has come to from all others.
+        records: How many records of the log this rank has written, or would have, or followed.
         status: Returns what this rank adds to its answer where others ask who is there.
         explain: Returns what the answers of all, by global rank, tell of a failure.
         suspect: Called again and again in a wait for others, which ends with what it raises.
@@ -63,8 +65,8 @@ class Channel:
         self.looks_every = _LOOKS_EVERY
         self.before_meeting: Callable[[], object] = lambda: None
         self._peers = Peers(self.rank, self.global_ranks, tree.node.processes)
-        self._beat, self._them = 0, 0  # the last barrier that this rank has come to: its number, and of whom
-        self._gathers = self._log = self._asked = 0
+        self.beat, self._them = 0, 0  # and of whom that is
+        self._gathers = self.records = self._asked = 0
         self._waits = False
         self._is_awake = False  # while it waits for what others wait for it to answer
         self._heard: PeerFailedError | None = None
@@ -100,10 +102,10 @@ class Channel:
         some = ranks is not None and len(ranks) < self.world_size
         self._them = _bits(ranks or ()) if some else 0
         # Those of some ranks are counted from the last one of all: the others take no part in them.
-        self._beat = self._beat + 1 if some else (self._beat // _SOME + 1) * _SOME
+        self.beat = self.beat + 1 if some else (self.beat // _SOME + 1) * _SOME
         said = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
         with self._links.lock:
-            self._node.arrive(self._number, self._beat, 1, _units(count) if count else 0, self._them, said)
+            self._node.arrive(self._number, self.beat, 1, _units(count) if count else 0, self._them, said)
 
     def wait(self) -> Beat:
         """Wait until all participants have come to the barrier that this rank has come to with `arrive`.
@@ -115,7 +117,7 @@ class Channel:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
         """
-        key, beats = (self._beat, self._them), self._stream.beats
+        key, beats = (self.beat, self._them), self._stream.beats
         if self._links.is_put_off and key not in beats:
             self.poll()
         if key not in beats:
@@ -128,12 +130,7 @@ class Channel:
 
     def _tell_of_waiting(self) -> None:
         with self._links.lock:
-            self._node.come(self._number, self._beat, self._them)
-
-    @property
-    def beats(self) -> int:
-        """A number that tells the last barrier that this rank has come to from all others."""
-        return self._beat
+            self._node.come(self._number, self.beat, self._them)
 
     def defer_reads(self) -> None:
         """Note that this rank calls `poll` in a moment, or waits: what comes need not be read before.
@@ -194,7 +191,7 @@ class Channel:
 
     def _check_nobody_waits_elsewhere(self) -> None:
         # One that has met this one here says so later, when all have met.
-        if self._stream.came > self._beat:
+        if self._stream.came > self.beat:
             raise met_another_way(self.global_ranks[self.rank])
 
     # ------------------------------------------------------------ the log, and what is posted
@@ -208,8 +205,8 @@ class Channel:
                 order, and one of them writes.
         """
         if leads:
-            self.post(f"log/{self._log}", record)
-        self._log += 1
+            self.post(f"log/{self.records}", record)
+        self.records += 1
         self._pass_log()
 
     def follow(self, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
@@ -226,20 +223,15 @@ class Channel:
         self._pass_log()  # what belongs to this record is still to be read when it has come
         self._is_awake = True
         try:
-            record = self.read(f"log/{self._log}", meanwhile, of)
+            record = self.read(f"log/{self.records}", meanwhile, of)
         finally:
             self._is_awake = False
-        self._log += 1
+        self.records += 1
         return record
-
-    @property
-    def records(self) -> int:
-        """How many records of the log this rank has written, or would have, or followed."""
-        return self._log
 
     def _pass_log(self) -> None:
         with self._links.lock:
-            self._stream.pass_log(self._log)
+            self._stream.pass_log(self.records)
 
     def post(self, key: str, value: Any) -> None:
         """Give a value (what `gather` takes) a name of its own; waits for nobody.
@@ -248,7 +240,7 @@ class Channel:
         """
         data = value if type(value) is _codec.Encoded else _codec.encode(value)
         with self._links.lock:
-            self._node.post(self._number, self._log, key, data)
+            self._node.post(self._number, self.records, key, data)
 
     def posted(self, key: str) -> bool:
         """Whether there is a value of this name."""

@@ -14,7 +14,6 @@ class telling_failures:  # noqa: N801  it is used like a function
     Raises:
         PeerFailedError: In place of a communication error, if another rank has failed.
         JoinError: The same, if what the ranks say of themselves explains it.
-
     """
 
     def __init__(self, channel: Channel) -> None:

@@ -16,25 +16,17 @@ import os
 import time
 import weakref
 from contextlib import suppress
-from typing import Any
+from functools import cache
 
 _AT_MOST = 1.0  # seconds
 _ELSEWHERE = 0.05
 _TASKS = "/proc/self/task"
 
 
+@cache
 def quiesce_at_exit() -> None:
     """Have the interpreter wait for gloo's threads at its end, at most a second; doing it again does nothing."""
-    if _asked:
-        return
-    _asked.append(weakref.finalize(_Asked, _quiesce))
-
-
-class _Asked:
-    """Lives as long as the interpreter."""
-
-
-_asked: list[Any] = []
+    weakref.finalize(quiesce_at_exit, _quiesce)  # of what lives as long as the interpreter
 
 
 def _quiesce() -> None:

@@ -34,7 +34,6 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
         JoinTimeoutError: Another rank did not come in time.
         PeerFailedError: Another rank has failed.
         UnsupportedError: The ranks cannot be connected, or the job has no store.
-
     """
     if dist.is_initialized():
         quiesce_at_exit()
@@ -53,7 +52,10 @@ def _connect(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
             "The job's process group has no key-value store, over which ranks tell each other how they are reached:"
             " MPI's has none. Begin the job with another backend (`torchrun`, init_process_group('gloo') or 'nccl')."
         )
-    hosts = dist.get_rank() == 0 and isinstance(_compat.innermost_store(job), dist.TCPStore)
+    inner = job
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    hosts = dist.get_rank() == 0 and isinstance(inner, dist.TCPStore)
     set_up = SetUp(job, dist.get_rank(group), dist.get_process_group_ranks(group), timeout, group, hosts)
     with set_up.telling():
         tree = wire(set_up, group)

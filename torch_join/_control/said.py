@@ -14,7 +14,6 @@ class Beat:
     Attributes:
         total: The sum of every rank's `count`, rounded once.
         notices: What the ranks that had something to say sent, by rank.
-
     """
 
     total: float

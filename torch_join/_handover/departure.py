@@ -38,7 +38,9 @@ class Departure:
     """
 
     def __init__(self, objects: Sequence[Any], states: Sequence[Any] | None) -> None:
-        self._flags = Flags(objects)
+        self._objects = objects
+        self._flags = _read(objects)
+        self._set: dict[nn.Module | Tensor, bool] = {}  # flags that this rank's own code has set since
         self._states = states
         self._before = _noted(states)
         self._now: Digests | None = None
@@ -48,12 +50,17 @@ class Departure:
         self._now = _noted(self._states)
 
     def before_handover(self) -> None:
-        """Note the flags that are set otherwise now."""
-        self._flags.note()
+        """Note the flags that are set otherwise now than at the break, or than after the last handover."""
+        self._set |= {one: flag for one, flag in _read(self._objects).items() if self._flags.get(one, flag) != flag}
 
     def after_handover(self) -> None:
         """Set them again; there may be another handover (for a checkpoint within the others' loop) before the last."""
-        self._flags.set_again()
+        for one, flag in self._set.items():
+            if isinstance(one, nn.Module):
+                one.training = flag
+            else:
+                one.requires_grad_(flag)
+        self._flags = _read(self._objects)
         self._before = self._now
 
     def changed(self) -> list[str] | None:
@@ -122,32 +129,7 @@ def _noted(states: Sequence[Any] | None) -> Digests | None:
         return None
 
 
-class Flags:
-    """The flags of the modules and parameters among some objects, and what this rank's own code has set of them.
-
-    Args:
-        objects: Any objects.
-    """
-
-    def __init__(self, objects: Sequence[Any]) -> None:
-        self._objects = objects
-        self._before = _read(objects)
-        self._set: dict[nn.Module | Tensor, bool] = {}
-
-    def note(self) -> None:
-        """Note what is set otherwise now than when this was made, or than after the last `set_again`."""
-        self._set |= {one: flag for one, flag in _read(self._objects).items() if self._before.get(one, flag) != flag}
-
-    def set_again(self) -> None:
-        """Set what has been noted so far."""
-        for one, flag in self._set.items():
-            if isinstance(one, nn.Module):
-                one.training = flag
-            else:
-                one.requires_grad_(flag)
-        self._before = _read(self._objects)
-
-
 def _read(objects: Sequence[Any]) -> dict[nn.Module | Tensor, bool]:
+    """Return the flags of the modules and parameters among some objects."""
     modules = [module for thing in objects if isinstance(thing, nn.Module) for module in thing.modules()]
     return {m: m.training for m in modules} | {p: p.requires_grad for m in modules for p in m.parameters(recurse=False)}

@@ -85,7 +85,6 @@ def hand_over(
     Limits:
         The state of a ZeroRedundancyOptimizer is sharded and stays where it is; its hyperparameters are
         handed over. `.grad` is not. Parameters must be alike on all ranks; buffers need not be.
-
     """
     if not 0 <= source < channel.world_size:
         raise JoinValueError(f"The source is a rank from 0 to {channel.world_size - 1}, not {source}.")

@@ -34,7 +34,6 @@ class Kind(NamedTuple):
         name: The kind.
         capture: Turns such an object into `Captured`; the string names it in errors.
         restore: Puts that into the object of another rank.
-
     """
 
     name: str
@@ -47,7 +46,6 @@ def kind_of(value: Any) -> Kind:
 
     Raises:
         JoinTypeError: It is of no kind that can be.
-
     """
     for kind, accepts in KINDS.items():
         if accepts(value):

@@ -47,7 +47,6 @@ class Capture:
         specs: What the tensors are, by slot.
         tensors: The tensors themselves, by slot.
         places: Where the parameters are that may be keys of dictionaries, by `id`.
-
     """
 
     def __init__(self, canonical: bool = False, local: frozenset[int] = frozenset()) -> None:
@@ -63,7 +62,6 @@ class Capture:
 
         Raises:
             JoinTypeError: Its contents cannot be copied as bytes.
-
         """
         if id(tensor) not in self._slots:
             if (reason := flaw(tensor)) is not None:
@@ -78,7 +76,6 @@ class Capture:
 
         Raises:
             JoinTypeError: Something in `value` can be neither sent nor kept.
-
         """
         if value is None or type(value) in (bool, int, float, str):
             return value
@@ -134,7 +131,6 @@ class Restore:
         specs: What the tensors are, by slot.
         targets: The tensors that are to receive the contents of each slot.
         places: The parameters that may be keys of dictionaries, by place.
-
     """
 
     def __init__(self, specs: list[TensorSpec], local: frozenset[int] = frozenset()) -> None:
@@ -190,7 +186,6 @@ class Restore:
 
         Raises:
             JoinValueError: The source refers to an object that has no counterpart here.
-
         """
         if isinstance(tree, Slot):
             return self.tensor(tree, own if reuse else MISSING, device)

@@ -32,7 +32,6 @@ def broadcast(
         tensors: For each of them this rank's tensors: on the source the one, elsewhere those to fill.
         source: The source's rank in `group`.
         group: The process group, by default the whole world.
-
     """
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)
     for device in sorted({spec.device for spec in specs}):

@@ -16,7 +16,7 @@ from torch_join._base.weighting import loss_factor
 from torch_join._control.said import Beat
 from torch_join._handover.buffers import StepBuffers
 from torch_join._lockstep.driver import StepDriver
-from torch_join._schedule.attendance import ActiveRanks, ReadStep, ToldAttendance
+from torch_join._schedule.attendance import ReadStep, ToldAttendance
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer, Source
 from torch_join._schedule.rebalancing import Rebalancing
@@ -82,8 +82,8 @@ class Lockstep:
         self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
         self._attendance = ToldAttendance(self.channel, throw_on_early_termination)
         self.plan: Rebalancer | None = None
-        self._ranks: ActiveRanks = self._attendance  # or the plan
-        self._present: ActiveRanks | ReadStep = self._attendance  # these ranks, or what was read ahead
+        self._ranks: ToldAttendance | Rebalancer = self._attendance  # or the plan
+        self._present: ToldAttendance | Rebalancer | ReadStep = self._attendance  # or what was read ahead
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
 
     def note_gather(self) -> None:
@@ -280,12 +280,9 @@ class Lockstep:
         """Put around autograd's part of a backward, without the hooks before and after it, which all ranks run."""
         return self.driver.serving_backward(self.active_ranks) if self.in_tail and not self.joined else nullcontext()
 
-    def around_step(self) -> AbstractContextManager[None]:
-        """Put around forward and backward of every step, shadow or not."""
-        return self._around_followed_step()
-
     @contextmanager
-    def _around_followed_step(self) -> Iterator[None]:
+    def around_step(self) -> Iterator[None]:
+        """Put around forward and backward of every step, shadow or not."""
         with self._giving_buffers():
             yield
         self._sync_norms(self._module)

@@ -20,9 +20,10 @@ from torch_join._lockstep.model_part import LockstepModelPart
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.synced_norms import has_synced_norms
 from torch_join._shadow.zero_gradient import following_zero
-from torch_join._tail.no_loss import NoLossCount
 from torch_join.joinables._gradients.watch import Watch
 from torch_join.joinables.kinds import unsynced_models
+
+_GRADIENTS = 1 << 32  # one addition counts the ranks without a loss, and those of them without gradients
 
 
 class LockstepJoin(Lockstep):
@@ -60,7 +61,6 @@ class LockstepJoin(Lockstep):
         )
         super().__init__(driver, make, throw_on_early_termination, joinables, kwargs, buffers)
         self._in_pieces = False  # the backward of this step, which this rank follows
-        self._no_loss = NoLossCount(self.channel)
         self._has_gathered = False  # in this step, with gradients
         self._shadow = self._model.shadow  # asked for often in a step
         self._enter_model: Callable[[], None] = lambda: None  # ends what the wrapper does before the model
@@ -79,7 +79,7 @@ class LockstepJoin(Lockstep):
         if has_batch:
             self._shadow.first.check_fired()
 
-    def around_step(self) -> AbstractContextManager[None]:
+    def around_step(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return self._around_step() if self.in_tail else nullcontext()
 
     @contextmanager
@@ -177,7 +177,7 @@ class LockstepJoin(Lockstep):
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         if output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss)):
             return output
-        if self._has_collectives_in_backward:
+        if self._has_gathered or self.driver.server.in_pieces or has_synced_norms(self._shadow.inner):
             what = "None" if output is None else "a loss that does not depend on the model"
             raise UnsupportedError(
                 f"training_step returned {what}, where the other ranks' backward may have collectives that need this"
@@ -196,6 +196,13 @@ class LockstepJoin(Lockstep):
     def backward(self, backward: Callable[[], None]) -> bool:
         """Run the backward of a step, real or not; where no rank contributes to the gradients they are left cleared.
 
+        A rank that has a batch and no loss goes through it as one without a batch, since the others need it there. If
+        nobody has a loss, and no gradient has been accumulated either, the average of nothing would be zero: a gradient
+        that momentum and weight decay act upon, where a single process has none. Ranks without a loss therefore count
+        themselves before their backward; those without a batch only where the lowest rank that has one has told them
+        that it has no loss. Nobody comes through its collectives before all have come to them, so after it the count is
+        complete. Ranks with a loss have nothing to do.
+
         Returns:
             `False` if it is known that no rank has a loss. Without a sync nobody knows.
         """
@@ -207,8 +214,9 @@ class LockstepJoin(Lockstep):
         parameters = self._shadow.parameters
         # Where the lowest active rank has said that it has a loss, no joined one need ask whether somebody has.
         counts = self._syncs and not (self.joined and self.driver.has_loss)
+        count = f"lossless/{self.channel.beat}"
         if counts:
-            self._no_loss.add(any(p.grad is not None for p in parameters))
+            self.channel.add(count, 1 if any(p.grad is not None for p in parameters) else 1 + _GRADIENTS)
         if self.joined and self._in_pieces:
             self._listening_to(backward)  # which follows
         else:
@@ -216,10 +224,10 @@ class LockstepJoin(Lockstep):
         if not counts:
             return True
         _compat.wait_for_device(parameters[0].device.type, self._watch)
-        totals = self._no_loss.read()
-        for parameter in () if totals.has_gradients else parameters:
+        total, everyone = self.channel.add(count, 0), self.channel.world_size
+        for parameter in parameters if total // _GRADIENTS == everyone else ():
             parameter.grad = None
-        return totals.has_loss
+        return total % _GRADIENTS < everyone
 
     @contextmanager
     def leaving_out(self) -> Iterator[None]:
@@ -251,10 +259,6 @@ class LockstepJoin(Lockstep):
                 yield
         finally:
             self.follows_backward = False
-
-    @property
-    def _has_collectives_in_backward(self) -> bool:
-        return self._has_gathered or self.driver.server.in_pieces or has_synced_norms(self._shadow.inner)
 
     def check_reduced(self) -> None:
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""

@@ -1,6 +1,6 @@
 """Serving inside the steps of a loop that stays in lockstep."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from torch_join._collectives.tap import Call, CollectiveTap
 from torch_join._control.channel import Channel
 from torch_join._tail.records import DONE
 from torch_join._tail.server import Server
-from torch_join.joinables.clears import Clears
 from torch_join.joinables.part import Driver, Part
 
 P = TypeVar("P", bound=Part)
@@ -24,7 +23,7 @@ def _refuse(call: Call) -> None:
     raise late(call.operation)
 
 
-class StepDriver:
+class StepDriver(Driver):
     """The driver of loops that a framework runs: what active ranks do together in a step, and how the others take part.
 
     In such a loop all ranks go through every step, and know who is active. So a joined rank serves one step at a time,
@@ -45,8 +44,7 @@ class StepDriver:
     # What the parts ask of a driver: there is always a meeting before the step.
     meets_at = MeetingPoint.TOP
     sees_steps = True
-    clears: Sequence[Clears] = ()
-    step_number = loop_number = 0
+    server: Server
     has_loss = True
 
     def __init__(
@@ -66,15 +64,6 @@ class StepDriver:
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
         """Nothing to do: the ranks have met."""
         return True
-
-    def before_notice(self, part: Part) -> None:
-        """Nothing to do: the ranks have met."""
-
-    def note_backward(self, model: int) -> None:
-        """Nothing to note."""
-
-    def before_backward(self, model: int, loop: int = 0) -> None:
-        """Nothing to do: the framework has made the step."""
 
     # ------------------------------------------------------------ what the framework's loop calls
 

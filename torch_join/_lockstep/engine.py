@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._base.attributes import setting
 from torch_join._handover.buffers import StepBuffers
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.driver import StepDriver
@@ -33,14 +34,11 @@ class LockstepEnginePart(Part):
         self.events.watch()
         self.events.replace(self.events.engine, "_backward_epilogue", self._epilogue)
 
-    def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
-        def epilogue() -> None:
-            self.events.say_present()
-            if self.before_epilogue is not None:
-                self.before_epilogue()
-            original()
-
-        return epilogue
+    def _epilogue(self, original: Callable[[], None]) -> None:
+        self.events.say_present()
+        if self.before_epilogue is not None:
+            self.before_epilogue()
+        original()
 
     def answer(self, kind: str, payload: Any) -> None:
         self.events.answer(kind, payload)
@@ -65,6 +63,8 @@ class EngineLockstepJoin(Lockstep):
         UnsupportedError: See `EngineEvents`.
     """
 
+    _model: LockstepEnginePart
+
     def __init__(
         self,
         driver: StepDriver,
@@ -82,13 +82,8 @@ class EngineLockstepJoin(Lockstep):
         self.follows_backward = True
         self._device = next(module.parameters()).device
 
-    @property
-    def _part(self) -> LockstepEnginePart:
-        assert isinstance(self._model, LockstepEnginePart)
-        return self._model
-
     def backward(self, backward: Callable[[], None]) -> bool:
-        with self._part.events.leaving_out(self.counts_nothing):
+        with self._model.events.leaving_out(self.counts_nothing):
             backward()
         return True
 
@@ -97,8 +92,5 @@ class EngineLockstepJoin(Lockstep):
         # The epilogue, inside of the engine's backward, is what all ranks run.
         with ExitStack() as stack:
             stack.enter_context(super().in_engine())
-            self._part.before_epilogue = stack.close
-            try:
+            with setting(self._model, before_epilogue=stack.close):
                 yield
-            finally:
-                self._part.before_epilogue = None

@@ -59,6 +59,8 @@ class ShardedLockstepJoin(Lockstep):
         UnsupportedError: The model cannot be followed.
     """
 
+    _model: LockstepShardedPart
+
     def __init__(
         self,
         driver: StepDriver,
@@ -77,22 +79,17 @@ class ShardedLockstepJoin(Lockstep):
         self._module = model
 
     def _known(self) -> list[int]:
-        return [number for place in self._following.places for number in place]
+        return [number for place in self._model.following.places for number in place]
 
     def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
         # By the order of its first iteration FSDP1 prefetches, and only the ranks that had a batch there know it.
         newest = max((each or [] for each in known), key=lambda each: each[1::2])
         if newest != self._known():
-            self._following.places = list(zip(newest[::2], newest[1::2], strict=True))
-
-    @property
-    def _following(self) -> Following:
-        assert isinstance(self._model, LockstepShardedPart)
-        return self._model.following
+            self._model.following.places = list(zip(newest[::2], newest[1::2], strict=True))
 
     def backward(self, backward: Callable[[], None]) -> bool:
         with ExitStack() as stack:
-            for unit in self._following.units if self.counts_nothing else ():
+            for unit in self._model.following.units if self.counts_nothing else ():
                 stack.callback(unit.scale(float, lambda gradient, _: finite(gradient)))
             backward()
         return True

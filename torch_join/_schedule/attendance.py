@@ -9,57 +9,11 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch_join._base.errors import EarlyTerminationError
 from torch_join._control.channel import Channel
 from torch_join._schedule.plan import Share
-
-
-class ActiveRanks(Protocol):
-    """Who is active, from one step of an epoch in lockstep to the next.
-
-    Attributes:
-        step: The current step.
-        counted: What this rank's batch counts, where batches are counted.
-        total: What all ranks' batches count together, once this rank has heard.
-        has_heard: Whether this rank has heard what all ranks have said of the current step.
-    """
-
-    step: int
-    total: float
-
-    @property
-    def active_ranks(self) -> tuple[int, ...]:
-        """The ranks that have a batch."""
-
-    @property
-    def is_last_step(self) -> bool:
-        """Whether the current step is the last in which any rank has a batch."""
-
-    @property
-    def counted(self) -> float: ...
-
-    @property
-    def has_heard(self) -> bool: ...
-
-    def share_of(self, rank: int) -> Share | None:
-        """Return whose batch `rank` trains on."""
-
-    def say(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
-        """Go on to the next step, and say this rank's part; see `Lockstep.say`."""
-
-    def hear(self) -> dict[int, dict[str, Any]]:
-        """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.hear`."""
-
-    def leave(self, ranks: list[int], count: float, total: float) -> None:
-        """Go on without ranks that leave the epoch at the current step; then batches count this, here and in all."""
-
-    def ended_last(self, rank: int) -> bool:
-        """Whether no other rank has, or may still have, more batches than `rank`."""
-
-    def end(self) -> None:
-        """End the epoch."""
 
 
 class Attendance:
@@ -100,9 +54,11 @@ class Attendance:
         return rank not in self.active_ranks
 
     def share_of(self, rank: int) -> Share | None:
+        """Return whose batch `rank` trains on."""
         return None if self.joined(rank) else Share(rank, self.step)
 
     def ended_last(self, rank: int) -> bool:
+        """Whether no other rank has, or may still have, more batches than `rank`."""
         ends = [float("inf") if end is None else end for end in self._ends]
         return ends[rank] == max(ends)
 
@@ -125,7 +81,7 @@ class ToldAttendance(Attendance):
         first_step: Where the epoch begins.
 
     Attributes:
-        counted, total: What this rank's batch counts, and all of the step.
+        counted, total: What this rank's batch counts, where batches are counted, and all of the step once it has heard.
     """
 
     def __init__(self, channel: Channel, throws: bool, first_step: int = 0) -> None:
@@ -150,6 +106,7 @@ class ToldAttendance(Attendance):
         return super().is_last_step
 
     def say(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
+        """Go on to the next step, and say this rank's part; see `Lockstep.say`."""
         waits = waits or self.in_tail
         self._channel.arrive(count, notice)
         self.go_to(self.step + 1)
@@ -170,9 +127,11 @@ class ToldAttendance(Attendance):
 
     @property
     def has_heard(self) -> bool:
+        """Whether this rank has heard what all ranks have said of the current step."""
         return not self._is_unheard
 
     def hear(self) -> dict[int, dict[str, Any]]:
+        """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.hear`."""
         with self._lock:
             # Not in the handler of a signal that comes while this very thread waits, or reads: what is known counts.
             if self._is_unheard and not self._is_hearing:
@@ -184,11 +143,12 @@ class ToldAttendance(Attendance):
         return self._notices
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
+        """Go on without ranks that leave the epoch at the current step; then batches count this, here and in all."""
         self.announce(dict.fromkeys(ranks, self.step))
         self.counted, self.total = count, total
 
     def end(self) -> None:
-        pass
+        """End the epoch."""
 
     def _take(self) -> None:
         beat = self._channel.wait()

@@ -43,7 +43,6 @@ class Plan:
 
     Attributes:
         left: By rank, how many of its batches no row has yet; `None` while unknown.
-        most_gifts: The same.
     """
 
     def __init__(

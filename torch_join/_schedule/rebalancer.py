@@ -38,7 +38,7 @@ Meet = Callable[[float, dict[str, Any]], Beat]
 
 
 class Rebalancer:
-    """One epoch: whose batch each rank trains on, and this rank's batches; an `ActiveRanks`.
+    """One epoch: whose batch each rank trains on, and this rank's batches.
 
     A row of the plan is made some steps ahead, so that gifts travel while the steps before are run. All meet before
     each row: a rank that has come to its end before it said so says what it has left, and if others must then read on,
@@ -57,7 +57,6 @@ class Rebalancer:
 
     Attributes:
         step: The current step.
-        meets: The same.
         total: What all ranks' batches at the current step count together, where batches are counted.
         gifts: How many batches this rank has given away, for steps that are done.
         lost: How many batches nobody trains on, since they were given to ranks that have left the epoch.
@@ -222,7 +221,7 @@ class Rebalancer:
         """Whose batch this rank trains on at the current step."""
         return self.share_of(self._channel.rank)
 
-    # ------------------------------------------------------------ in lockstep: see `ActiveRanks`
+    # ------------------------------------------------------------ in lockstep: see `ToldAttendance`
 
     has_heard = True  # all meet before each step
 

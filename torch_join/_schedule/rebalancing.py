@@ -102,11 +102,6 @@ class Rebalancing:
         self.current.begin(meet)
         return self.current
 
-    def end_epoch(self) -> None:
-        """End the current epoch; all ranks call this at the same step."""
-        if self.current is not None:
-            self.current.end()
-
     def close(self) -> None:
         """End, when all ranks are done with what they were given."""
         self.current, exchange, self._exchange = None, self._exchange, None

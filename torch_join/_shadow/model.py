@@ -45,7 +45,6 @@ class ModelShadow:
     Raises:
         JoinTypeError: `ddp` is not a `DistributedDataParallel`.
         UnsupportedError: The model uses something whose collectives cannot be shadowed.
-
     """
 
     def __init__(self, ddp: DistributedDataParallel, watches: bool = True) -> None:
@@ -59,9 +58,8 @@ class ModelShadow:
         self.news = BufferNews()
         self.parameters = _compat.averaged_parameters(ddp)
         self._ids = frozenset(map(id, self.parameters))
-        self.sparse = frozenset(
-            id(p) for m in ddp.module.modules() if _compat.is_sparse_embedding(m) for p in m.parameters(recurse=False)
-        )
+        embeddings = [m for m in ddp.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+        self.sparse = frozenset(id(p) for m in embeddings for p in m.parameters(recurse=False))
         # What adds to gradients on a device, unless a step of nothing is under way.
         self._waiting = accumulators([p for p in self.parameters if p.device.type != "cpu"])
         self.first = FirstIteration(ddp, self.parameters)
@@ -97,7 +95,6 @@ class ModelShadow:
 
         Raises:
             UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
-
         """
         self.first.settle()
         self.first.guess()

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 
-def is_parameter(variable: Tensor) -> bool:
-    """Whether it is a parameter of any model: of one that is sharded, those in a graph are not those of the module."""
-    return isinstance(variable, nn.Parameter)
+def leads_to(loss: Tensor, wanted: Callable[[Tensor], bool] = lambda v: isinstance(v, nn.Parameter)) -> bool:
+    """Whether a backward of `loss` may come to a variable that is `wanted`: by default, a parameter of any model.
 
-
-def leads_to(loss: Tensor, wanted: Callable[[Tensor], bool] = is_parameter) -> bool:
-    """Whether a backward of `loss` may come to a variable that is `wanted`.
+    Of one that is sharded, those in a graph are not those of the module.
 
     The walk ends at the first one, which is a few nodes from the loss, as a rule, in the model's last layer.
     """

@@ -26,7 +26,7 @@ from torch_join._tail.step import Step, Telling
 from torch_join._tail.tail import Tail
 from torch_join.joinables.clears import Clears, innermost_optimizer
 from torch_join.joinables.custom import CustomPart
-from torch_join.joinables.part import Part
+from torch_join.joinables.part import Driver, Part
 from torch_join.joinables.parts import make_parts
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Loop:
     even_until: int = 0
 
 
-class LoopDriver:
+class LoopDriver(Driver):
     """The driver of loops of the user's: over `batches` and, from forward to forward, others.
 
     Args:
@@ -91,6 +91,7 @@ class LoopDriver:
         options: What else was given to `Join`: arguments for hooks.
 
     Attributes:
+        given: Everything that was given to `Join`, in an order that is the same on all ranks.
         place: Where this rank's own code is.
         step: Where the ranks find out who is active at the current step.
         step_number: The current step, counted from the loop's begin.
@@ -119,7 +120,7 @@ class LoopDriver:
         options: dict[str, Any],
     ) -> None:
         self.members, self.tail = members, tail
-        self._objects, self._options = objects, options
+        self.given, self._options = objects, options
         self._throws = throws
         self._rebalancing = rebalancing
         self.enabled = enable
@@ -141,7 +142,7 @@ class LoopDriver:
         self.step_number = self._loops = self.plain_steps = 0
         self._loop = None
         self._telling.raised = None
-        self._steps = Steps(self._objects)
+        self._steps = Steps(self.given)
         self._entered_in = threading.get_ident()
         self._steps_in: int | None = None  # the thread of the last forward
         self._uneven_loops: set[tuple[int, int]] = set()  # that have ended, and a model that had backwards in it
@@ -168,10 +169,10 @@ class LoopDriver:
         Raises:
             JoinValueError: The ranks were given different things.
         """
-        _nesting.enter(self, self._objects, lambda: self.in_loop)
+        _nesting.enter(self, self.given, lambda: self.in_loop)
         if not self.server.parts:  # it has been left before
             self._renew_server()
-            self.server.parts = make_parts(self, self._objects, self._options)
+            self.server.parts = make_parts(self, self.given, self._options)
         self._reset()
         try:
             parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
@@ -205,7 +206,7 @@ class LoopDriver:
             for part in self.server.parts:
                 part.after_all(self.members.last_joiner)
             # No rank's process ends before all have come here.
-            said = self.server.channel.gather(hyperparameters(self._objects), of=Hyperparameters)
+            said = self.server.channel.gather(hyperparameters(self.given), of=Hyperparameters)
             compare(said, self.members.global_ranks)
             self._rebalancing.close()
             self.server.channel.close(meets=self._rebalancing.enabled)
@@ -224,11 +225,6 @@ class LoopDriver:
         _nesting.leave(self)
 
     # ------------------------------------------------------------ what the user sees, and adapters
-
-    @property
-    def given(self) -> list[Any]:
-        """Everything that was given to `Join`, in an order that is the same on all ranks."""
-        return self._objects
 
     @property
     def backward_collectives(self) -> bool:
@@ -299,7 +295,6 @@ class LoopDriver:
     # ------------------------------------------------------------ a loop over batches
 
     def batches(self, loader: Iterable[T]) -> Iterable[T]:
-        """See `Join.batches`."""
         return Batches(self._begin_later, loader)
 
     def _begin_later(self, loader: Iterable[T]) -> Iterator[T]:
@@ -368,7 +363,7 @@ class LoopDriver:
         length = None if self.members.meets_late else reader.certain_length()
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
-        begin = length, hyperparameters(self._objects), how, given
+        begin = length, hyperparameters(self.given), how, given
         said = self.server.channel.gather(begin, not self.in_loop, _BEGIN)
         lengths, hyper, ways, everyone = zip(*said, strict=True)
         if self.begins_with_loop:
@@ -463,8 +458,9 @@ class LoopDriver:
         if (loop := self._loop) is not None and loop.uneven:
             self._uneven_loops |= {(loop.number, model) for model in loop.trains}
         self.tail.departure = None
-        with self._telling:
-            self._rebalancing.end_epoch()
+        if (plan := self._rebalancing.current) is not None:
+            with self._telling:
+                plan.end()
         self.place, self.server.has_to_meet = Place.ENDED, False
         self._steps.forget()
         if not self.members.announces:
@@ -584,26 +580,23 @@ class LoopDriver:
     def clears(self) -> list[Clears]:
         """The calls of the `zero_grad` of given optimizers (of one that wraps another, of that one's) and models."""
         if not self._clears:
-            found = {id(inner): inner for thing in self._objects if (inner := innermost_optimizer(thing)) is not None}
+            found = {id(inner): inner for thing in self.given if (inner := innermost_optimizer(thing)) is not None}
             models = [module for part in self.server.models() for module in part.modules]
             self._clears = [Clears(one) for one in (*found.values(), *models)]
         return self._clears
 
     @property
     def meets_at(self) -> MeetingPoint:
-        """See `Driver`."""
         if self.place is not Place.LOOP:
             return MeetingPoint.FORWARD
         return MeetingPoint.FIRST_USE if self.members.meets_late else MeetingPoint.TOP
 
     @property
     def sees_steps(self) -> bool:
-        """See `Driver`."""
         return any(part.is_model or isinstance(part, CustomPart) for part in self.server.parts)
 
     @property
     def loop_number(self) -> int:
-        """See `Driver`."""
         return self._loop.number if self.place is Place.LOOP and self._loop is not None else 0
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
@@ -669,12 +662,10 @@ class LoopDriver:
                 self.server.parting.before_collective(operation, waits)
 
     def note_backward(self, model: int) -> None:
-        """See `Driver`."""
         if self.place is Place.LOOP and self._loop is not None:
             self._loop.trains.add(model)
 
     def before_backward(self, model: int, loop: int = 0) -> None:
-        """See `Driver`."""
         here = self._loop
         if here is None:
             return

@@ -32,9 +32,6 @@ class RefillGuard:
     Args:
         loader: Whose batches they are.
         gives: Whether batches go to other ranks.
-
-    Attributes:
-        gives: The same.
     """
 
     def __init__(self, loader: Iterable[Any], gives: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from torch_join._base.errors import JoinError
 from torch_join._base.membership import Membership, Role
+from torch_join._collectives.backwards import Backwards
 from torch_join._collectives.neutral import mirror
 from torch_join._collectives.parting import Parting
 from torch_join._collectives.subgroups import Subgroups
@@ -19,7 +20,6 @@ from torch_join._control.channel import Channel
 from torch_join._control.said import Status
 from torch_join._tail import records as _records
 from torch_join._tail.agreement import Agreement, explain, explain_counts
-from torch_join.joinables._gradients.backwards import ServedBackwards
 from torch_join.joinables.missing_metric import notice_metric
 from torch_join.joinables.part import Announcer, LoopModel, Part
 
@@ -59,7 +59,7 @@ class Server(Announcer):
         self.parts: list[Part] = []
         self._meet = meet
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
-        self.backwards = ServedBackwards(self, members, check_backward)
+        self.backwards = Backwards(self, members, check_backward)
         self.hears_asides = False
         self.open(channel)
         self.reset()
@@ -300,7 +300,9 @@ class Server(Announcer):
         elif kind == _records.COLLECTIVE:
             mirror(payload)
         elif kind == _records.TAIL:
-            self._compare_counts(payload)
+            if (mine := [part.synced for part in self.models()]) != payload:
+                me, leader = self.members.named((self.members.rank, self.members.leader))
+                raise JoinError(explain_counts({me: mine, leader: payload}))
         else:
             raise _codec.foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
 
@@ -349,11 +351,6 @@ class Server(Announcer):
     def _has_joined(self, rank: int) -> bool:
         self.meet()
         return self.members.has_joined(rank)
-
-    def _compare_counts(self, theirs: list[int]) -> None:
-        if (mine := [part.synced for part in self.models()]) != theirs:
-            me, leader = self.members.named((self.members.rank, self.members.leader))
-            raise JoinError(explain_counts({me: mine, leader: theirs}))
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None

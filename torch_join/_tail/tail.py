@@ -34,7 +34,6 @@ class Tail:
         hands_over_buffers: Whether buffers that no wrapper keeps alike are, see `UnsyncedBuffers`.
 
     Attributes:
-        hands_over_ignored: The same.
         server: The ranks' server.
         departure: How this rank has left its loop by `break`, if it has.
         changes_freely: What a rank may change between a `break` and the next meeting.

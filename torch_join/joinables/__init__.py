@@ -6,10 +6,7 @@ Begin with: `part.py`, then `model.py`. `_torch/` makes them usable in torch's o
 """
 
 from torch_join.joinables._metrics.module_metrics import ModuleMetrics
-from torch_join.joinables._torch.metric import JoinableMetric
-from torch_join.joinables._torch.model import JoinableModel
-from torch_join.joinables._torch.optimizer import JoinableOptimizer
-from torch_join.joinables._torch.state import JoinableState
+from torch_join.joinables._torch.public import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
 from torch_join.joinables.part import Part
 
 __all__ = ["JoinableMetric", "JoinableModel", "JoinableOptimizer", "JoinableState", "ModuleMetrics", "Part"]

@@ -75,7 +75,7 @@ class StepHooks:
         self._send = send
         self._is_quiet = is_quiet
         self._stepping = ExitStack()
-        before, after = Hook(self._before), Hook(self._after)
+        before, after = Hook(self._before), Hook(lambda *_: self._stepping.close())
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
     def remove(self) -> None:
@@ -117,9 +117,6 @@ class StepHooks:
             return loss
 
         return closure_and_send
-
-    def _after(self, *_: Any) -> None:
-        self._stepping.close()
 
 
 def _same(copied: Any) -> Any:

@@ -120,7 +120,8 @@ class ModelPart(Part, LoopModel):
         if first.decides:
             first.check_fired()
         # Of a window's micro-batches ranks may have different numbers: they have in common what has collectives.
-        is_alone = deferred or (grad and not _compat.may_forward_with_collectives(self.ddp))
+        syncs_buffers = self.ddp.require_forward_param_sync and _compat.broadcasts_buffers(self.ddp)
+        is_alone = deferred or (grad and _compat.has_rebuilt_buckets(self.ddp) and not syncs_buffers)
         if self.meets:
             self._has_met = driver.before_forward(lambda: self.members.count_forward(args, kwargs), waits=not deferred)
             if driver.meets_at is MeetingPoint.FORWARD and not self.members.announces:

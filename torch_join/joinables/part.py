@@ -75,23 +75,23 @@ class Driver(Protocol):
 
     Attributes:
         members: Who is active, and this rank's role; as of the last meeting.
+        server: Where announcements go.
         step_number: The current step, counted from the loop's begin.
         loop_number: Of the current loop over `batches`, counted from 1; 0 outside of one.
     """
 
     members: Membership
-    step_number: int
+    server: Announcer
+    step_number: int = 0
 
     @property
-    def loop_number(self) -> int: ...
-
-    @property
-    def server(self) -> Announcer:
-        """Where announcements go."""
+    def loop_number(self) -> int:
+        return 0
 
     @property
     def clears(self) -> Sequence[Clears]:
         """The calls of the `zero_grad` of given optimizers and models, which tell what becomes of gradients."""
+        return ()
 
     @property
     def meets_at(self) -> MeetingPoint:
@@ -114,6 +114,7 @@ class Driver(Protocol):
 
     def note_backward(self, model: int) -> None:
         """Note that a backward of this part's is followed."""
+        return
 
     def before_backward(self, model: int, loop: int = 0) -> None:
         """Raise for the backward of a batch whose loop has ended on all ranks, some of which ran out before others.
@@ -125,9 +126,11 @@ class Driver(Protocol):
         Raises:
             JoinError: It is one.
         """
+        return
 
     def before_notice(self, part: "Part") -> None:
         """Meet the other ranks, if they have not met before this notice of a custom joinable."""
+        return
 
 
 class LoopModel:
@@ -200,6 +203,10 @@ class Part:
 
     On an active rank it announces, in the tail, what it is about to do with others; on a joined rank
     `answer` does the same with nothing.
+
+    Args:
+        driver: The loop, or the steps, that it takes part in.
+        index: Its place among the parts there.
 
     Attributes:
         kinds: What it may announce, and of which type the payload is: `Any` for what it checks itself.

@@ -41,9 +41,9 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
             "DataParallel uses the devices of one process and averages nothing between processes, so a rank that has"
             " joined has nothing to take part in. Use DistributedDataParallel."
         )
-    if isinstance(thing, _classes(_LOCAL_SGD, "PostLocalSGDOptimizer")) or (
-        isinstance(thing, DistributedDataParallel) and _compat.has_local_sgd_hook(thing)
-    ):
+    local_sgd = getattr(sys.modules.get(_LOCAL_SGD), "PostLocalSGDOptimizer", ())  # it takes long to import
+    averages_later = isinstance(thing, DistributedDataParallel) and _compat.has_local_sgd_hook(thing)
+    if averages_later or isinstance(thing, local_sgd):
         raise UnsupportedError(
             f"{name} is trained by post-local SGD: each rank trains parameters of its own for some steps, which are"
             " then averaged over all ranks, and a rank that has joined has stopped training its own. Average the"
@@ -70,9 +70,3 @@ def _sharded_elsewhere(thing: Any, modules: Sequence[nn.Module]) -> str:
         if kind.__module__.startswith(_SHARDING):
             return kind.__module__.partition(".")[0]
     return ""
-
-
-def _classes(module: str, *names: str) -> tuple[type, ...]:
-    """Return classes of a module that takes long to import: while nobody has imported it, nothing is of them."""
-    found = sys.modules.get(module)
-    return tuple(getattr(found, name) for name in names if hasattr(found, name))

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import torch_join
 from tests.support.inside import REVIVERS, dtypes
 from torch_join import JoinError, JoinTypeError
-from torch_join._base.hyperparameters import take_hyperparameters
+from torch_join._base.hyperparameters import take_group_options
 from torch_join._collectives.call import Call, TensorSpec
 from torch_join._control import codec as _codec
 from torch_join._control.codec import Malformed, check, decode, encode, is_closed
@@ -224,7 +225,7 @@ def test_a_long_shape_takes_no_time() -> None:
 def test_a_tensor_comes_to_the_device_of_the_one_that_it_replaces() -> None:
     group = {"lr": torch.zeros((), device="meta"), "eps": torch.zeros(()), "betas": 1, "new": None}
     values = {"lr": torch.tensor(0.1), "eps": 0.5, "betas": torch.tensor(2.0), "new": torch.tensor(3.0)}
-    take_hyperparameters(group, decode(encode(values)))
+    take_group_options(SimpleNamespace(param_groups=[group]), decode(encode([values])))
     assert group["lr"].is_meta  # type: ignore[union-attr]
     assert same([group["eps"], group["betas"], group["new"]], [0.5, torch.tensor(2.0), torch.tensor(3.0)])
 

@@ -437,7 +437,7 @@ def meet(rank: int, hosts: str) -> Any:
         channel.contribute("sum", rank, some)
     found.append((channel.barrier(1).total, {}))
     assert channel.contributed("sum", some) == (sum(some) if rank == 1 else None)
-    assert len({*channel.gather(channel.beats)}) == 1
+    assert len({*channel.gather(channel.beat)}) == 1
     if rank == world_size - 1:
         channel.append("said by one", leads=True)
     assert rank == world_size - 1 or channel.follow() == "said by one"

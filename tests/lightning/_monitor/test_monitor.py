@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
-from lightning_join._monitor import timeline
+from lightning_join._monitor import monitor as _monitor
 from tests.support.cases import ANY_CHECKPOINT, Batch, Case, Module, build_trainer, fit
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
@@ -169,7 +169,7 @@ def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPat
         JoinMonitor(reshard_above=30)
     with pytest.raises(JoinTypeError, match=r"got True. Write JoinMonitor\(plot='timeline.png'\)"):
         JoinMonitor(plot=True)  # type: ignore[arg-type]
-    monkeypatch.setattr(timeline, "find_spec", lambda name: None)
+    monkeypatch.setattr(_monitor, "find_spec", lambda name: None)
     with pytest.raises(JoinValueError, match=r"pip install 'torch-join\[plot\]'"):
         JoinMonitor("timeline.png")
     JoinMonitor()

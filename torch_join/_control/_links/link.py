@@ -23,7 +23,6 @@ class Link:
         peer: The neighbour's rank.
 
     Attributes:
-        socket, peer: The same.
         incoming: The part of a message that has come.
         outgoing: What has yet to be sent.
     """

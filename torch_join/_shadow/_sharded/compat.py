@@ -4,8 +4,11 @@
 imported only where somebody has a sharded model.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+# Some of what is imported here is for the other modules.
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_u
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
+from torch_join._base.attributes import replace
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.names import TORCH, check_names, naming_missing
 
@@ -33,20 +37,6 @@ with naming_missing(TORCH, "torch"):
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-__all__ = [
-    "DTensor",
-    "FSDPModule",
-    "Fsdp1State",
-    "FullyShardedDataParallel",
-    "HandleTrainingState",
-    "TrainingState",
-    "announce_reductions",
-    "init_roots",
-    "param_groups",
-    "reshards_after_forward",
-    "runtime",
-]
 
 runtime: Any = _runtime_utils
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
@@ -135,9 +125,8 @@ def reshards_after_forward(handle: Any) -> bool:
 
 
 _REDUCTIONS = ("_reduce_grad", "_reduce_grad_no_shard")
-_RECORD = "record_post_forward"
 _announced: dict[int, Callable[[Callable[[], Any]], Any]] = {}
-_own: dict[str, Any] = {}
+_undo: list[Callable[[], None]] = []
 
 
 def announce_reductions(handle: Any, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
@@ -147,21 +136,15 @@ def announce_reductions(handle: Any, around: Callable[[Callable[[], Any]], Any])
     is what records the order in which the next backward gathers ahead: of evaluation, in which ranks differ, nothing
     must be left in it.
     """
-    order: Any = _ExecOrderData
     if not _announced:
-        _own[_RECORD] = order.record_post_forward
-        order.record_post_forward = _recording(_own[_RECORD])
-        for name in _REDUCTIONS:
-            _own[name] = getattr(runtime, name)
-            setattr(runtime, name, _announcing(_own[name]))
+        _undo.append(replace(_ExecOrderData, record_post_forward=_recording(_ExecOrderData.record_post_forward)))
+        _undo.append(replace(runtime, **{name: _announcing(getattr(runtime, name)) for name in _REDUCTIONS}))
     _announced[id(handle)] = around
 
     def undo() -> None:
         del _announced[id(handle)]
-        if not _announced:
-            order.record_post_forward = _own.pop(_RECORD)
-            for name in _REDUCTIONS:
-                setattr(runtime, name, _own.pop(name))
+        while _undo and not _announced:
+            _undo.pop()()
 
     return undo
 
@@ -180,17 +163,6 @@ def _recording(own: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
             own(order, handle)
 
     return record
-
-
-@contextmanager
-def requiring_grad(flat: Any) -> Iterator[None]:
-    """Have a flat parameter require a gradient inside, whether it is frozen or not."""
-    before = flat.requires_grad
-    flat.requires_grad_(True)
-    try:
-        yield
-    finally:
-        flat.requires_grad_(before)
 
 
 def group_sizes(model: nn.Module) -> list[int]:
@@ -230,13 +202,7 @@ def wrap_clipping(norm: Callable[..., Any], scale: Callable[..., Any]) -> tuple[
         The halves themselves, and what puts them back.
     """
     own = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
-    module: Any = clip_grad
-    module._get_total_norm, module._clip_grads_with_norm_ = norm, scale
-
-    def restore() -> None:
-        module._get_total_norm, module._clip_grads_with_norm_ = own
-
-    return (*own, restore)
+    return (*own, replace(clip_grad, _get_total_norm=norm, _clip_grads_with_norm_=scale))
 
 
 def clip_by_whole_norms() -> Callable[[], None]:

@@ -9,14 +9,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import weighted
 from torch_join._shadow._sharded import compat as _compat
 from torch_join._shadow._sharded.compat import Fsdp1State, HandleTrainingState
-from torch_join._shadow._sharded.unit import SHARD, WHOLE, Gather, Observer, Reduction, Weigh, out_of_step, scaled
+from torch_join._shadow._sharded.unit import (
+    SHARD,
+    WHOLE,
+    Gather,
+    Observer,
+    Reduction,
+    Weigh,
+    out_of_step,
+    scaled,
+    undo_all,
+)
 
 
 class FlatParamUnit:
-    """What `FullyShardedDataParallel` gathers at once, on this rank.
+    """What `FullyShardedDataParallel` gathers at once, on this rank: a `Unit`.
 
     Args:
         fsdp: The wrapper.
@@ -33,7 +44,6 @@ class FlatParamUnit:
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """See `Unit`."""
         return [p for p in self._originals if p.requires_grad]
 
     @property
@@ -55,12 +65,10 @@ class FlatParamUnit:
 
     @property
     def synchronizes(self) -> bool:
-        """See `Unit`."""
         return bool(self._fsdp._sync_gradients)
 
     @property
     def has_unsynced(self) -> bool:
-        """See `Unit`."""
         flat = self._handle.flat_param
         sharded = self._handle.uses_sharded_strategy
         return bool(sharded and flat.grad is not None and flat.grad.size() == flat._unpadded_unsharded_size)
@@ -71,7 +79,6 @@ class FlatParamUnit:
 
     @property
     def place(self) -> tuple[int, int]:
-        """See `Unit`."""
         index = self._handle._pre_forward_order_index
         return -1 if index is None else index, self._fsdp._exec_order_data._iter
 
@@ -96,7 +103,6 @@ class FlatParamUnit:
     # ------------------------------------------------------------ on an active rank
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
-        """See `Unit`."""
         handle, fsdp = self._handle, self._fsdp
         gather, reshard, prepare = handle._all_gather_flat_param, handle.reshard, handle.prepare_gradient_for_backward
 
@@ -136,28 +142,20 @@ class FlatParamUnit:
             with observer.around(index, "reduce", Reduction(trained, True, True, handle.flat_param.grad.dtype)):
                 return run()
 
-        handle._all_gather_flat_param, handle.reshard = gathering, resharding
-        handle.prepare_gradient_for_backward = beginning
-        restore = _compat.announce_reductions(handle, reducing)
-
-        def undo() -> None:
-            del handle._all_gather_flat_param, handle.reshard, handle.prepare_gradient_for_backward
-            restore()
-
-        return undo
+        methods = {"_all_gather_flat_param": gathering, "prepare_gradient_for_backward": beginning}
+        own = replace(handle, reshard=resharding, **methods)
+        return undo_all([own, _compat.announce_reductions(handle, reducing)])
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
-        """See `Unit`."""
         flat = self._handle.flat_param
         # Of a frozen one, which may be trained later, torch takes no hook.
-        with _compat.requiring_grad(flat):
+        with setting(flat, requires_grad=True):
             handle = flat.register_hook(partial(scaled, factor, weigh))
         return lambda: handle.remove()
 
     # ------------------------------------------------------------ on a joined rank
 
     def gather(self, gather: Gather) -> None:
-        """See `Unit`."""
         self._init()
         self.settle()
         handle, fsdp = self._handle, self._fsdp
@@ -184,12 +182,10 @@ class FlatParamUnit:
                 _compat.all_gather_single(whole, shard, handle.process_group)
 
     def reshard(self) -> None:
-        """See `Unit`."""
         if self._handle.uses_sharded_strategy and self._is_whole:
             _compat.runtime._reshard(self._fsdp, self._handle, True)
 
     def reduce(self, reduction: Reduction) -> None:
-        """See `Unit`."""
         self._init()
         self.reshard()
         runtime, fsdp, handle = _compat.runtime, self._fsdp, self._handle
@@ -262,7 +258,6 @@ class FlatParamUnit:
 
     @property
     def is_replicated(self) -> bool:
-        """See `Unit`."""
         return not self._handle.uses_sharded_strategy
 
     @property

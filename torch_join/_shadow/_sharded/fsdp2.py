@@ -1,16 +1,16 @@
 """A unit of `fully_shard`: an `FSDPParamGroup`."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import weighted
 from torch_join._shadow._sharded import compat as _compat
-from torch_join._shadow._sharded.gather import AnnouncedGather
 from torch_join._shadow._sharded.unit import (
     PART,
     SHARD,
@@ -38,6 +38,9 @@ def _is_pending(group: Any) -> bool:
 class AnnouncedGroup:
     """What takes the place of an `FSDPParamGroup`'s methods on an active rank: each tells first, and calls FSDP's.
 
+    It is also what the group gathers by, as FSDP lets others do it: an object with `allocate` and a call. So a gather
+    is told of from when it is certain: what is copied takes time.
+
     Args:
         group: The `FSDPParamGroup`.
         index: The unit's.
@@ -50,6 +53,9 @@ class AnnouncedGroup:
 
     def __init__(self, group: Any, index: int, observer: Observer) -> None:
         self._group, self._index, self._observer = group, index, observer
+        self._comm = _compat.gathers_by(group)  # FSDP's own, or the user's
+        self._own_unshard = group.unshard
+        self._open: ExitStack | None = None  # around the gather that is under way
         self._own_pre_backward, self._own_post_backward = group.pre_backward, group.post_backward
         self._own_to_sharded, self._own_finalize = group._to_sharded, group.finalize_backward
         self._own_record = group._record_post_forward
@@ -59,38 +65,44 @@ class AnnouncedGroup:
 
     def replace(self) -> Callable[[], None]:
         """Put these methods in the place of the group's; return what undoes it."""
-        group, comm = self._group, _compat.gathers_by(self._group)
-        will_gather = None if comm is not None else partial(_compat.will_gather, group)
-        gather = AnnouncedGather(comm, group.unshard, self.before_gather, will_gather)
-        replaced = {
-            "unshard": gather.unshard,
-            "pre_backward": self.pre_backward,
-            "post_backward": self.post_backward,
-            "_to_sharded": self.to_sharded,
-            "finalize_backward": self.finalize_backward,
-            "_record_post_forward": self.record_post_forward,
-        }
-        vars(group).update(replaced)
-        if comm is not None:
-            group._all_gather_comm = gather
+        return replace(
+            self._group,
+            unshard=self.unshard,
+            pre_backward=self.pre_backward,
+            post_backward=self.post_backward,
+            _to_sharded=self.to_sharded,
+            finalize_backward=self.finalize_backward,
+            _record_post_forward=self.record_post_forward,
+            **({} if self._comm is None else {"_all_gather_comm": self}),
+        )
 
-        def undo() -> None:
-            if comm is not None:
-                group._all_gather_comm = comm
-            for name in replaced:
-                delattr(group, name)
+    def unshard(self, *args: Any, **kwargs: Any) -> None:
+        """Gather, unless that is under way or done."""
+        try:
+            if self._comm is None and _compat.will_gather(self._group):
+                self._begin_gather()
+            self._own_unshard(*args, **kwargs)
+        finally:
+            if (opened := self._open) is not None:
+                self._open = None
+                opened.close()
 
-        return undo
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the memory that is gathered into: FSDP asks for it where it gathers."""
+        self._begin_gather()
+        return self._comm.allocate(*args, **kwargs)
 
-    def before_gather(self) -> AbstractContextManager[None] | None:
-        """Return what to put around a gather; `None` where nobody is told."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._comm(*args, **kwargs)
+
+    def _begin_gather(self) -> None:
         # A prefetch pretends to be in the phase that it is for.
         self.target = after = self._state_after()
         self.others_differ = after != SHARD
-        if self._observer.is_quiet():
-            return None
-        gather = Gather(_state(self._group), after, self._group._training_state.name)
-        return self._observer.around(self._index, "gather", gather)
+        if not self._observer.is_quiet():
+            self._open = self._open or ExitStack()
+            gather = Gather(_state(self._group), after, self._group._training_state.name)
+            self._open.enter_context(self._observer.around(self._index, "gather", gather))
 
     def pre_backward(self, *args: Any) -> None:
         """A backward comes to the unit."""
@@ -154,7 +166,7 @@ class AnnouncedGroup:
 
 
 class ParamGroupUnit:
-    """What `fully_shard` gathers at once, on this rank.
+    """What `fully_shard` gathers at once, on this rank: a `Unit`.
 
     Args:
         group: The `FSDPParamGroup`.
@@ -174,12 +186,10 @@ class ParamGroupUnit:
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """See `Unit`."""
         return [p.sharded_param for p in self._group.fsdp_params if p.sharded_param.requires_grad]
 
     @property
     def holders(self) -> Sequence[Tensor]:
-        """See `Unit`."""
         return [p.sharded_param for p in self._group.fsdp_params]
 
     @property
@@ -194,7 +204,6 @@ class ParamGroupUnit:
 
     @property
     def synchronizes(self) -> bool:
-        """See `Unit`."""
         return bool(self._group.reduce_grads)
 
     # See `Unit`.
@@ -203,11 +212,9 @@ class ParamGroupUnit:
 
     @property
     def has_unsynced(self) -> bool:
-        """See `Unit`."""
         return any(hasattr(p, "_unsharded_param") and _has_own(p) for p in self._group.fsdp_params)
 
     def settle(self) -> None:
-        """See `Unit`."""
         if self._announced is not None and self._announced.others_differ and _is_pending(self._group):
             self._group.wait_for_unshard()
             self._become(self._announced.target)
@@ -222,14 +229,11 @@ class ParamGroupUnit:
     # ------------------------------------------------------------ on an active rank
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
-        """See `Unit`."""
         self._announced = AnnouncedGroup(self._group, index, observer)
         return self._announced.replace()
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
-        """See `Unit`."""
         group, known = self._group, set()
-        ends: list[Callable[[], None]] = []
         wait = group.wait_for_unshard
 
         def hook() -> None:
@@ -244,18 +248,13 @@ class ParamGroupUnit:
             wait()
             hook()
 
-        def undo() -> None:
-            del group.wait_for_unshard
-            undo_all(ends)()
-
+        ends = [replace(group, wait_for_unshard=waiting)]
         hook()
-        group.wait_for_unshard = waiting
-        return undo
+        return undo_all(ends)
 
     # ------------------------------------------------------------ on a joined rank
 
     def gather(self, gather: Gather) -> None:
-        """See `Unit`."""
         self._init()
         self._drop_pending()
         group = self._group
@@ -289,12 +288,10 @@ class ParamGroupUnit:
         context.all_gather_stream.wait_stream(current)
 
     def reshard(self) -> None:
-        """See `Unit`."""
         self._drop_pending()
         self._group._to_sharded()
 
     def reduce(self, reduction: Reduction) -> None:
-        """See `Unit`."""
         self._init()
         group = self._group
         if not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):  # nothing to gather, on one rank
@@ -307,12 +304,8 @@ class ParamGroupUnit:
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
         flags = {"reduce_grads": True, "all_reduce_grads": reduction.all_reduces}
         flags["reshard_after_backward"] = reduction.reshards
-        before = {name: getattr(group, name) for name in flags}
-        vars(group).update(flags)
-        try:
+        with setting(group, **flags):
             type(group).post_backward(group)
-        finally:
-            vars(group).update(before)
         group._training_state = _compat.TrainingState.IDLE
         group.finalize_backward()
         for state in _compat.take_reductions(group.comm_ctx):

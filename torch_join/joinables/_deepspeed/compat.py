@@ -98,11 +98,6 @@ def check_engine(engine: Any) -> None:
         )
 
 
-def optimizer_of(engine: Any) -> Any:
-    """Return what steps an engine's parameters: ZeRO's, the user's own, or, to evaluate, what gathers them."""
-    return engine.optimizer
-
-
 def is_in_backward(engine: Any) -> bool:
     """Whether `engine.backward` runs: hooks on what the engine returned see other backwards too."""
     return bool(engine._running_engine_backward)

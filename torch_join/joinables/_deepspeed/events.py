@@ -24,22 +24,17 @@ Seen in DeepSpeed 0.19.8.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from torch_join._base.attributes import replace
 from torch_join._base.weighting import finite
 from torch_join._control.codec import foreign
 from torch_join.joinables._deepspeed import compat as _compat
 from torch_join.joinables._gradients.watch import Watch
-from torch_join.joinables.part import Announcer, Part
-
-
-class _Server(Announcer, Protocol):
-    """What an engine's part asks of a loop's server, besides."""
-
-    def tell(self) -> None: ...
+from torch_join.joinables.part import Part
 
 
 class EngineEvents:
@@ -70,7 +65,7 @@ class EngineEvents:
 
     def __init__(self, part: Part, engine: Any) -> None:
         _compat.check_engine(engine)
-        self._part = part
+        self._part: Any = part
         self.engine = engine
         self.stage = int(engine.zero_optimization_stage())
         self._counts_nothing = False
@@ -89,7 +84,7 @@ class EngineEvents:
 
     def watch(self) -> None:
         """Announce from now on, until the part exits."""
-        engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
+        engine, optimizer = self.engine, self.engine.optimizer
         if self.stage == 3:
             offload = _compat.offload_of(engine)
             for phase, name in enumerate(_compat.PHASES):
@@ -126,29 +121,23 @@ class EngineEvents:
     ) -> None:
         """Announce a function's calls; `hold` what may do nothing with others until the next one that does."""
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def saying(*args: Any, **kwargs: Any) -> Any:
-                if self.is_quiet():
-                    return original(*args, **kwargs)
-                self._part.announce(kind, payload(*args, **kwargs), hold)
-                return self.inside(partial(original, *args, **kwargs))
+        def saying(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.is_quiet():
+                return original(*args, **kwargs)
+            self._part.announce(kind, payload(*args, **kwargs), hold)
+            return self.inside(partial(original, *args, **kwargs))
 
-            return saying
-
-        self.replace(owner, name, make)
+        self.replace(owner, name, saying)
 
     def _tell_before(self, owner: Any, name: str) -> None:
         """Tell what is held before a function's collectives, and not before all of it is said."""
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def telling(*args: Any, **kwargs: Any) -> Any:
-                if self._part.members.announces:
-                    cast(_Server, self._part.server).tell()
-                return original(*args, **kwargs)
+        def telling(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._part.members.announces:
+                self._part.server.tell()
+            return original(*args, **kwargs)
 
-            return telling
-
-        self.replace(owner, name, make)
+        self.replace(owner, name, telling)
 
     def inside(self, run: Callable[[], Any]) -> Any:
         """Run what joined ranks run too: its collectives, and the events in it, they know of."""
@@ -174,25 +163,21 @@ class EngineEvents:
             if watch is not None:
                 watch.end()
 
-    def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def take(parameter: Any, *args: Any) -> Any:
-            if self._counts_nothing and parameter.grad is not None:
-                parameter.grad.copy_(finite(parameter.grad))
-            return original(parameter, *args)
-
-        return take
+    def _taking(self, original: Callable[..., Any], parameter: Any, *args: Any) -> Any:
+        if self._counts_nothing and parameter.grad is not None:
+            parameter.grad.copy_(finite(parameter.grad))
+        return original(parameter, *args)
 
     def say_present(self) -> None:
         """Announce, before the epilogue, which gradients there are, if nothing has heard of them as they came."""
         if self.stage == 1 and not self.is_quiet() and not _compat.has_gradient_hooks(self.engine):
             self._part.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put what `make` makes of an object's method in its place; the engine looks it up at each call."""
-        was_own = name in vars(owner)
+    def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Have `call` called in place of an object's method, with that first; the engine looks it up at each call."""
         old = getattr(owner, name)
-        setattr(owner, name, wraps(old)(make(old)))  # LR schedulers leave a mark on `step`
-        self._part._undo.append(partial(setattr, owner, name, old) if was_own else partial(delattr, owner, name))
+        # Wrapped, as LR schedulers leave a mark on `step`.
+        self._part._undo.append(replace(owner, **{name: wraps(old)(partial(call, old))}))
 
     def _number(self, parameter: Any) -> int:
         return self._numbers[id(parameter)]
@@ -232,7 +217,7 @@ class EngineEvents:
         elif kind == "reset":
             _compat.offload_of(self.engine).get_param_coordinator().reset_step()
         elif kind == "forward":
-            _compat.optimizer_of(self.engine).clear_backward_seen_flag()
+            self.engine.optimizer.clear_backward_seen_flag()
         else:
             # The active ranks' code may have frozen some in this tail: of those stage 3 reduces no gradient.
             if payload != self._frozen():

@@ -8,9 +8,9 @@ loss scales, the engine's scheduler and what a checkpoint holds are the same on 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,23 +21,11 @@ from torch_join._shadow.zero_gradient import following_zero
 from torch_join.joinables._deepspeed import compat as _compat
 from torch_join.joinables._deepspeed.events import EngineEvents
 from torch_join.joinables.hook import Hook
-from torch_join.joinables.part import Announcer, Driver, LoopModel, Part
+from torch_join.joinables.part import Driver, LoopModel, Part
 
 Options = list[dict[str, Any]]
 _NOTHING = type(None)
 _CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
-
-
-class _Server(Announcer, Protocol):
-    """What this part asks of a loop's server, besides."""
-
-    in_window: bool
-
-    def follow_to(self, index: int, kind: str) -> Any: ...
-
-    def on_all_ranks(self) -> AbstractContextManager[None]: ...
-
-    def together(self, announce: Callable[[], None]) -> AbstractContextManager[None]: ...
 
 
 class LoopEnginePart(Part, LoopModel):
@@ -57,6 +45,7 @@ class LoopEnginePart(Part, LoopModel):
     closing: ClassVar[Any] = tuple[Options, list[bool], list[bool]]
 
     is_model = True
+    server: Any  # of a loop: a `Server`
 
     def __init__(self, driver: Driver, index: int, engine: Any) -> None:
         super().__init__(driver, index)
@@ -66,13 +55,9 @@ class LoopEnginePart(Part, LoopModel):
         # In stage 0 each rank holds, and steps, all of them: those that are known to the others.
         self._gradients: list[tuple[Tensor | None, int]] = []
 
-    @property
-    def _loop_server(self) -> _Server:
-        return cast(_Server, self.server)
-
     def enter(self) -> None:
         self._events.watch()
-        engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
+        engine, optimizer = self.engine, self.engine.optimizer
         hook = engine.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
         self._undo.append(hook.remove)
         self._events.replace(engine, "_backward_epilogue", self._epilogue)
@@ -100,7 +85,7 @@ class LoopEnginePart(Part, LoopModel):
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.members.serves:
             return
-        if self._loop_server.in_window:
+        if self.server.in_window:
             raise UnsupportedError(
                 "A loop over torch_join.windows runs a DeepSpeed engine, which counts micro-batches itself: windows of"
                 " different lengths would have the ranks step apart. Loop over the batches, and set the engine's"
@@ -111,96 +96,81 @@ class LoopEnginePart(Part, LoopModel):
         self.forwards += 1
         self._forwarded_in = self.driver.loop_number
 
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.members.serves:
+    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.members.serves:
+            return original(loss, *args, **kwargs)
+        self.driver.before_backward(self.index, self._forwarded_in)
+        self.synced += 1
+        if self.server.meet():
+            if kwargs.get("retain_graph") or (args and args[0]):
+                raise UnsupportedError(
+                    f"engine.backward(retain_graph=True) while ranks {self.members.joined_names} have run out of"
+                    " batches: they cannot follow another backward of the same graph. Add the losses up, and run"
+                    " one backward."
+                )
+            self._check_gradients(cleared=True)
+            present = [n for n, p in enumerate(self._events.parameters) if p.grad is not None]
+            stay = self._events.stage < 2  # else each micro-batch's go where they belong
+            self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
+        factor = self.members.loss_factor
+        weighs = factor != 1.0 and loss.requires_grad
+        hook = loss.register_hook(lambda gradient: gradient * factor) if weighs else None
+        try:
+            with self._events.leaving_out(factor == 0.0):
                 return original(loss, *args, **kwargs)
-            self.driver.before_backward(self.index, self._forwarded_in)
-            self.synced += 1
-            if self.server.meet():
-                if kwargs.get("retain_graph") or (args and args[0]):
-                    raise UnsupportedError(
-                        f"engine.backward(retain_graph=True) while ranks {self.members.joined_names} have run out of"
-                        " batches: they cannot follow another backward of the same graph. Add the losses up, and run"
-                        " one backward."
-                    )
-                self._check_gradients(cleared=True)
-                present = [n for n, p in enumerate(self._events.parameters) if p.grad is not None]
-                stay = self._events.stage < 2  # else each micro-batch's go where they belong
-                self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
-            factor = self.members.loss_factor
-            weighs = factor != 1.0 and loss.requires_grad
-            hook = loss.register_hook(lambda gradient: gradient * factor) if weighs else None
-            try:
-                with self._events.leaving_out(factor == 0.0):
-                    return original(loss, *args, **kwargs)
-            finally:
-                if hook is not None:
-                    hook.remove()
+        finally:
+            if hook is not None:
+                hook.remove()
 
-        return backward
-
-    def _prologue(self, original: Callable[[], None]) -> Callable[[], None]:
-        def prologue() -> None:
-            if not (self.members.serves or self._is_in_an_engines_backward()):
-                in_tail = self.server.meet()
-                if in_tail or self.members.loss_factor != 1.0:
-                    where = f"while ranks {self.members.joined_names} have run out of batches: they do not hear of it"
-                    if not in_tail:
-                        where = "in a step whose losses are weighted, which engine.backward does"
-                    raise UnsupportedError(
-                        f"A backward of a DeepSpeed engine by loss.backward(), or torch.autograd's, {where}. Call"
-                        " engine.backward(loss)."
-                    )
-            original()
-
-        return prologue
+    def _prologue(self, original: Callable[[], None]) -> None:
+        if not (self.members.serves or self._is_in_an_engines_backward()):
+            in_tail = self.server.meet()
+            if in_tail or self.members.loss_factor != 1.0:
+                where = f"while ranks {self.members.joined_names} have run out of batches: they do not hear of it"
+                if not in_tail:
+                    where = "in a step whose losses are weighted, which engine.backward does"
+                raise UnsupportedError(
+                    f"A backward of a DeepSpeed engine by loss.backward(), or torch.autograd's, {where}. Call"
+                    " engine.backward(loss)."
+                )
+        original()
 
     def _is_in_an_engines_backward(self) -> bool:
         """Whether one that was given runs its backward, which may go through others: a discriminator, for example."""
         engines = (part.engine for part in self.server.parts if isinstance(part, LoopEnginePart))
         return any(map(_compat.is_in_backward, engines))
 
-    def _coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def coalesce(*args: Any, **kwargs: Any) -> Any:
-            if not self.members.serves and self.server.meet():
-                raise UnsupportedError(
-                    f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches:"
-                    " they cannot follow a reduction apart from its backward. Leave it out, or add the losses up, and"
-                    " run one backward."
-                )
+    def _coalescing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.members.serves and self.server.meet():
+            raise UnsupportedError(
+                f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches:"
+                " they cannot follow a reduction apart from its backward. Leave it out, or add the losses up, and"
+                " run one backward."
+            )
+        return original(*args, **kwargs)
+
+    def _epilogue(self, original: Callable[[], None]) -> None:
+        if self._events.is_quiet():
+            original()
+        else:
+            self._events.say_present()
+            self.announce("epilogue")
+            self._events.inside(original)
+            if self._events.stage == 0 and self.members.announces:
+                self._gradients = list(map(_state_of, self._events.parameters))
+
+    def _stepping(self, of_engine: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._events.is_quiet():
             return original(*args, **kwargs)
-
-        return coalesce
-
-    def _epilogue(self, original: Callable[[], None]) -> Callable[[], None]:
-        def epilogue() -> None:
-            if self._events.is_quiet():
-                original()
-            else:
-                self._events.say_present()
-                self.announce("epilogue")
-                self._events.inside(original)
-                if self._events.stage == 0 and self.members.announces:
-                    self._gradients = list(map(_state_of, self._events.parameters))
-
-        return epilogue
-
-    def _stepping(self, of_engine: bool, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if self._events.is_quiet():
-                return original(*args, **kwargs)
-            if self.server.meet() and (args or kwargs):
-                raise UnsupportedError(
-                    f"step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
-                    " step their shards without. Set what they say in the optimizer's param_groups."
-                )
-            self._check_gradients(cleared=False)
-            self._gradients.clear()
-            self.announce_open("step", (of_engine, _compat.options_of(self.engine)))
-            return self._events.inside(partial(original, *args, **kwargs))
-
-        return step
+        if self.server.meet() and (args or kwargs):
+            raise UnsupportedError(
+                f"step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
+                " step their shards without. Set what they say in the optimizer's param_groups."
+            )
+        self._check_gradients(cleared=False)
+        self._gradients.clear()
+        self.announce_open("step", (of_engine, _compat.options_of(self.engine)))
+        return self._events.inside(partial(original, *args, **kwargs))
 
     def _check_gradients(self, cleared: bool) -> None:
         """Raise if gradients were changed that joined ranks have too; `cleared`: they may be gone."""
@@ -221,19 +191,16 @@ class LoopEnginePart(Part, LoopModel):
         self._gradients.clear()
         return of_engine, {**kwargs, **dict(zip(("set_to_none",), args, strict=False))}
 
-    def _checkpoint(self, which: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if self.members.serves or self._events.is_inside:
-                return original(*args, **kwargs)
-            with self._loop_server.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
-                return original(*args, **kwargs)
-
-        return checkpoint
+    def _checkpoint(self, which: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.members.serves or self._events.is_inside:
+            return original(*args, **kwargs)
+        with self.server.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
+            return original(*args, **kwargs)
 
     # ------------------------------------------------------------ on a joined rank
 
     def answer(self, kind: str, payload: Any) -> None:
-        engine, optimizer = self.engine, _compat.optimizer_of(self.engine)
+        engine, optimizer = self.engine, self.engine.optimizer
         if kind == "backward":
             self.driver.note_backward(self.index)
             self.synced += 1
@@ -259,13 +226,13 @@ class LoopEnginePart(Part, LoopModel):
             which, args, kwargs = payload
             if which not in _CHECKPOINTS:
                 raise foreign("a record of an engine", f"a call of {which!r}")
-            with self._loop_server.on_all_ranks():
+            with self.server.on_all_ranks():
                 getattr(engine, which)(*args, **kwargs)
         else:
             self._events.answer(kind, payload)
 
     def _follow_backward(self) -> None:
-        self._loop_server.follow_to(self.index, "epilogue")
+        self.server.follow_to(self.index, "epilogue")
 
     # ------------------------------------------------------------ at the end
 

@@ -102,7 +102,9 @@ class Gradients:
         gradients = [p.grad for p in self.parameters]
         if self._are_whole and None not in self._known and not [g for g in gradients if g is not None]:
             return [State(CLEARED, NONE)] * len(gradients)  # as a rule: by `zero_grad()`
-        values = _read_measures([*_measure(gradients), *self._measures])  # of now, and then those of that moment
+        measures = [*_measure(gradients), *self._measures]  # of now, and then those of that moment
+        numbers = _read([value for measure in measures for value in measure or (None, None)])
+        values = list(zip(numbers[::2], numbers[1::2], strict=True))
         before = values[len(gradients) :]
         found = [self._state(*each) for each in zip(gradients, self._known, values, before, strict=False)]
         if any(state.content != FULL for state in found) or any(len(_parameters(p)) > 1 for p in self.parameters):
@@ -201,7 +203,7 @@ class Gradients:
             elif id(parameter) in self._sparse:
                 parameter.grad = empty_sparse(parameter)
             else:
-                parameter.grad = _zeros(parameter)
+                parameter.grad = torch.zeros_like(parameter) if isinstance(parameter, Tensor) else parameter.zeros()
 
     def differing(self, states: Sequence[State], accumulates: bool) -> list[int]:
         """Return which averages, that an active rank has kept, are others than this rank's: changed without a trace.
@@ -266,16 +268,10 @@ class Gradients:
 def _measure(gradients: Sequence[Tensor | None]) -> list[Measure]:
     dense = _compat.values_of(gradients)
     found = zip(dense, _compat.norms(dense), strict=True)
-    return [None if one is None or norm is None else (norm, _compat.total(one)) for one, norm in found]
-
-
-def _read_measures(measures: Sequence[Measure]) -> list[Values]:
-    found = _read([value for measure in measures for value in measure or (None, None)])
-    return list(zip(found[::2], found[1::2], strict=True))
-
-
-def _zeros(holder: Any) -> Tensor:
-    return torch.zeros_like(holder) if isinstance(holder, Tensor) else holder.zeros()
+    return [
+        None if one is None or norm is None else (norm, (torch.view_as_real(one) if one.is_complex() else one).sum())
+        for one, norm in found
+    ]
 
 
 def _parameters(holder: Any) -> Sequence[Tensor]:

@@ -72,7 +72,7 @@ class SecondBackward:
             if self._adds():
                 self._first = task
                 first()
-                _compat.after_backward(self._end_first)  # nobody may have heard it begin
+                _compat.after_backward(lambda: setattr(self, "awaits_first", False))  # nobody may have heard it begin
         elif touched := [p for p in self._parameters if _compat.will_accumulate(p)]:
             _compat.after_backward(lambda: self._wait(touched))
 
@@ -83,9 +83,6 @@ class SecondBackward:
         added = next(filter(_compat.will_accumulate, self._parameters), None)
         self._found = None if added is None else (added, _compat.accumulator(added))
         return added is not None
-
-    def _end_first(self) -> None:
-        self.awaits_first = False
 
     def _wait(self, touched: Sequence[Tensor]) -> None:
         self._touched += [(weakref.ref(p), weakref.ref(p.grad)) for p in touched if p.grad is not None]

@@ -51,7 +51,6 @@ class ShadowedSteps:
         self.shadow.news.forget()
 
     def answer(self, kind: str, payload: Any) -> None:
-        """See `Part.answer`."""
         if kind == "forward":
             self._forward(*payload)
         elif kind == "backward":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_join._base import compat_metrics as _compat_metrics
+from torch_join._base.attributes import replace
 from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join._base.membership import MeetingPoint
 from torch_join.joinables._metrics.exchange import Exchange
@@ -145,15 +146,8 @@ class MetricPart(Part):
         sync_dist(gather)
 
     def override(self, metric: Any, name: str, function: Callable[..., Any]) -> None:
-        before = {name: vars(metric)[name]} if name in vars(metric) else {}
         own = getattr(metric, name)
-        vars(metric)[name] = Hook(partial(function, metric, own), copied=own)
-
-        def restore() -> None:
-            del vars(metric)[name]
-            vars(metric).update(before)
-
-        self._undo.append(restore)
+        self._undo.append(replace(metric, **{name: Hook(partial(function, metric, own), copied=own)}))
 
     def _leads_plain_loops(self, metric: Any) -> bool:
         """Whether the forward of `metric` is where ranks in a plain loop meet, for lack of a model's."""

@@ -21,8 +21,6 @@ class ModuleMetrics(Part):
     some rank does not have.
 
     Args:
-        driver: Serves the steps.
-        index: This part's place among the others.
         module: What holds the metrics.
     """
 

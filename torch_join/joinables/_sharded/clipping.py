@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torch_join._base.attributes import replace
 from torch_join._base.errors import UnsupportedError
 from torch_join._shadow._sharded import compat as _compat
 from torch_join._shadow._sharded.units import is_first_generation
@@ -20,8 +21,6 @@ class ClippingPart(Part):
     """`torch.nn.utils.clip_grad_norm_` on what `fully_shard` has sharded, of all given models.
 
     Args:
-        driver: What it belongs to.
-        index: The part's.
         models: The parts of the models.
     """
 
@@ -122,8 +121,7 @@ class Fsdp1ClippingPart(Part):
         for place, root in enumerate(_compat.roots(self._model.model)):
             own: Any = root.clip_grad_norm_
             self._clips.append(own)
-            vars(root)["clip_grad_norm_"] = Hook(partial(self._clip, place), copied=own)
-            self._undo.append(partial(vars(root).pop, "clip_grad_norm_", None))
+            self._undo.append(replace(root, clip_grad_norm_=Hook(partial(self._clip, place), copied=own)))
 
     def _clip(self, place: int, max_norm: float, norm_type: float = 2.0) -> Any:
         if self.members.serves or not self.server.meet():

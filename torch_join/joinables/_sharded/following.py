@@ -1,6 +1,6 @@
 """Each gather and reduction of a sharded model's units: announced on an active rank, followed on a joined one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._control.codec import foreign
+from torch_join._shadow._sharded import compat as _compat
 from torch_join._shadow._sharded.unit import Gather, Reduction, undo_all
 from torch_join._shadow._sharded.units import is_first_generation, units_of
-from torch_join.joinables._sharded.teams import teams_of
 from torch_join.joinables.part import Part
 
 
 class Following:
-    """What a part of a sharded model announces, and follows, of its units.
+    """What a part of a sharded model announces, and follows, of its units; their `Observer`.
 
     Args:
         part: The part.
@@ -41,7 +41,7 @@ class Following:
         self._part = part
         self.before_backward = before_backward
         self.units = units_of(model)
-        self._teams = teams_of(model, self._part.members.global_ranks)
+        self._teams = _teams_of(model, self._part.members.global_ranks)
         self._seen: tuple[int, ...] = ()  # the active ranks that have been checked
         self.reduces = False
         if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -79,11 +79,9 @@ class Following:
     # ------------------------------------------------------------ on an active rank
 
     def is_quiet(self) -> bool:
-        """See `Observer`."""
         return self._part.server.is_quiet()
 
     def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
-        """See `Observer`."""
         if self._part.members.serves:
             return nullcontext()
         if self._part.server.meet():
@@ -103,7 +101,6 @@ class Following:
 
     @property
     def teams(self) -> list[list[int]]:
-        """See `Part`."""
         return [[self._part.members.global_ranks[rank] for rank in team] for team in self._teams]
 
     def check_teams(self) -> None:
@@ -136,3 +133,42 @@ class Following:
             unit.reduce(rest)
         else:
             unit.reshard()
+
+
+def _teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
+    """Return, as indices into `ranks`, which of them compute each batch together, where several do.
+
+    Those of a mesh that differ only along what FSDP does not shard over.
+
+    Raises:
+        UnsupportedError: FSDP shards a part of the model over fewer ranks than take part.
+    """
+    for size in _compat.group_sizes(model):
+        if size != len(ranks):
+            raise UnsupportedError(
+                f"A part of {type(model).__name__} is sharded and averaged over {size} ranks, and ranks {list(ranks)}"
+                " take part. All of them must hold a shard of each part: make its process_group of all ranks."
+            )
+    teams: dict[tuple[int, ...], list[int]] = {}
+    for mesh in _compat.meshes(model):
+        whole = _compat.root_mesh(mesh)
+        if {*whole.mesh.flatten().tolist()} != {*ranks}:
+            held = sorted(whole.mesh.flatten().tolist())
+            raise UnsupportedError(
+                f"A part of {type(model).__name__} is on a mesh of ranks {held}, and ranks {list(ranks)} take part."
+                " All of them must hold a shard of each part: make the mesh over all ranks."
+            )
+        for team in _across(whole, mesh):
+            teams[tuple(team)] = [ranks.index(rank) for rank in team]
+    return [team for team in teams.values() if len(team) > 1]
+
+
+def _across(whole: Any, mesh: Any) -> list[list[int]]:
+    names = whole.mesh_dim_names or ()
+    shards = mesh.mesh_dim_names or ()
+    if whole is mesh or whole.ndim == mesh.ndim or not {*shards} <= {*names}:
+        return []
+    order = [names.index(name) for name in (*shards, *(name for name in names if name not in shards))]
+    size = mesh.mesh.numel()
+    found: list[list[int]] = whole.mesh.permute(order).reshape(size, -1).tolist()
+    return found

@@ -68,7 +68,6 @@ class ShardedModelPart(Part, LoopModel):
 
     @property
     def modules(self) -> list[nn.Module]:
-        """See `LoopModel`."""
         return [self.model]
 
     def begin_loop(self) -> None:

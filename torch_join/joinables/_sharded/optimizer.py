@@ -1,13 +1,14 @@
 """An optimizer of sharded parameters: a joined rank owns a part of its state too, and steps it like the others."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from torch_join._base import compat as _compat
+from torch_join._base.attributes import setting
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join.joinables._gradients.verdicts import Runs
@@ -23,8 +24,6 @@ class ShardedStepPart(Part):
     """An optimizer whose parameters belong to given sharded models.
 
     Args:
-        driver: What it belongs to.
-        index: The part's.
         optimizer: The optimizer; of one that wraps another (Accelerate's), the innermost.
         models: The parts of all sharded models.
 
@@ -102,19 +101,10 @@ class ShardedStepPart(Part):
         take_group_options(self.optimizer, options)
         for model, runs in zip(self._sharded, states, strict=True):
             model.take(runs)
-        with self._scaled(scaling):
-            self.optimizer.step()
-
-    @contextmanager
-    def _scaled(self, scaling: dict[str, float]) -> Iterator[None]:
         device = next(p for group in self.optimizer.param_groups for p in group["params"]).device
         given = {name: torch.tensor(scaling[name], device=device) for name in _SCALING if name in scaling}
-        vars(self.optimizer).update(given)
-        try:
-            yield
-        finally:
-            for name in given:
-                delattr(self.optimizer, name)
+        with setting(self.optimizer, **given):
+            self.optimizer.step()
 
     def closing_message(self) -> Options:
         return group_options(self.optimizer)

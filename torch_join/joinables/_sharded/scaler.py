@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from torch_join._base import compat as _compat
+from torch_join._base.attributes import replace
 from torch_join.joinables._gradients.verdicts import Runs
 from torch_join.joinables._sharded.model import ShardedModelPart
 from torch_join.joinables.hook import Hook
@@ -17,8 +19,6 @@ class ShardedScalerPart(Part):
     """A scaler whose `unscale_`, or what it does in its place, and `update` joined ranks do too.
 
     Args:
-        driver: What it belongs to.
-        index: The part's.
         scaler: The scaler.
         optimizers: The optimizers of sharded parameters.
         models: The parts of the sharded models.
@@ -40,9 +40,8 @@ class ShardedScalerPart(Part):
         self._own = {kind: getattr(scaler, name) for kind, name in _CALLS.items()}
         calls: dict[str, Callable[..., Any]] = {"update": self._update_announced}
         calls |= {name: partial(self._unscale_announced, kind) for kind, name in _CALLS.items()}
-        for name, call in calls.items():
-            vars(scaler)[name] = Hook(call, copied=getattr(scaler, name))
-            self._undo.append(partial(vars(scaler).pop, name, None))
+        hooks = {name: Hook(call, copied=getattr(scaler, name)) for name, call in calls.items()}
+        self._undo.append(replace(scaler, **hooks))
 
     def _unscale_announced(self, kind: str, optimizer: Any) -> Any:
         place = next((index for index, mine in enumerate(self._steppers) if mine is optimizer), None)
@@ -71,10 +70,7 @@ class ShardedScalerPart(Part):
         place, scale, states = payload
         for model, runs in zip(self._sharded, states, strict=True):
             model.take(runs)
-        self._scaler.scale(self._a_scalar())  # makes its tensors, if it has none yet
+        parameter = next(p for group in self._steppers[0].param_groups for p in group["params"])
+        self._scaler.scale(_compat.local_part(parameter).new_zeros(()))  # makes its tensors, if it has none yet
         self._scaler._scale.fill_(scale)
         self._own[kind](self._steppers[place])
-
-    def _a_scalar(self) -> Any:
-        parameter = next(p for group in self._steppers[0].param_groups for p in group["params"])
-        return parameter.new_zeros(()) if not hasattr(parameter, "to_local") else parameter.to_local().new_zeros(())
