@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_join._compat import ResultMetric
-from torch_join import Weighting
-from torch_join.integration import Channel, Lockstep, ModuleMetrics, Rebalancing, StepDriver
+from torch_join.integration import Channel, Lockstep, ModuleMetrics, Options, Rebalancing, StepDriver
 
 
 class JoiningStrategy(Protocol):
@@ -31,7 +30,7 @@ class JoiningStrategy(Protocol):
         root_device: This rank's device.
     """
 
-    weighting: Weighting
+    options: Options
     channel: Channel
     driver: StepDriver | None
     join: Lockstep | None
