@@ -41,6 +41,7 @@ class Job:
 
 
 SERIAL = Job((("FAKENCCL_SERIAL", "device"),))
+BOTH = Job(backend="cpu:gloo,fakegpu:fakenccl")
 BLOCKING = Job((("CUDA_LAUNCH_BLOCKING", "1"),))
 
 

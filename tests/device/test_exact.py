@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.core.backward import programs, recipes
 from tests.core.backward.test_exact import KINDS, assert_exact, loses_hooks
 from tests.covering import others_long
-from tests.device.jobs import BLOCKING, SERIAL, Job, assert_one_order, skip_without_functional_gather
+from tests.device.jobs import BLOCKING, BOTH, SERIAL, Job, assert_one_order, skip_without_functional_gather
 from tests.support import loops
 from tests.support.cases import difference
 from tests.support.loops import Program
@@ -50,7 +50,6 @@ def test_plain_loops(devices: Workers, name: str) -> None:
         assert all(map(torch.equal, outcome.parameters, outcomes[0].parameters))
 
 
-BOTH = Job(backend="cpu:gloo,fakegpu:fakenccl")
 # torch.compile does not run under the mode that has these programs make their tensors on the device.
 BACKWARDS = [kind for kind in KINDS if "compiled" not in kind]
 
@@ -62,7 +61,11 @@ def test_collectives_in_backward_in_one_order(devices: Workers, kind: str, tmp_p
         skip_without_functional_gather(devices)
     program = programs.Program((0, 4, 2), "world", frozenset(options), wrapper=wrapper)
     skip_where_hooks_are_lost(program)
-    results = SERIAL.run(devices, 3, tmp_path, programs.train, program)
+    exact_in_order(devices, program, tmp_path)
+
+
+def exact_in_order(devices: Workers, program: programs.Program, folder: Path) -> None:
+    results = SERIAL.run(devices, 3, folder, programs.train, program)
     assert_exact(program, [tensors for tensors, _ in results])
     assert_one_order([log for _, log in results])
 
@@ -102,10 +105,7 @@ def test_sharded_models(devices: Workers, api: str, options: tuple[str, ...], tm
     program = programs.Program((2, 5, 0), "active", frozenset((api, *options)))
     if api == "fsdp2":
         skip_where_hooks_are_lost(program)
-    results: Any = SERIAL.run(devices, 3, tmp_path, programs.train, program)
-    tensors: list[list[Tensor]] = [each for each, _ in results]
-    assert_exact(program, tensors)
-    assert_one_order([log for _, log in results])
+    exact_in_order(devices, program, tmp_path)
 
 
 class SteppedInBackward:

@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 from accelerate_join import Accelerator
 from tests import emulator
-from tests.device.jobs import BLOCKING, SERIAL, Job, assert_one_order, skip_without_functional_gather
+from tests.device.jobs import BLOCKING, BOTH, SERIAL, Job, assert_one_order, skip_without_functional_gather
 from tests.needs import has
 from tests.support import accelerated, loops
 from tests.support.cases import Case, build_trainer, difference
@@ -34,7 +34,6 @@ from torch_join.integration import ModelShadow
 
 UNSET = Job(sets_device=False)
 BOUND = Job(binds_device=True)
-BOTH = Job(backend="cpu:gloo,fakegpu:fakenccl")
 JOBS = {"no set_device": UNSET, "bound": BOUND, "gloo too": BOTH, "serial": SERIAL, "blocking": BLOCKING}
 PROGRAMS = {
     "gathers": Program((1, 4, 2), collective="all_gather", optimizer="adamw", scheduler="step"),

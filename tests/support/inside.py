@@ -27,7 +27,6 @@ from torch_join._base import compat_groups as _compat_groups
 from torch_join._base import compat_metrics as _compat_metrics
 from torch_join._base.devices import use_device
 from torch_join._collectives import call as _call
-from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.tap import CollectiveTap
 from torch_join._control import channel as _channel
 from torch_join._control import codec as _codec
@@ -58,15 +57,13 @@ from torch_join.joinables.model import ModelPart
 Where = _handshake.Where
 
 # What tests read or call.
-MODEL_AVERAGING_FOLDER = _compat_c10d._MODEL_AVERAGING_FOLDER
 PASSING_ON, concatenates = _compat_metrics._PASSING_ON, _compat_metrics._concatenates
 REVIVERS, dtypes = _codec._REVIVERS, _codec._dtypes
-LARGE, buckets_of = _transfer._LARGE, _transfer._buckets
+LARGE = _transfer._LARGE
 TILE = _digest._TILE
 Override = Hook
 REFUSALS = tuple(value for value in vars(_call).values() if isinstance(value, _call.Refusal))
 entered_joins = _nesting._entered
-asks_at_exit = _quiesce.quiesce_at_exit.cache_info
 
 # What tests replace: a module, and a name in it.
 TILES_PLACE = (_digest, "_tiles")
@@ -418,11 +415,6 @@ def messages(channel: Any) -> list[int]:
 def channel_of(join: Any) -> Channel:
     channel: Channel = join._driver.server.channel
     return channel
-
-
-def rank_of(join: Any) -> int:
-    rank: int = join._driver.members.rank
-    return rank
 
 
 def leader_of(join: Any) -> int:

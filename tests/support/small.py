@@ -65,10 +65,23 @@ def alone(ranks: int, steps: Iterable[Places]) -> list[float]:
     return training.weight
 
 
-def train_alone(optimizer: torch.optim.Optimizer, lengths: Sequence[int], loss: Callable[[int, int], Tensor]) -> None:
-    """Step in one process as ranks do with so many batches, of which each rank's `loss(rank, step)` counts the same."""
-    for places in steps_of(lengths):
-        optimizer.zero_grad()
+def train_alone(
+    optimizer: torch.optim.Optimizer,
+    lengths: Sequence[int],
+    loss: Callable[[int, int], Tensor | None],
+    window: int = 1,
+    set_to_none: bool = True,
+) -> list[Tensor]:
+    """Step in one process as ranks do with so many batches, after each window of them; return the parameters.
+
+    Each rank's `loss(rank, step)` counts the same; a batch that is left out has none.
+    """
+    for step, places in enumerate(steps_of(lengths)):
+        if step % window == 0:
+            optimizer.zero_grad(set_to_none)
         for place in places:
-            (loss(*place) / len(lengths)).backward()
-        optimizer.step()
+            if (found := loss(*place)) is not None:
+                (found / len(lengths)).backward()
+        if step % window == window - 1:
+            optimizer.step()
+    return [p.detach() for group in optimizer.param_groups for p in group["params"]]

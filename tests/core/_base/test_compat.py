@@ -3,14 +3,13 @@
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric, MetricCollection
 
-from tests.support.inside import MODEL_AVERAGING_FOLDER
 from torch_join._base import compat as torch_compat
 
 
@@ -102,25 +101,6 @@ def test_torch_tells_which_gradients_a_backward_adds_to() -> None:
     assert seen == [(True, True), (True, False), (False, False)]
 
 
-def test_torchs_post_accumulate_hooks_live_in_a_dictionary_that_autograd_reads() -> None:
-    parameter = torch.ones(1, requires_grad=True)
-    assert torch_compat.post_accumulate_hooks(parameter) == {}
-    seen = []
-    parameter.register_post_accumulate_grad_hook(lambda _: seen.append(1))
-    hooks = torch_compat.post_accumulate_hooks(parameter)
-    kept = dict(hooks)
-    hooks.clear()
-    parameter.sum().backward()
-    assert seen == []
-    hooks.update(kept)
-    parameter.sum().backward()
-    assert seen == [1]
-
-
-def test_torchs_model_averaging_is_where_it_was() -> None:
-    assert inspect.getsourcefile(average_parameters).startswith(MODEL_AVERAGING_FOLDER)  # type: ignore[union-attr]
-
-
 def test_torchs_join_config() -> None:
     disabled = torch_compat.disabled_join_config()
     assert (disabled.enable, disabled.is_first_joinable, disabled.throw_on_early_termination) == (False, False, False)
@@ -130,11 +110,19 @@ def test_torchs_join_config() -> None:
     assert source.index("is_first_joinable") < source.index("dist.all_reduce")
 
 
-def test_torchs_hooks_live_in_a_dictionary_that_autograd_reads() -> None:
+@pytest.mark.parametrize(
+    ("register", "hooks_of"),
+    [
+        ("register_hook", torch_compat.backward_hooks),
+        ("register_post_accumulate_grad_hook", torch_compat.post_accumulate_hooks),
+    ],
+)
+def test_torchs_hooks_live_in_a_dictionary_that_autograd_reads(register: str, hooks_of: Any) -> None:
     parameter = torch.ones(1, requires_grad=True)
-    seen = []
-    parameter.register_hook(lambda grad: seen.append(1))
-    hooks = torch_compat.backward_hooks(parameter)
+    assert hooks_of(parameter) == {}
+    seen: list[int] = []
+    getattr(parameter, register)(lambda _: seen.append(1))
+    hooks = hooks_of(parameter)
     kept = dict(hooks)
     hooks.clear()
     parameter.sum().backward()

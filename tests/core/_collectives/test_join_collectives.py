@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import zero_redundancy_optimizer
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import local_map
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from tests.core._collectives.test_neutral import FORMS, supported
-from tests.core._collectives.test_refusals import issue_refused
 from tests.emulator import place
 from tests.support.collectives import DTYPES, REDUCING, WITHOUT_TENSORS, Case, Results, averages, check, operations
 from tests.support.inside import REFUSALS
@@ -128,6 +132,63 @@ def test_the_plays_are_all_there_is() -> None:
 # ---------------------------------------------------------------- what cannot be mirrored
 
 
+def issue_refused(group: Any) -> dict[str, list[Callable[[], Any]]]:
+    """What this rank issues while rank 0 has joined, by the refusal that it is to get."""
+    one = torch.ones(2)
+    peer = [dist.P2POp(dist.isend, one, 0, group), dist.P2POp(dist.irecv, one, 0, group)]
+    uneven = [torch.ones(2), torch.ones(3)]
+    factor = dist._make_nccl_premul_sum(2.0)
+    integers, average = torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG
+    point_to_point, joined_root, unequal, integer_average, premul_sum, *others = (refusal.what for refusal in REFUSALS)
+    fsdp, dtensor, zero, model_averaging, checkpoint = others
+    return {
+        point_to_point: [
+            lambda: dist.send(one, 0, group),
+            lambda: dist.recv(one, 0, group),
+            lambda: dist.recv(one, group=group),
+            lambda: dist.isend(one, 0, group),
+            lambda: dist.irecv(one, 0, group),
+            lambda: dist.batch_isend_irecv(peer),
+            lambda: dist.send_object_list([1], 0, group),
+            lambda: dist.recv_object_list([1], 0, group),
+        ],
+        joined_root: [
+            lambda: dist.broadcast(one, 0, group),
+            lambda: dist.scatter(one, None, 0, group),
+            lambda: dist.broadcast_object_list([1], 0, group),
+            lambda: dist.scatter_object_list([None], None, 0, group),
+            lambda: functional.broadcast(one, 0, group or dist.group.WORLD),
+        ],
+        unequal: [
+            lambda: dist.all_to_all(uneven, uneven, group),
+            lambda: dist.all_to_all_single(torch.ones(5), torch.ones(5), [2, 3], [2, 3], group),
+            lambda: dist.all_to_all_single(torch.ones(6), torch.ones(4), [3, 3], [2, 2], group),
+            lambda: dist.all_to_all_single(torch.ones(6), torch.ones(4), [3, 3], None, group),
+            lambda: functional.permute_tensor(one, [1, 0], group or dist.group.WORLD),
+        ],
+        integer_average: [
+            lambda: dist.all_reduce(integers, average, group),
+            lambda: dist.reduce(integers, 1, average, group),
+            lambda: dist.reduce_scatter(integers, [integers, integers], average, group),
+        ],
+        premul_sum: [lambda: dist.all_reduce(one, factor, group)],
+        fsdp: [lambda: issue_from("fsdp", one, group)],
+        dtensor: [lambda: issue_from("tensor", one, group)],
+        zero: [lambda: issue_from("x", one, group, "deepspeed.runtime.zero.x")],
+        model_averaging: [lambda: average_parameters(iter([nn.Parameter(one)]), group)],
+        checkpoint: [
+            lambda: dcp.save({"one": one}, checkpoint_id="nowhere", process_group=group),
+            lambda: zero_redundancy_optimizer._broadcast_object(1, 1, group=group),
+        ],
+    }
+
+
+def issue_from(folder: str, tensor: Tensor, group: Any, module: str = "x") -> None:
+    """Issue a collective from where FSDP, `DTensor` or DeepSpeed does; `tests/core/sharded` has real ones."""
+    scope = {"dist": dist, "tensor": tensor, "group": group, "__name__": module}
+    exec(compile("dist.all_reduce(tensor, group=group)", os.path.join(dist.__path__[0], folder, "x.py"), "exec"), scope)
+
+
 def refused(rank: int) -> tuple[dict[str, list[str]], list[float], list[Any]]:
     """Rank 0 joins, rank 1 tries everything that it must not, and training goes on."""
     named = dist.new_group([0, 1])
@@ -160,6 +221,11 @@ def test_what_cannot_be_mirrored_raises_and_mispairs_nothing(workers: Workers) -
     assert sums == [2.0, 1.0, 1.0]
     assert joined == active
     assert set(messages) == {refusal.what for refusal in REFUSALS}
+    # In two steps, each time in two groups.
+    assert {len(found) for found in messages.values()} == {4 * number for number in (8, 5, 3, 2, 1)}
+    names = ["send", "recv", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"]
+    assert [message.split()[0] for message in messages[REFUSALS[0].what]] == 4 * names
+    assert any(message.startswith("broadcast_object_list ") for message in messages[REFUSALS[1].what])
     for refusal in REFUSALS:
         text = f"ranks \\[0\\] have joined.*{re.escape(refusal.why)}. Use {re.escape(refusal.instead)}"
         assert all(re.search(text, message) for message in messages[refusal.what])

@@ -1,12 +1,12 @@
-"""Every collective of the table, issued by active ranks alone and mirrored by a rank that has joined."""
+"""Collectives in every form, issued by active ranks alone and mirrored by a rank that has joined.
+
+Each one of the table is in `test_join_collectives`, beside a model.
+"""
 
 import functools
-import itertools
-import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,40 +17,13 @@ from torch import Tensor
 
 from tests.emulator import place
 from tests.needs import has, needs
-from tests.support.collectives import (
-    BY_OPERATION,
-    DTYPES,
-    FLOATS,
-    REDUCING,
-    WITHOUT_TENSORS,
-    Case,
-    Results,
-    averages,
-    check,
-    operations,
-)
+from tests.support.collectives import DTYPES, FLOATS, Case, Results, averages, check
 from tests.support.inside import REFUSALS
 from tests.support.party import Party
 from tests.support.workers import Workers
 from torch_join._base.errors import JoinError
 from torch_join._collectives.neutral import ENTRIES, REDUCTIONS, mirror
 from torch_join._collectives.tap import Call
-
-
-def _cases(world_size: int, joined: int) -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
-    """All operations, dtypes, reduce operations and groups, each pair of them at least once."""
-    everyone = tuple(range(world_size))
-    groups = [g for n in (1, 2, 3) for g in itertools.combinations(everyone, n) if g != (joined,)]
-    turn = itertools.count()
-    for name in operations():
-        for reduction in [r.op for r in REDUCTIONS] if name in REDUCING else ["SUM"]:
-            for dtype in [torch.float32] * 4 if name in WITHOUT_TENSORS else DTYPES:
-                if not supported(name, reduction, dtype):
-                    continue
-                n = next(turn)
-                default = n % 2 == 0
-                kwargs = {"dtype": dtype, "reduction": reduction, "async_op": n // 2 % 2 == 1, "default": default}
-                yield name, everyone if default else groups[n // 2 % len(groups)], kwargs
 
 
 def supported(name: str, reduction: str, dtype: torch.dtype) -> bool:
@@ -64,48 +37,6 @@ def _supported(reduction: str, dtype: torch.dtype) -> bool:
     if reduction == "AVG":
         return dtype in FLOATS and averages()
     return not reduction.startswith("B") or (dtype not in FLOATS and place().type == "cpu")
-
-
-def _play_all(rank: int, world_size: int, joined: int) -> int:
-    party = Party(rank, {joined})
-    count = 0
-    for name, ranks, kwargs in _cases(world_size, joined):
-        case = party.case(ranks, **kwargs)
-        results = party.play(lambda: BY_OPERATION[name](case), ranks)  # noqa: B023
-        label = f"{name} {ranks} {kwargs}"
-        if results is not None:
-            check(label, results)
-            _check_calls(label, party.calls, case)
-        count += 1
-    return count
-
-
-def _check_calls(label: str, calls: list[Call], case: Case) -> None:
-    operations = {call.operation for call in calls}
-    assert operations == ({label.split()[0]} if case.active != case.ranks else set()), label
-    assert pickle.loads(pickle.dumps(calls)) == calls
-
-
-@pytest.mark.parametrize(("world_size", "joined"), [(2, 0), (2, 1), (3, 0), (3, 2)])
-def test_active_ranks_get_what_they_would_get_alone(workers: Workers, world_size: int, joined: int) -> None:
-    counts = workers.run(world_size, _play_all, world_size, joined, store="tcp")
-    assert min(counts) > (400 if workers.device == "cpu" and averages() else 250)
-
-
-def test_the_cases_cover_all_pairs() -> None:
-    for world_size, joined in ((2, 0), (3, 2)):
-        cases, names = list(_cases(world_size, joined)), [*operations()]
-        assert {name for name, _, _ in cases} == set(names)
-        seen = {(name, kwargs["async_op"]) for name, _, kwargs in cases}
-        assert seen == set(itertools.product(names, (True, False)))
-        seen = {(name, kwargs["default"]) for name, _, kwargs in cases}
-        assert seen == set(itertools.product(names, (True, False)))
-        assert len({ranks for _, ranks, _ in cases}) == 2**world_size - 2
-        dtypes = {(name, kwargs["dtype"]) for name, _, kwargs in cases if name not in WITHOUT_TENSORS}
-        assert dtypes == set(itertools.product(set(names) - set(WITHOUT_TENSORS), DTYPES))
-        reductions = {(name, kwargs["reduction"]) for name, _, kwargs in cases if name in REDUCING}
-        there = itertools.product({*REDUCING} & {*names}, [r.op for r in REDUCTIONS])
-        assert reductions == {(name, op) for name, op in there if any(supported(name, op, d) for d in DTYPES)}
 
 
 def _functional(case: Case) -> Results:

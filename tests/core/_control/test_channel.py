@@ -19,7 +19,7 @@ from tests.support.workers import Workers, connect
 from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
 from torch_join._control.codec import MAX_BYTES
 from torch_join._control.said import Beat
-from torch_join.integration import Channel, telling_failures
+from torch_join.integration import Channel
 
 
 def test_a_world_of_one_needs_no_store() -> None:
@@ -51,28 +51,6 @@ def put_off(channel: Channel) -> list[Beat]:
 def test_what_was_said_is_heard_before_all_meet_again() -> None:
     notices = {0: {"from": 0}, 1: {"from": 1}}
     assert threads.run(2, put_off) == [[Beat(2 * number + 1, notices) for number in range(3)]] * 2
-
-
-def beat_and_gather(channel: Channel) -> list[Any]:
-    rank, seen = channel.rank, list[Any]()
-    for step in range(200):
-        notice = {"end": step} if step % 50 == rank else None
-        beat = channel.barrier(count=rank + step, notice=notice)
-        seen.append((beat.total, beat.notices))
-        if step % 70 == 0:
-            seen.append(channel.gather((rank, step)))
-    return seen
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 12])
-def test_beats_add_up_and_carry_notices(world_size: int) -> None:
-    expected: list[Any] = []
-    for step in range(200):
-        notices = {rank: {"end": step} for rank in range(world_size) if step % 50 == rank}
-        expected.append((sum(rank + step for rank in range(world_size)), notices))
-        if step % 70 == 0:
-            expected.append([(rank, step) for rank in range(world_size)])
-    assert threads.run(world_size, beat_and_gather) == [expected] * world_size
 
 
 def add_up(channel: Channel, ranks: tuple[int, ...], together: threading.Barrier) -> list[Any]:
@@ -155,49 +133,6 @@ def test_what_has_been_read_is_deleted() -> None:
         assert late <= early + 2
 
 
-def close_a_channel(rank: int) -> int:
-    channel = open_channel()
-    dist.barrier()  # what the ranks were connected over is gone
-    before = keys_of(channel)
-    dist.barrier()
-    for step in range(5):
-        channel.barrier(notice={"x": step})
-        channel.gather(step)
-    dist.barrier()
-    channel.close()
-    dist.barrier()
-    left = keys_of(channel) - before
-    dist.barrier()
-    return int(left)
-
-
-def test_a_closed_channel_leaves_nothing(workers: Workers) -> None:
-    assert workers.run(3, close_a_channel) == [0] * 3
-
-
-def two_channels(rank: int) -> list[int]:
-    first, second = open_channel(), open_channel()
-    totals = [first.barrier(rank).total, second.barrier(10 * rank).total, first.barrier(1).total]
-    dist.barrier()
-    return totals
-
-
-def test_channels_do_not_meet(workers: Workers) -> None:
-    assert workers.run(2, two_channels) == [[1, 10, 2]] * 2
-
-
-def a_group_of_two(rank: int) -> int:
-    group = dist.new_group([0, 2])
-    channel = open_channel(group) if rank != 1 else Channel()
-    total = channel.barrier(rank).total if rank != 1 else 0
-    dist.barrier()
-    return total
-
-
-def test_a_channel_of_a_group(workers: Workers) -> None:
-    assert workers.run(3, a_group_of_two) == [2, 0, 2]
-
-
 def say_and_fail(channel: Channel) -> str:
     channel.barrier()
     if channel.rank == 1:
@@ -244,29 +179,6 @@ def test_the_first_failure_counts() -> None:
     assert threads.run(3, fail_in_turn, threading.Barrier(3))[2].endswith("Rank 0: first")
 
 
-def broken_collective(rank: int) -> str:
-    channel = open_channel()
-    try:
-        with telling_failures(channel):
-            if rank == 1:
-                raise KeyError("a hole")
-            dist.barrier()
-    except PeerFailedError as error:
-        channel.close()  # the store's host stays until the others have heard, too
-        dist.destroy_process_group()
-        return f"{error} <- {type(error.__cause__).__name__}"
-    except KeyError:
-        channel.close()  # the store's host stays until the others have heard, too
-        dist.destroy_process_group()
-        time.sleep(1.5)
-    return ""
-
-
-def test_a_broken_collective_is_explained(workers: Workers) -> None:
-    text = workers.outcomes(2, broken_collective)[0].value
-    assert re.search("Rank 1: KeyError: 'a hole' <- (RuntimeError|DistBackendError)", text)
-
-
 def wait_in_vain(rank: int) -> str:
     connect()
     channel = open_channel(timeout=timedelta(seconds=1))
@@ -283,16 +195,6 @@ def test_a_timeout_names_who_is_missing(workers: Workers) -> None:
     for rank, text in enumerate(workers.run(3, wait_in_vain)[:2]):
         assert f"Rank {rank} waited 1 s" in text
         assert re.search(r"rank(s [01],)? 2 at work elsewhere\.", text), text
-
-
-def come_late(channel: Channel) -> int:
-    if channel.rank == 1:
-        time.sleep(2.0)
-    return channel.barrier(1).total + len(channel.gather(None))
-
-
-def test_a_slow_rank_is_waited_for() -> None:
-    assert threads.run(2, come_late) == [4, 4]
 
 
 def add_fractions(channel: Channel) -> list[float]:

@@ -330,13 +330,6 @@ LISTED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def crowd() -> Iterator[Workers]:
-    pool = Workers(WORLD_SIZE)
-    yield pool
-    pool.close()
-
-
 EARLY = [
     Case(ONE, 1, "kill", "set-up", 0, step="connect"),
     Case(ONE, 0, "stop", "set-up", 8, step="secret"),

@@ -6,7 +6,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,6 @@ from tests.support.workers import Workers
 from torch_join import JoinError, JoinTimeoutError, PeerFailedError, UnsupportedError
 
 SECRET = bytes(range(32))
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Iterator[Workers]:
-    pool = Workers(12)
-    yield pool
-    pool.close()
 
 
 # ---------------------------------------------------------------- strangers
@@ -208,7 +200,7 @@ def die_with_children(rank: int, path: str) -> tuple[str, float]:
     for _ in range(2):  # as those of a DataLoader, which do not see at once that their parent has ended
         children.append(os.fork())
         if children[-1] == 0:
-            time.sleep(4)
+            time.sleep(20)
             os._exit(0)
     channel.barrier()
     if rank == 1:

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import warnings
 from typing import Any
 
 import pytest
@@ -16,16 +15,14 @@ from torch.optim.swa_utils import AveragedModel
 from accelerate_join import join_batches
 from tests.support.accelerated import accelerator_of
 from tests.support.cases import difference
+from tests.support.small import batch
+from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
 from torch_join._handover.departure import Departure
 
 Lengths = tuple[int, ...]
 NEVER = 99
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 class Training:
@@ -220,10 +217,9 @@ def test_a_change_to_what_a_shard_is_stepped_with_raises(workers: Workers) -> No
 
 
 def hold(rank: int, lengths: Lengths, stops: Lengths) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned("Nobody can tell") as said:
         train(rank, lengths, stops, "average", "held")
-    return [str(one.message) for one in said if "Nobody can tell" in str(one.message)]
+    return said
 
 
 @pytest.mark.parametrize(("lengths", "stops", "text"), [((0, 4, 4), (NEVER, 3, 3), "ranks 1, 2"), ((4, 2), (3, 2), "")])
@@ -279,11 +275,7 @@ def test_flags_outlast_a_handover_within_the_others_loop() -> None:
 def evaluate(rank: int, lengths: Lengths, stops: Lengths, how: str) -> list[str]:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
     ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters())
-    with (
-        warnings.catch_warnings(record=True) as said,
-        Join([ddp, optimizer], may_break="heartbeat" in how, audit=True) as join,
-    ):
-        warnings.simplefilter("always")
+    with warned() as said, Join([ddp, optimizer], may_break="heartbeat" in how, audit=True) as join:
         for _epoch in range(2):
             batches = [batch(rank, step) for step in range(lengths[rank])]
             loop: Any = iter(join.batches(batches))
@@ -301,7 +293,7 @@ def evaluate(rank: int, lengths: Lengths, stops: Lengths, how: str) -> list[str]
                 for x in join.batches([batch(rank, step) for step in range(2)]):
                     ddp(x)
             ddp.train()
-    return [str(one.message) for one in said]
+    return said
 
 
 def train_on(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:

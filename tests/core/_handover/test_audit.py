@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DistributedSampler
 
 from tests.emulator import place
-from tests.support.inside import PLACES_PLACE, SET_TRAINING_PLACE, TILES_PLACE, rank_of
+from tests.support.inside import PLACES_PLACE, SET_TRAINING_PLACE, TILES_PLACE
+from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
 from torch_join._handover import optimizers as _optimizers
@@ -128,29 +129,27 @@ def run(rank: int, kind: str, audit: Any, epochs: Any) -> list[str]:
     holder = Holder(temperature=1.0)
     if kind == "an object":
         things.append(holder)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with Join(things, audit=audit) as join:
-            for lengths in epochs:
-                for step in join.batches(range(lengths[rank])):
-                    if kind == "flags" and step == 3:
-                        model.norm.eval()
-                    optimizer.zero_grad()
+    with warned("the ranks") as said, Join(things, audit=audit) as join:
+        for lengths in epochs:
+            for step in join.batches(range(lengths[rank])):
+                if kind == "flags" and step == 3:
+                    model.norm.eval()
+                optimizer.zero_grad()
+                ddp(torch.randn(3, 2)).square().mean().backward()
+                if kind == "a closure in the loop":
+                    for p in ddp.parameters():
+                        p.grad.mul_(factor())  # type: ignore[union-attr]
+                if kind == "master weights":
+                    ddp.zero_grad()
                     ddp(torch.randn(3, 2)).square().mean().backward()
-                    if kind == "a closure in the loop":
-                        for p in ddp.parameters():
-                            p.grad.mul_(factor())  # type: ignore[union-attr]
-                    if kind == "master weights":
-                        ddp.zero_grad()
-                        ddp(torch.randn(3, 2)).square().mean().backward()
-                        for master, p in zip(masters, ddp.parameters(), strict=True):
-                            master.grad = p.grad
-                    optimizer.step()
-                    if kind == "master weights":
-                        for master, p in zip(masters, ddp.parameters(), strict=True):
-                            p.data.copy_(master)
-                    holder.temperature *= 0.5
-    return [str(w.message) for w in caught if "the ranks" in str(w.message)]
+                    for master, p in zip(masters, ddp.parameters(), strict=True):
+                        master.grad = p.grad
+                optimizer.step()
+                if kind == "master weights":
+                    for master, p in zip(masters, ddp.parameters(), strict=True):
+                        p.data.copy_(master)
+                holder.temperature *= 0.5
+    return said
 
 
 DRIFTS = {
@@ -212,8 +211,7 @@ def at_a_join(rank: int, kind: str) -> list[str]:
         elif kind == "alike, but for signs of zero":
             weight.zero_()
             weight.mul_(1 - 2 * rank)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as said:
         channel = open_channel()
         audit = Audit(things, "tail", None)
         audit.begin([0], settled=True)
@@ -226,7 +224,7 @@ def at_a_join(rank: int, kind: str) -> list[str]:
         if kind == "alike, but for signs of zero":
             ddp.module.second.bias.data.fill_(0.0).mul_(1 - 2 * rank)
         audit.end(channel, frozenset(), has_gradients=True)
-    return [str(w.message) for w in caught]
+    return said
 
 
 JOINS = {
@@ -343,8 +341,7 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
     lengths = (0, 3) if kind == "a rank that never trains" else lengths
     may_break = kind in ("a heartbeat", "gradients cleared first", "a scheduler stepped first")
     weighting: Any = "samples" if kind == "weighting by samples" else "world"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("the ranks") as said:
         for _ in range(2):
             with Join(things, audit=True, may_break=may_break, weighting=weighting) as join:
                 batches = range(lengths[rank])
@@ -366,7 +363,7 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
                     if kind == "gradients kept":
                         optimizer.zero_grad()
                     metric.update(torch.tensor(float(rank)))
-                    if kind == "an evaluation on one rank" and rank_of(join) == join.active_ranks[0]:
+                    if kind == "an evaluation on one rank" and rank == join.active_ranks[0]:
                         model.eval()
                         model(torch.randn(3, 2))
                         model.train()
@@ -375,7 +372,7 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
                 with torch.no_grad():
                     for _ in join.batches(range(3 - rank)) if kind == "an evaluation after accumulation" else ():
                         ddp(torch.randn(3, 2))
-    return [str(w.message) for w in caught if "the ranks" in str(w.message)]
+    return said
 
 
 @pytest.mark.parametrize("kind", LEGITIMATE)
@@ -455,14 +452,13 @@ def large_attribute(rank: int) -> list[str]:
     """Something given holds a table of a million numbers, which the loop changes."""
     model = DistributedDataParallel(nn.Linear(2, 1))
     holder = Holder(table=[[[0] * 20 for _ in range(256)] for _ in range(256)], count=0)
-    with warnings.catch_warnings(record=True) as caught, Join([model, holder]) as join:
-        warnings.simplefilter("always")
+    with warned() as said, Join([model, holder]) as join:
         for _ in join.batches([0] * (1 + rank)):
             model(torch.ones(1, 2)).sum().backward()
             holder.count += 1
             for rows in holder.table:
                 rows[0][0] += 1
-    return [str(warning.message) for warning in caught]
+    return said
 
 
 def test_what_is_too_large_to_be_named_is_left_out(workers: Workers) -> None:

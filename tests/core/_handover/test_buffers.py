@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -88,8 +89,7 @@ def train(rank: int, kind: str, epochs: Any, options: dict[str, Any]) -> Any:
         model = DistributedDataParallel(net, broadcast_buffers=False)
     optimizer = SGD(model.parameters(), 0.1)
     statistics = []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned("differ") as said:
         for epoch, lengths in enumerate(epochs):
             with Join([model, optimizer], **options) as join:
                 batches = [inputs(epoch, rank, step) for step in range(lengths[rank])]
@@ -99,8 +99,7 @@ def train(rank: int, kind: str, epochs: Any, options: dict[str, Any]) -> Any:
                     optimizer.step()
             statistics.append(net.norm.running_mean.tolist())
     weight = net.body.weight.full_tensor() if kind == "fsdp2" else net.body.weight
-    texts = [str(one.message) for one in said if "differ" in str(one.message)]
-    return weight.detach(), net.codes.centre, statistics, texts
+    return weight.detach(), net.codes.centre, statistics, said
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import copy
 import gc
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
+from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -70,10 +70,9 @@ class Trainer:
 
 
 def trained(rank: int, kind: str, lengths: list[int], options: dict[str, Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned("differ") as said:
         train(kind, [torch.randn(3, 4) for _ in range(lengths[rank])], options)
-    return [str(one.message) for one in said if "differ" in str(one.message)]
+    return said
 
 
 def train(kind: str, batches: list[Tensor], options: dict[str, Any]) -> None:

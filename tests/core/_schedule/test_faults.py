@@ -3,7 +3,6 @@
 import gc
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,12 +33,14 @@ from tests.covering import others_long
 from tests.support.cases import Batch, difference
 from tests.support.inside import counted_gifts, exchange_threads, planned_rows
 from tests.support.loops import Models, Program, Stream
+from tests.support.warned import warned
 from tests.support.workers import Outcome, Workers, connect
 from torch_join import Join, JoinValueError
 
 WITHIN = TIMEOUT + GRACE  # seconds until a rank raises what another one has told, or why it hears nothing
 STOPPED = 2 * TIMEOUT + GRACE  # a timeout, a roll call, and rank 0 waits once more as it leaves
 LENGTHS = (4, 9, 2)
+LOOPS = ("sized", "iterable")
 GIVER, RECEIVER = 1, 2  # rank 0 trains on its own batches
 LARGE = 2**20  # elements of what makes a gift so large that it is on its way for a while
 
@@ -107,7 +108,7 @@ RAISES = {
     f"{where}-{who}-{loop}": Fault(where, rank, step, LENGTHS, loop)
     for where in WHERE
     for who, rank, step in (("giver", GIVER, 2), ("receiver", RECEIVER, 1))
-    for loop in ("sized", "iterable")
+    for loop in LOOPS
 }
 RAISES["loader-at-once"] = Fault("loader", GIVER, 0, LENGTHS)
 RAISES["body-of-the-first-step"] = Fault("body", GIVER, 0, LENGTHS)
@@ -128,7 +129,7 @@ def test_a_rank_that_raises_is_named_and_its_exception_passes(workers: Workers, 
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("victim", [GIVER, RECEIVER], ids=["giver", "receiver"])
 def test_a_rank_that_is_killed_is_named(workers: Workers, victim: int, step: int, loop: str) -> None:
@@ -148,7 +149,7 @@ def check_gone(reports: list[Report | None], victim: int, within: float, may_lea
             assert {*report.left} <= {*may_leave}, (rank, report)
 
 
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("victim", [GIVER, RECEIVER], ids=["giver", "receiver"])
 @pytest.mark.long  # waits for timeouts
 def test_a_rank_that_is_stopped_is_named(workers: Workers, victim: int, loop: str) -> None:
@@ -190,6 +191,10 @@ class Small:
             ((self.model(x) - y).pow(2).mean() * weight).backward()
         self.optimizer.step()
 
+    def go_through(self, join: Join, rank: int, epoch: int, loop: str = "sized") -> None:
+        for batch in join.batches(loader_of(loop, self.data.batches(rank, epoch))):
+            self.step([batch])
+
     def follow(self, rows: list[dict[int, tuple[int, int]]], epoch: int) -> None:
         """Do in one process what ranks do in these steps."""
         for row in rows:
@@ -200,11 +205,12 @@ class Small:
         return [p.detach().clone() for p in self.models.parameters()]
 
 
-Found = tuple[list[Tensor], list[list[int]]]
-
-
 def loader_of(loop: str, batches: list[Any]) -> Any:
     return DataLoader(Stream(batches), batch_size=None) if loop == "iterable" else batches
+
+
+def rows_of(lengths: tuple[int, ...], loop: str) -> list[dict[int, tuple[int, int]]]:
+    return planned_rows(lengths, [None] * len(lengths) if loop == "iterable" else None)
 
 
 def leave(rank: int, lengths: tuple[int, ...], stop: int, loop: str, when: str, weighting: str) -> list[Tensor]:
@@ -219,8 +225,7 @@ def leave(rank: int, lengths: tuple[int, ...], stop: int, loop: str, when: str, 
                 break
         for batch in join.batches(loader_of(loop, small.data.batches(rank, 1)[::-1])):
             small.step([batch])
-        for batch in join.batches(loader_of(loop, small.data.batches(rank, 2))):
-            small.step([batch])
+        small.go_through(join, rank, 2, loop)
     return small.parameters
 
 
@@ -232,7 +237,7 @@ def test_a_break_on_all_ranks_leaves_no_gift_behind(
 ) -> None:
     found: list[list[Tensor]] = workers.run(len(lengths), leave, lengths, stop, loop, when, weighting)
     one = Small(lengths, wraps=False, weighting=weighting)
-    rows = planned_rows(lengths, [None] * len(lengths) if loop == "iterable" else None)
+    rows = rows_of(lengths, loop)
     one.follow(rows[:stop], 0)
     backwards = [{rank: (owner, lengths[owner] - 1 - i) for rank, (owner, i) in row.items()} for row in rows]
     one.follow(backwards, 1)
@@ -242,70 +247,40 @@ def test_a_break_on_all_ranks_leaves_no_gift_behind(
         assert all(torch.equal(a, b) for a, b in zip(mine, found[0], strict=True))
 
 
-def leave_alone(rank: int, who: int, stop: int, loop: str, weighting: str) -> None:
+def end_alone(rank: int, who: int, stop: int, how: str, loop: str, weighting: str) -> None:
     connect()
     small = Small((2, 9), weighting=weighting)
     with small.join() as join:
-        for step, batch in enumerate(join.batches(loader_of(loop, small.data.batches(rank, 0)))):
-            small.step([batch])
-            if rank == who and step + 1 == stop:
-                break
-
-
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
-@pytest.mark.parametrize(
-    ("who", "stop", "weighting", "timeout"),
-    [
-        *((who, stop, "world", TIMEOUT) for who, stop in ((0, 1), (1, 1), (0, 3), (1, 4))),
-        *((1, 3, weighting, 20.0) for weighting in ("world", "samples")),  # before others wait for its gradients
-    ],
-)
-def test_a_break_on_one_rank_is_told(
-    workers: Workers, who: int, stop: int, weighting: str, timeout: float, loop: str
-) -> None:
-    outcomes = workers.outcomes(2, leave_alone, who, stop, loop, weighting, timeout=timeout, deadline=45.0)
-    for outcome in outcomes:
-        assert f"The loop of rank {who} was left by `break`" in outcome.error, outcomes
-        assert outcome.seconds < (WITHIN if timeout == TIMEOUT else 10.0), outcomes
-
-
-def leave_and_gather(rank: int, who: int) -> None:
-    small = Small((2, 9))
-    with small.join() as join:
-        for batch in join.batches(small.data.batches(rank, 0)):
-            join.all_gather(torch.ones(1))
-            small.step([batch])
-            if rank == who and join.step == 3:
-                break
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_break_on_one_rank_is_told_before_others_wait_in_a_gather(workers: Workers, who: int) -> None:
-    outcomes = workers.outcomes(2, leave_and_gather, who, timeout=20.0, deadline=45.0)
-    for outcome in outcomes:
-        assert f"The loop of rank {who} was left by `break`" in outcome.error, outcomes
-        assert outcome.seconds < 10.0, outcomes
-
-
-def raise_amid(rank: int, who: int) -> None:
-    small = Small((2, 9))
-    with small.join() as join:
-        for batch in join.batches(small.data.batches(rank, 0)):
-            if join.step == 3:
+        for batch in join.batches(loader_of(loop, small.data.batches(rank, 0))):
+            if how == "gathers":
+                join.all_gather(torch.ones(1))
+            elif how == "raises" and join.step == stop:
                 if rank == who:
                     raise BrokenError("amid a step")
                 time.sleep(0.5)
             small.step([batch])
+            if how != "raises" and rank == who and join.step + 1 == stop:
+                break
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_raises_amid_a_step_is_named_before_others_wait_for_its_gradients(
-    workers: Workers, who: int
+# Of those who wait for 20 seconds none does: they hear of it before they wait for its gradients, or in a gather.
+@pytest.mark.parametrize(
+    ("who", "stop", "how", "loop", "weighting", "timeout"),
+    [
+        *((*where, "", loop, "world", TIMEOUT) for where in ((0, 1), (1, 1), (0, 3), (1, 4)) for loop in LOOPS),
+        *((1, 3, "", loop, weighting, 20.0) for weighting in ("world", "samples") for loop in LOOPS),
+        *((who, 4, "gathers", "sized", "world", 20.0) for who in (0, 1)),
+        *((who, 3, "raises", "sized", "world", 20.0) for who in (0, 1)),
+    ],
+)
+def test_what_ends_the_loop_of_one_rank_is_told(
+    workers: Workers, who: int, stop: int, how: str, loop: str, weighting: str, timeout: float
 ) -> None:
-    outcomes = workers.outcomes(2, raise_amid, who, timeout=20.0, deadline=45.0)
+    outcomes = workers.outcomes(2, end_alone, who, stop, how, loop, weighting, timeout=timeout, deadline=45.0)
     for outcome in outcomes:
-        assert "amid a step" in outcome.error, outcomes
-        assert outcome.seconds < 10.0, outcomes
+        says = "amid a step" if how == "raises" else f"The loop of rank {who} was left by `break`"
+        assert says in outcome.error, outcomes
+        assert outcome.seconds < (WITHIN if timeout == TIMEOUT else 10.0), outcomes
 
 
 def leave_amid(rank: int, lengths: tuple[int, ...], stop: int, weighting: str) -> int:
@@ -336,18 +311,17 @@ def twice(rank: int, lengths: tuple[int, ...], loop: str) -> list[Tensor]:
     again = small.join()
     for epoch, join in enumerate((small.join(), again, again, small.join())):
         with join:
-            for batch in join.batches(loader_of(loop, small.data.batches(rank, epoch))):
-                small.step([batch])
+            small.go_through(join, rank, epoch, loop)
     return small.parameters
 
 
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("loop", LOOPS)
 def test_contexts_in_a_row_are_exact(workers: Workers, loop: str) -> None:
     lengths = (1, 8, 3)
     found: list[list[Tensor]] = workers.run(3, twice, lengths, loop)
     one = Small(lengths, wraps=False)
     for epoch in range(4):
-        one.follow(planned_rows(lengths, [None] * 3 if loop == "iterable" else None), epoch)
+        one.follow(rows_of(lengths, loop), epoch)
     assert all(difference(mine, one.parameters) < 1e-10 for mine in found)
 
 
@@ -368,19 +342,18 @@ def fail_and_go_on(rank: int, lengths: tuple[int, ...], who: int, loop: str) -> 
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
     with small.join() as join:
-        for batch in join.batches(loader_of(loop, small.data.batches(rank, 0))):
-            small.step([batch])
+        small.go_through(join, rank, 0, loop)
     return errors, small.parameters
 
 
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("who", [0, 1], ids=["receiver", "giver"])
 def test_after_an_exception_that_is_caught_another_context_is_exact(workers: Workers, who: int, loop: str) -> None:
     lengths = (2, 9)
     outcomes = workers.outcomes(2, fail_and_go_on, lengths, who, loop, timeout=10.0, deadline=60.0)
     assert not any(outcome.error for outcome in outcomes), outcomes
     one = Small(lengths, wraps=False)
-    one.follow(planned_rows(lengths, [None] * 2 if loop == "iterable" else None), 0)
+    one.follow(rows_of(lengths, loop), 0)
     for rank, outcome in enumerate(outcomes):
         errors, parameters = outcome.value
         assert len(errors) == 2
@@ -399,8 +372,7 @@ def apart(rank: int, lengths: tuple[int, ...]) -> list[Tensor] | None:
         return None
     small.model = DistributedDataParallel(small.models, process_group=group)
     with small.join() as join:
-        for batch in join.batches(small.data.batches(rank, 0)):
-            small.step([batch])
+        small.go_through(join, rank, 0)
     return small.parameters
 
 
@@ -420,8 +392,7 @@ def many(rank: int, times: int) -> list[tuple[int, int, list[str]]]:
     small = Small(lengths)
     for _ in range(times):
         with small.join(timeout=timedelta(seconds=20)) as join:
-            for batch in join.batches(small.data.batches(rank, 0)):
-                small.step([batch])
+            small.go_through(join, rank, 0)
         gc.collect()
         counts.append((entries("/proc/self/fd"), entries("/proc/self/task"), exchange_threads()))
     return counts
@@ -508,12 +479,10 @@ def give_odd(
         for index, (x, y) in enumerate(small.data.batches(rank, 0))
     ]
     loader = DataLoader(Stream(batches), batch_size=None, collate_fn=first) if loop == "iterable" else batches
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with small.join() as join:
-            for x, y, _ in join.batches(loader):
-                small.step([(x, y)])
-    return [str(w.message) for w in caught if "cannot be given away" in str(w.message)], small.parameters
+    with warned("cannot be given away") as said, small.join() as join:
+        for x, y, _ in join.batches(loader):
+            small.step([(x, y)])
+    return said, small.parameters
 
 
 class Strange:
@@ -527,7 +496,7 @@ def explode() -> None:
     raise BrokenError("in its making")
 
 
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("lengths", [(2, 9), (0, 6, 7)])
 def test_who_cannot_give_its_first_batch_trains_on_all_of_them(
     workers: Workers, lengths: tuple[int, ...], loop: str
@@ -549,13 +518,13 @@ def test_who_cannot_give_its_first_batch_trains_on_all_of_them(
         assert difference(parameters, one.parameters) < 1e-10
 
 
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_later_batch_that_cannot_be_given_is_told(workers: Workers, loop: str) -> None:
     outcomes = workers.outcomes(3, give_odd, LENGTHS, GIVER, 3, "lambda", loop, timeout=TIMEOUT, deadline=45.0)
     check_told(outcomes, GIVER, "JoinTypeError: A batch of type tuple cannot be given away")
 
 
-@pytest.mark.parametrize("loop", ["sized", "iterable"])
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_batch_that_cannot_be_put_together_is_told(workers: Workers, loop: str) -> None:
     outcomes = workers.outcomes(2, give_odd, (0, 6), GIVER, 0, "strange", loop, timeout=TIMEOUT, deadline=45.0)
     check_told(outcomes, 0, "BrokenError: in its making")
@@ -663,8 +632,7 @@ def unasked(rank: int, lengths: tuple[int, ...]) -> list[float]:
         if batches:
             for x, _ in loop:
                 seen.append(x[0, 0].item())
-        for batch in join.batches(small.data.batches(rank, 1)):
-            small.step([batch])
+        small.go_through(join, rank, 1)
     return seen
 
 

@@ -113,8 +113,13 @@ def planned(epoch: Epoch, said: Sequence[int | None]) -> Ranks:
     return ranks
 
 
-def unknown(epoch: Epoch) -> Ranks:
-    return planned(epoch, [None] * epoch.world_size)
+def begun(epoch: Epoch, data: st.DataObject) -> Ranks:
+    """Go through some steps of an epoch, of whose lengths the ranks know all or none."""
+    knows = data.draw(st.booleans())
+    ranks = Ranks(Plan(epoch.lengths if knows else [None] * epoch.world_size, epoch.gifts), list(epoch.lengths))
+    for _ in range(data.draw(st.integers(0, epoch.least))):
+        ranks.step()
+    return ranks
 
 
 def active(row: Row) -> set[int]:
@@ -152,6 +157,12 @@ def check_rules(rows: Sequence[Row], gifts: Sequence[int], gone: Mapping[int, in
         assert indices == sorted(indices), "batches are not taken in order"
 
 
+def left_after(rows: Sequence[Row], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """By rank, how many batches these rows take, and how many they leave."""
+    taken = [sum(column) for column in zip(*map(counts, rows), strict=True)] or [0] * len(lengths)
+    return taken, [length - number for length, number in zip(lengths, taken, strict=True)]
+
+
 def check_complete(rows: Sequence[Row], lengths: Sequence[int]) -> None:
     """Check that each batch is trained on once."""
     everything = [(rank, index) for rank, length in enumerate(lengths) for index in range(length)]
@@ -163,25 +174,14 @@ def check_complete(rows: Sequence[Row], lengths: Sequence[int]) -> None:
 
 @given(epoch=epochs())
 @PROFILE
-def test_each_batch_is_trained_on_once(epoch: Epoch) -> None:
+def test_each_batch_is_trained_on_once_in_as_few_steps_as_can_be(epoch: Epoch) -> None:
     rows = schedule(epoch.lengths, epoch.gifts)
     check_rules(rows, epoch.gifts)
     check_complete(rows, epoch.lengths)
-
-
-@given(epoch=epochs())
-@PROFILE
-def test_there_are_as_few_steps_as_can_be(epoch: Epoch) -> None:
-    rows = schedule(epoch.lengths, epoch.gifts)
     assert len(rows) == epoch.least
-
-
-@given(epoch=epochs())
-@PROFILE
-def test_no_step_takes_more_of_a_rank_than_it_must(epoch: Epoch) -> None:
-    for row in schedule(epoch.lengths, epoch.gifts):
+    for row in rows:
         for count, length in zip(counts(row), epoch.lengths, strict=True):
-            assert count in (length // epoch.least, math.ceil(length / epoch.least))
+            assert count in (length // epoch.least, math.ceil(length / epoch.least)), "a step takes more than it must"
 
 
 @given(epoch=epochs(), data=st.data())
@@ -189,8 +189,7 @@ def test_no_step_takes_more_of_a_rank_than_it_must(epoch: Epoch) -> None:
 def test_an_epoch_that_is_resumed_has_the_same_rows(epoch: Epoch, data: st.DataObject) -> None:
     rows = schedule(epoch.lengths, epoch.gifts)
     done = data.draw(st.integers(0, len(rows)))
-    taken = [sum(column) for column in zip(*map(counts, rows[:done]), strict=True)] or [0] * epoch.world_size
-    left = [length - number for length, number in zip(epoch.lengths, taken, strict=True)]
+    taken, left = left_after(rows[:done], epoch.lengths)
     assert rest(Plan(left, epoch.gifts, taken), len(rows) - done) == rows[done:]
 
 
@@ -259,51 +258,29 @@ def test_the_longest_rank_gives_as_evenly_as_any_search_finds(lengths: list[int]
 # ---------------------------------------------------------------- lengths that are not known
 
 
-@given(epoch=epochs())
-@PROFILE
-def test_each_batch_of_unknown_lengths_is_trained_on_once(epoch: Epoch) -> None:
-    rows = unknown(epoch).rows
-    check_rules(rows, epoch.gifts)
-    check_complete(rows, epoch.lengths)
-
-
 @given(epoch=epochs(limited=False))
 @PROFILE
 def test_unknown_lengths_take_no_more_steps_without_limits(epoch: Epoch) -> None:
-    assert len(unknown(epoch).rows) == epoch.least
+    assert len(planned(epoch, [None] * epoch.world_size).rows) == epoch.least
 
 
-@given(epoch=epochs())
-@PROFILE
-def test_unknown_lengths_take_at_most_twice_the_steps(epoch: Epoch) -> None:
-    steps = len(unknown(epoch).rows)
-    assert epoch.least <= steps <= math.ceil(epoch.batches / epoch.world_size) + epoch.longest
-
-
-@given(epoch=epochs(), data=st.data())
-@PROFILE
-def test_some_lengths_are_known(epoch: Epoch, data: st.DataObject) -> None:
-    said = [length if data.draw(st.booleans()) else None for length in epoch.lengths]
-    ranks = planned(epoch, said)
+@given(epoch=epochs(), all_are=st.booleans(), data=st.data())
+@settings(PROFILE, max_examples=200)
+def test_some_or_all_lengths_are_unknown(epoch: Epoch, all_are: bool, data: st.DataObject) -> None:
+    ranks = planned(epoch, [None if all_are or data.draw(st.booleans()) else length for length in epoch.lengths])
     check_rules(ranks.rows, epoch.gifts)
     check_complete(ranks.rows, epoch.lengths)
-    assert len(ranks.rows) <= math.ceil(epoch.batches / epoch.world_size) + epoch.longest
-
-
-@given(epoch=epochs())
-@PROFILE
-def test_nobody_reads_further_ahead_than_it_may_give(epoch: Epoch) -> None:
-    ranks = unknown(epoch)
-    assert all(ahead <= 1 + most for ahead, most in zip(ranks.most_ahead, epoch.gifts, strict=True))
+    assert epoch.least <= len(ranks.rows) <= math.ceil(epoch.batches / epoch.world_size) + epoch.longest
+    if all_are:  # nobody reads further ahead than it may give
+        assert all(ahead <= 1 + most for ahead, most in zip(ranks.most_ahead, epoch.gifts, strict=True))
 
 
 @given(epoch=epochs(), data=st.data())
 @PROFILE
 def test_an_epoch_of_unknown_lengths_that_is_resumed_has_the_same_rows(epoch: Epoch, data: st.DataObject) -> None:
-    ranks = unknown(epoch)
+    ranks = planned(epoch, [None] * epoch.world_size)
     done = data.draw(st.integers(0, len(ranks.rows)))
-    taken = [sum(column) for column in zip(*map(counts, ranks.rows[:done]), strict=True)] or [0] * epoch.world_size
-    left = [length - number for length, number in zip(epoch.lengths, taken, strict=True)]
+    taken, left = left_after(ranks.rows[:done], epoch.lengths)
     again = Ranks(Plan([None] * epoch.world_size, epoch.gifts, taken), left)
     assert again.finish() == ranks.rows[done:]
 
@@ -321,13 +298,10 @@ def test_a_rank_that_has_fewer_than_it_said_corrects_it(epoch: Epoch, data: st.D
     check_complete(ranks.rows, epoch.lengths)
 
 
-@given(epoch=epochs(), knows=st.booleans(), data=st.data())
+@given(epoch=epochs(), data=st.data())
 @PROFILE
-def test_announcing_fewer_in_the_midst_loses_nothing_else(epoch: Epoch, knows: bool, data: st.DataObject) -> None:
-    said: Sequence[int | None] = epoch.lengths if knows else [None] * epoch.world_size
-    ranks = Ranks(Plan(said, epoch.gifts), list(epoch.lengths))
-    for _ in range(data.draw(st.integers(0, epoch.least))):
-        ranks.step()
+def test_announcing_fewer_in_the_midst_loses_nothing_else(epoch: Epoch, data: st.DataObject) -> None:
+    ranks = begun(epoch, data)
     rank = data.draw(st.integers(0, epoch.world_size - 1))
     ranks.left[rank] = data.draw(st.integers(0, ranks.left[rank]))
     ranks.plan.announce({rank: ranks.left[rank]})
@@ -345,13 +319,10 @@ def test_a_correction_brings_nobody_back_who_has_joined() -> None:
     assert sorted(batches_of(rows)) == [(1, 0), (2, 0), (2, 1), (2, 2)]
 
 
-@given(epoch=epochs(), knows=st.booleans(), data=st.data())
+@given(epoch=epochs(), data=st.data())
 @PROFILE
-def test_without_ranks_that_leave_the_others_go_on(epoch: Epoch, knows: bool, data: st.DataObject) -> None:
-    said: Sequence[int | None] = epoch.lengths if knows else [None] * epoch.world_size
-    ranks = Ranks(Plan(said, epoch.gifts), list(epoch.lengths))
-    for _ in range(data.draw(st.integers(0, epoch.least))):
-        ranks.step()
+def test_without_ranks_that_leave_the_others_go_on(epoch: Epoch, data: st.DataObject) -> None:
+    ranks = begun(epoch, data)
     gone = data.draw(st.sets(st.integers(0, epoch.world_size - 1), max_size=epoch.world_size - 1))
     begin = len(ranks.rows)
     ranks.plan.leave(gone)

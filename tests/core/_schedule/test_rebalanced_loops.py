@@ -14,30 +14,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from tests.core.loops.test_join import assert_exact
+from tests.core.loops.test_join import FEATURES as JOIN_FEATURES
+from tests.core.loops.test_join import OPTIMIZERS, WEIGHTINGS, assert_exact
 from tests.covering import others_long
 from tests.support.loops import Program, reference, train
 from tests.support.workers import Workers
 from torch_join import Join
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "zero")
+ALIKE = ("clip", "step", "plateau", "penalty", "two-models", "two-forwards", "two-backwards", "window")
 FEATURES: dict[str, dict[str, Any]] = {
-    "clip": {"clip": 0.3},
-    "step": {"scheduler": "step"},
-    "plateau": {"scheduler": "plateau"},
-    "penalty": {"loss": "penalty", "clip": 0.3},
-    "two-models": {"loss": "two models"},
-    "two-forwards": {"loss": "two forwards"},
-    "two-backwards": {"loss": "two backwards"},
-    "window": {"accumulate": 3, "lengths": (4, 7, 0)},
-    "scaler": {"scaler": True, "clip": 0.3, "clear": "after"},
-    "in-turns": {"lengths": ((2, 5, 3), (4, 1, 4), (0, 3, 6))},
-    "one-context": {"one_context": True, "scheduler": "step"},
+    **{name: JOIN_FEATURES[name] for name in ALIKE},
+    "scaler": JOIN_FEATURES["scaler-clip"],
+    **{name: JOIN_FEATURES[name] for name in ("in-turns", "one-context")},
     "sum": {"collective": "sum"},
     "norm": {"norm": True},
 }
 LENGTHS = ((3, 6), (9, 1), (0, 4, 2), (7, 0), (2, 0, 0), (1, 9, 2), (3, 3), (0, 1))
-WEIGHTINGS = ("world", "active", "samples")
 LOOPS = ("sized", "iterable")
 
 

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinableOptimizer
 
@@ -47,12 +48,7 @@ def alone() -> Tensor:
     net = Rotary()
     optimizer = SGD(net.parameters(), 0.1, momentum=0.5)
     for epoch, lengths in enumerate(EPOCHS):
-        for step in range(max(lengths)):
-            optimizer.zero_grad()
-            for rank in (0, 1):
-                if step < lengths[rank]:
-                    (net(inputs(epoch, rank, step)) / 2).backward()
-            optimizer.step()
+        train_alone(optimizer, lengths, lambda *place: net(inputs(epoch, *place)))  # noqa: B023
     return net.body.weight.detach()
 
 

@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,7 +235,8 @@ def test_a_joined_rank_never_holds_more(workers: Workers, api: str) -> None:
 PROGRAM = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-import torch_join
+import torch_join, torch_join.integration
+print('torch.distributed.fsdp' in sys.modules)  # torch imports it when it makes an optimizer
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = DistributedDataParallel(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -244,56 +245,24 @@ with torch_join.Join([model, optimizer]) as join:
         model(x).sum().backward()
         optimizer.step()
 {more}
-print([name for name in sys.modules if name.startswith("torch_join") and "._sharded" in name])
+print([name for name in sys.modules if name.startswith("torch_join") and "sharded" in name])
 """
 
 
-def imported(more: str = "") -> str:
+def imported(more: str = "") -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(more=more)], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 def test_a_program_with_replicas_imports_nothing_of_it() -> None:
-    assert imported() == "[]"
+    assert imported() == ["False", "[]"]
 
 
 def test_the_test_above_can_fail() -> None:
-    assert "_sharded" in imported("import torch_join.joinables._sharded.make")
-
-
-def test_torch_join_does_not_import_fsdp() -> None:
-    # torch does it when it makes an optimizer: it imports dynamo, which does.
-    code = "import sys, torch_join; print('torch.distributed.fsdp' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.stdout.strip() == "False", done.stderr
-
-
-def imports_of_sharded(nodes: Iterable[ast.AST]) -> list[str]:
-    """Return what is imported of the sharded path."""
-    names = []
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-    return [name for name in names if "._sharded" in name or name == "torch_join._lockstep.sharded"]
-
-
-def test_who_imports_the_sharded_path() -> None:
-    found = set()
-    for path in (ROOT / "torch_join").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        name = path.relative_to(ROOT / "torch_join").as_posix()
-        if path.parent.name == "_sharded" or name == "_lockstep/sharded.py":  # the path itself
-            continue
-        assert imports_of_sharded(tree.body) == [], f"{name} imports it before somebody has a sharded model"
-        if imports_of_sharded(ast.walk(tree)):
-            found.add(name)
-    assert found <= {"joinables/parts.py", "integration.py"}
-    assert "joinables/parts.py" in found
+    assert "_sharded" in imported("import torch_join.joinables._sharded.make")[1]
 
 
 def test_fully_shard_is_refused_where_torch_cannot_run_it(monkeypatch: pytest.MonkeyPatch) -> None:

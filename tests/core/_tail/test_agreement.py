@@ -12,8 +12,6 @@ from tests.support.loops import Models, Program
 from tests.support.workers import Workers, connect
 from torch_join import Join
 
-NEVER = 1_000
-
 
 def disagree(rank: int, lengths: tuple[int, ...], kind: str, odd_step: int) -> None:
     connect()
@@ -54,8 +52,3 @@ def test_ranks_that_disagree_are_told(workers: Workers, lengths: tuple[int, ...]
         assert "The active ranks do different things in the tail of a loop" in outcome.error, outcomes
         assert "rank 2 had announced" in outcome.error
         assert outcome.seconds < 10, outcomes
-
-
-@pytest.mark.parametrize("lengths", [(1, 6, 6), (8, 2, 8), (2, 5, 7)])
-def test_ranks_that_agree_are_not(workers: Workers, lengths: tuple[int, ...]) -> None:
-    workers.run(3, disagree, lengths, "", NEVER)

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
 
@@ -182,7 +183,10 @@ def train(rank: int, program: Program) -> list[Tensor]:
     options = program.options
     group = dist.new_group(range(program.world_size)) if "group" in options else None
     if "subgroup" in options:
-        groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, program.world_size)))]
+        pairs = [0, 1], list(range(2, program.world_size))
+        # Without the switch a rank is left alone in one.
+        limit = timedelta(seconds=5 if "no switch" in options else 30)
+        groups = [dist.new_group(pair, timeout=limit) for pair in pairs]
         group = groups[rank >= 2]
     net = Net(program, group)
     ddp = wrapped(torch.compile(net, backend="aot_eager") if "compiled" in options else net, program)

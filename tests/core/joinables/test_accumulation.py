@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.emulator import place
 from tests.support.cases import difference
+from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -59,13 +60,8 @@ def reference(choices: tuple[list[int], ...]) -> list[Tensor]:
     model = Experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     shards = [batches(its, rank) for rank, its in enumerate(choices)]
-    for begin in range(0, max(map(len, shards)), 2):
-        optimizer.zero_grad()
-        for shard in shards:
-            for batch in shard[begin : begin + 2]:
-                (model(batch).pow(2).mean() / len(shards)).backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
+    lengths = [len(shard) for shard in shards]
+    return train_alone(optimizer, lengths, lambda rank, step: model(shards[rank][step]).pow(2).mean(), window=2)
 
 
 @pytest.mark.covering(2)

@@ -65,8 +65,8 @@ def test_what_cannot_be_meant_says_what_to_do(name: str) -> None:
         make()
 
 
-def test_what_can_be_iterated_over_is_a_list() -> None:
-    Join(iter([nn.Linear(1, 1)]), enable=False)  # type: ignore[arg-type]
+def test_what_can_be_iterated_over_is_a_list_and_a_time_is_taken() -> None:
+    Join(iter([nn.Linear(1, 1)]), enable=False, timeout=timedelta(seconds=5))  # type: ignore[arg-type]
     Join((nn.Linear(1, 1),), divide_by_initial_world_size=False, enable=False)
 
 
@@ -187,7 +187,3 @@ def misuse(rank: int, kind: str) -> None:
 def test_the_same_with_accelerate(workers: Workers, kind: str, text: str) -> None:
     for outcome in workers.outcomes(2, misuse, kind):
         assert text in outcome.error, outcome
-
-
-def test_a_time_is_taken() -> None:
-    Join([nn.Linear(1, 1)], enable=False, timeout=timedelta(seconds=5))

@@ -15,8 +15,9 @@ from tests.core.joinables.test_metrics import CASES, assert_value, history
 from tests.core.loops.test_join import assert_same_bits
 from tests.core.loops.test_join_protocol import AllReducer, state_of
 from tests.emulator import place
-from tests.support.cases import difference
+from tests.support.cases import Batch, difference
 from tests.support.loops import Program, reference, train
+from tests.support.small import train_alone
 from tests.support.workers import Workers, connect
 from torch_join import (
     Join,
@@ -149,32 +150,6 @@ def test_compute_counts_all_ranks_that_have_updated(workers: Workers, name: str)
         for step, value in enumerate(found):
             assert_value(value, case.expected(case.build, history(case, lengths, range(step + 1))))
         assert len(found) == lengths[rank]
-
-
-def _windows(rank: int, lengths: Sequence[int]) -> list[Any]:
-    case = CASES["collection"]
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    metrics, found = case.build(), []
-    with TorchJoin([JoinableModel(model), JoinableMetric(metrics), JoinableOptimizer(optimizer)]):
-        for step in range(lengths[rank]):
-            x, y = case.batch(rank, step)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            metrics.update(x, y)
-            if step % 2:
-                found.append(metrics.compute())
-                metrics.reset()
-    return found
-
-
-def test_compute_and_reset_in_the_tail(workers: Workers) -> None:
-    lengths, case = (3, 6, 0), CASES["collection"]
-    found = workers.run(3, _windows, lengths)[1]
-    for window, value in enumerate(found):
-        assert_value(value, case.expected(case.build, history(case, lengths, [2 * window, 2 * window + 1])))
-    assert len(found) == 3
 
 
 # ---------------------------------------------------------------- torch's protocol
@@ -376,11 +351,13 @@ def test_a_group_of_some_ranks(workers: Workers, joins: Any) -> None:
     model, program = nn.Linear(4, 3).double(), Program((2, 5))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for epoch in range(2):
-        for step in range(5):
-            optimizer.zero_grad()
-            for x, y in (batches[step] for r in range(2) if step < len(batches := program.data.batches(r, epoch))):
-                ((model(x) - y).pow(2).mean() / 2).backward()
-            optimizer.step()
+        batches = [program.data.batches(rank, epoch) for rank in range(2)]
+
+        def loss(rank: int, step: int, batches: list[list[Batch]] = batches) -> torch.Tensor:
+            x, y = batches[rank][step]
+            return (model(x) - y).pow(2).mean()  # type: ignore[no-any-return]
+
+        train_alone(optimizer, program.lengths, loss)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert difference(first, list(model.parameters())) < 1e-10
 

@@ -9,8 +9,6 @@ from torchmetrics import Metric
 
 from tests.support.workers import Workers
 from torch_join import Join
-from torch_join._base.specs import raw_bytes
-from torch_join._handover.digest import checksums
 
 LAYOUTS = {
     "column": lambda n: torch.arange(2.0 * n).view(n, 2)[:, 1],
@@ -59,12 +57,3 @@ def test_a_state_of_any_layout_is_synced(workers: Workers, name: str, listed: bo
         if mine:
             parts += [LAYOUTS[name](n).reshape(-1) for n in (mine if listed else mine[-1:])]
     assert found == [torch.cat(parts).resolve_conj().tolist()] * 3
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_bytes_are_those_of_a_copy(name: str, n: int) -> None:
-    tensor = LAYOUTS[name](n)
-    dense = torch.tensor(tensor.resolve_conj().tolist(), dtype=tensor.dtype)
-    assert bytes(raw_bytes(tensor).tolist()) == dense.cpu().numpy().tobytes()
-    assert checksums([tensor]) == checksums([dense.reshape(tensor.shape)])

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric, MetricCollection
 from torchmetrics import wrappers as wraps
@@ -29,8 +30,9 @@ from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, SpearmanC
 from torchmetrics.retrieval import RetrievalMAP
 
 from tests.support.inside import PASSING_ON, concatenates
+from tests.support.warned import warned
 from tests.support.workers import Workers, connect
-from torch_join import Join, JoinValueError, UnsupportedError
+from torch_join import Join, JoinableMetric, JoinableModel, JoinableOptimizer, JoinValueError, UnsupportedError
 from torch_join._base import compat_metrics as _compat_metrics
 
 # torchmetrics says so of metrics that keep all samples.
@@ -196,14 +198,13 @@ def _computed(rank: int, name: str, lengths: Sequence[int]) -> tuple[list[Any], 
     case = CASES[name]
     metric = case.build().set_dtype(torch.float64)
     during, after = [], []
-    with warnings.catch_warnings(record=True) as caught, Join([metric]) as join:
-        warnings.simplefilter("always")
+    with warned("before") as said, Join([metric]) as join:
         for epoch in range(2):  # the second goes on with the state of the first
             for step in join.batches(range(lengths[rank])):
                 metric.update(*case.batch(rank, 10 * epoch + step))
                 during.append(metric.compute())
             after.append(metric.compute())
-    return during, after, [str(w.message) for w in caught if "before" in str(w.message)]
+    return during, after, said
 
 
 @pytest.mark.covering(1)
@@ -214,8 +215,8 @@ def test_compute_in_and_after_the_tail(workers: Workers, name: str, lengths: tup
     results = workers.run(len(lengths), _computed, name, lengths)
     first = history(case, lengths, range(max(lengths)))
     both = [one + [case.batch(rank, 10 + step) for step in range(lengths[rank])] for rank, one in enumerate(first)]
-    for rank, (during, after, warned) in enumerate(results):
-        assert not warned
+    for rank, (during, after, said) in enumerate(results):
+        assert not said
         for step in range(lengths[rank]):
             assert_value(during[step], case.expected(case.build, history(case, lengths, range(step + 1))))
         for value, seen in zip(after, (first, both), strict=True):
@@ -245,9 +246,15 @@ def test_a_step_is_synced_over_the_active_ranks(workers: Workers, name: str, loo
 
 def _windows(rank: int, lengths: Sequence[int], loop: str) -> list[Any]:
     model = DistributedDataParallel(nn.Linear(CLASSES, CLASSES))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     metrics, found = collection(), []
-    with Join([model, optimizer, *metrics.values(copy_state=False)]) as join:
+    context: Any
+    if loop == "torch's":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        context = TorchJoin([JoinableModel(model), JoinableMetric(metrics), JoinableOptimizer(optimizer)])
+    else:
+        context = Join([model, optimizer, *metrics.values(copy_state=False)])
+    with context as join:
         steps = range(lengths[rank])
         for step in join.batches(steps) if loop == "batches" else steps:
             x, y = CASES["accuracy"].batch(rank, step)
@@ -261,10 +268,10 @@ def _windows(rank: int, lengths: Sequence[int], loop: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("loop", ["batches", "plain"])
+@pytest.mark.parametrize("loop", ["batches", "plain", "torch's"])
 def test_a_reset_in_the_tail_resets_joined_ranks(workers: Workers, loop: str) -> None:
-    lengths, case = (3, 6), CASES["collection"]
-    found = workers.run(2, _windows, lengths, loop)[1]
+    lengths, case = (3, 6, 0), CASES["collection"]
+    found = workers.run(3, _windows, lengths, loop)[1]
     for window, value in enumerate(found):
         assert_value(value, case.expected(collection, history(case, lengths, [2 * window, 2 * window + 1])))
     assert len(found) == 3
@@ -318,15 +325,14 @@ def test_compute_after_the_with_or_in_a_plain_loop(workers: Workers, what: str) 
 
 def _nobody(rank: int) -> tuple[list[str], Any]:
     metric = MaxMetric()
-    with warnings.catch_warnings(record=True) as caught, Join([metric]):
-        warnings.simplefilter("always")
+    with warned() as said, Join([metric]):
         value = metric.compute()
-    return [str(w.message) for w in caught], value
+    return said, value
 
 
 def test_a_metric_that_nobody_has_updated_warns_once(workers: Workers) -> None:
-    (warned, value), (quiet, _) = workers.run(2, _nobody)
-    assert any("before any rank has updated" in text for text in warned)
+    (said, value), (quiet, _) = workers.run(2, _nobody)
+    assert any("before any rank has updated" in text for text in said)
     assert not quiet
     assert value == -torch.inf
 

@@ -1,6 +1,7 @@
 """What a tail needs and was not given to `Join` is warned of, and nothing else is."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import SequentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -89,49 +91,34 @@ class Set(Optimizer):
 
 def given(kind: str, model: nn.Module) -> tuple[list[Any], list[Any]]:
     """Return what `Join` gets besides the model, and what the loop steps."""
-    adam = Adam(model.parameters(), lr=0.1)
-    plain = SGD(model.parameters(), lr=0.1)
-    if kind == "nothing":
-        return [], [adam]
-    if kind == "the scheduler only":
-        scheduler = StepLR(adam, 1)
-        return [scheduler], [adam, scheduler]
-    if kind == "a part":
-        head = SGD([*model.parameters()][:1], lr=0.1, momentum=0.9)
-        return [adam], [adam, head]
-    if kind == "in a module":
-        return [Hidden(adam)], [adam]
-    if kind == "sharded":
-        zero = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
-        return [zero], [zero]
-    if kind == "sharded, scheduler forgotten":
-        zero = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
-        return [zero], [zero, StepLR(zero, 1)]
-    if kind == "wrapped":
-        scheduler = StepLR(adam, 1)
-        return [Wrapped(adam), WrappedScheduler(scheduler, Wrapped(adam))], [adam, scheduler]
-    if kind == "wrapped, scheduler forgotten":
-        return [Wrapped(adam)], [adam, StepLR(adam, 1)]
-    if kind == "scheduler of the inner one":
-        scheduler = StepLR(adam, 1)
-        return [Wrapped(adam), scheduler], [adam, scheduler]
-    if kind == "in one object":
-        scheduler = StepLR(adam, 1)
-        return [Training(adam, scheduler)], [adam, scheduler]
-    if kind == "both":
-        scheduler = SequentialLR(adam, [StepLR(adam, 1), StepLR(adam, 1)], [1])
-        return [scheduler, adam], [adam, scheduler]
-    if kind == "scheduler forgotten":
-        return [adam], [adam, StepLR(adam, 1)]
-    if kind == "scheduler not stepped":
-        StepLR(adam, 1)
-        return [adam], [adam]
-    if kind == "stateless":
-        return [], [plain, Set(model.parameters())]
-    if kind == "stateless, rate changed":
-        return [], [plain, StepLR(plain, 1)]
-    assert kind == "of another model"
-    return [], [Adam(nn.Linear(1, 1).parameters())]
+    adam, plain = Adam(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1)
+    head = SGD([*model.parameters()][:1], lr=0.1, momentum=0.9)
+
+    def of(optimizer: Optimizer = adam) -> StepLR:
+        return StepLR(optimizer, 1)
+
+    def zero() -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
+
+    kinds: dict[str, Callable[[], tuple[list[Any], list[Any]]]] = {
+        "nothing": lambda: ([], [adam]),
+        "the scheduler only": lambda: ([one := of()], [adam, one]),
+        "a part": lambda: ([adam], [adam, head]),
+        "in a module": lambda: ([Hidden(adam)], [adam]),
+        "sharded": lambda: ([one := zero()], [one]),
+        "sharded, scheduler forgotten": lambda: ([one := zero()], [one, of(one)]),
+        "wrapped": lambda: ([Wrapped(adam), WrappedScheduler(one := of(), Wrapped(adam))], [adam, one]),
+        "wrapped, scheduler forgotten": lambda: ([Wrapped(adam)], [adam, of()]),
+        "scheduler of the inner one": lambda: ([Wrapped(adam), one := of()], [adam, one]),
+        "in one object": lambda: ([Training(adam, one := of())], [adam, one]),
+        "both": lambda: ([one := SequentialLR(adam, [of(), of()], [1]), adam], [adam, one]),
+        "scheduler forgotten": lambda: ([adam], [adam, of()]),
+        "scheduler not stepped": lambda: ([of().optimizer], [adam]),
+        "stateless": lambda: ([], [plain, Set(model.parameters())]),
+        "stateless, rate changed": lambda: ([], [plain, of(plain)]),
+        "of another model": lambda: ([], [Adam(nn.Linear(1, 1).parameters())]),
+    }
+    return kinds[kind]()
 
 
 def train(rank: int, kind: str, lengths: tuple[int, ...], loop: str = "sized") -> tuple[list[str], int]:
@@ -223,8 +210,7 @@ def compute(rank: int, kind: str, lengths: list[int], options: dict[str, Any]) -
         "a sum": torchmetrics.SumMetric,
         "a sum in each step": lambda: torchmetrics.SumMetric(dist_sync_on_step=True),
     }[kind]()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned("syncs while") as said:
         with Join([ddp, *([metric] if options.pop("given", False) else [])], **options) as join:
             for _ in join.batches(range(lengths[rank])):
                 ddp(torch.ones(1, 2)).sum().backward()
@@ -234,7 +220,7 @@ def compute(rank: int, kind: str, lengths: list[int], options: dict[str, Any]) -
                 metric.update(5.0)
                 metric.compute()
         metric.compute()
-    return [str(one.message) for one in said if "syncs while" in str(one.message)]
+    return said
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.cases import difference
+from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -73,16 +74,9 @@ def in_windows(rank: int, pack: str) -> list[Tensor]:
 def test_gradients_are_told_apart_whatever_a_model_returns(workers: Workers, pack: str) -> None:
     net = Net(Net.predict)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    for step in range(max(LENGTHS)):
-        if step % WINDOW == 0:
-            optimizer.zero_grad()
-        for rank, length in enumerate(LENGTHS):
-            if step < length:
-                (net.loss(batch(rank, step)) / len(LENGTHS)).backward()
-        if step % WINDOW == WINDOW - 1:
-            optimizer.step()
+    expected = train_alone(optimizer, LENGTHS, lambda *place: net.loss(batch(*place)), WINDOW)
     for parameters in workers.run(2, in_windows, pack):
-        assert difference(parameters, [p.detach() for p in net.parameters()]) < 1e-12
+        assert difference(parameters, expected) < 1e-12
 
 
 def with_penalty(rank: int) -> tuple[list[Tensor], int]:

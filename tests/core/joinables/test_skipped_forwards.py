@@ -1,6 +1,5 @@
 """A rank that leaves out a micro-batch, forward and all, in the steps before DDP has rebuilt its buckets."""
 
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -10,6 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.joinables.test_clearing import batch, new_model
 from tests.support.cases import difference
+from tests.support.small import train_alone
+from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -41,16 +42,15 @@ def train(rank: int, epochs: Epochs, skipped: Skipped, loop: str, view: bool) ->
 def reference(epochs: Epochs, skipped: Skipped) -> list[Tensor]:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parameters: list[Tensor] = []
     for epoch, lengths in enumerate(epochs):
-        for step in range(max(lengths)):
-            if step % WINDOW == 0:
-                optimizer.zero_grad()
-            for rank, length in enumerate(lengths):
-                if step < length and not (epoch == 0 and (rank, step) in skipped):
-                    (model(batch(epoch, rank, step)).pow(2).mean() / len(lengths)).backward()
-            if step % WINDOW == WINDOW - 1:
-                optimizer.step()
-    return [p.detach() for p in model.parameters()]
+
+        def loss(rank: int, step: int, epoch: int = epoch) -> Tensor | None:
+            out: Tensor = model(batch(epoch, rank, step))
+            return None if epoch == 0 and (rank, step) in skipped else out.pow(2).mean()
+
+        parameters = train_alone(optimizer, lengths, loss, WINDOW)
+    return parameters
 
 
 # DDP rebuilds its buckets in the forward that follows the first sync, step 2 here, and waits in there for all ranks.
@@ -74,15 +74,14 @@ def test_a_forward_that_is_left_out(workers: Workers, epochs: Epochs, skipped: S
 
 def end_amid_a_window(rank: int) -> list[str]:
     ddp = DistributedDataParallel(new_model())
-    with warnings.catch_warnings(record=True) as said, Join([ddp], audit=True) as join:
-        warnings.simplefilter("always")
+    with warned() as said, Join([ddp], audit=True) as join:
         for step, x in enumerate(join.batches([batch(0, rank, step) for step in range(3)])):
             if step % WINDOW == 0:
                 ddp.zero_grad()
             if (rank, step) != (0, 2):
                 with nullcontext() if step % WINDOW else ddp.no_sync():
                     ddp(x).pow(2).mean().backward()
-    return [str(one.message) for one in said]
+    return said
 
 
 def test_a_gradient_that_one_rank_has_accumulated_is_no_drift(workers: Workers) -> None:
