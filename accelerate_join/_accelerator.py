@@ -1,8 +1,8 @@
 """What an accelerator does differently in the context."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any, ClassVar
 
 import accelerate
@@ -36,7 +36,9 @@ def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
     return call
 
 
-def _own(name: str, within: Callable[[Operations], AbstractContextManager[None]]) -> _Method:
+def _own(
+    name: str, within: Callable[[Operations], AbstractContextManager[Any]] = nullcontext, at_end: bool = False
+) -> _Method:
     """Return Accelerate's method of this name, within something that the operations do."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +46,7 @@ def _own(name: str, within: Callable[[Operations], AbstractContextManager[None]]
             return getattr(super(_InContext, self), name)(*args, **kwargs)
 
     call.__name__ = name
-    return _after_the_loop(call)
+    return _after_the_loop(call, at_end)
 
 
 def _operation(name: str) -> _Method:
@@ -55,9 +57,6 @@ def _operation(name: str) -> _Method:
 
     call.__name__ = name
     return _after_the_loop(call)
-
-
-_at_the_end = partial(_after_the_loop, at_end=True)
 
 
 class _InContext:
@@ -77,6 +76,10 @@ class _InContext:
     print = _own("print", Operations.acting_for_main_process)
     save = _own("save", Operations.acting_for_main_process)
 
+    prepare = _own("prepare")
+    free_memory = _own("free_memory", at_end=True)
+    end_training = _own("end_training", at_end=True)
+
     save_state = _operation("save_state")
     load_state = _operation("load_state")
     log = _operation("log")
@@ -89,10 +92,6 @@ class _InContext:
             return super().gather_for_metrics(*args, **kwargs)  # type: ignore[misc]
 
     @_after_the_loop
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        return super().prepare(*args, **kwargs)  # type: ignore[misc]
-
-    @_after_the_loop
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         raise JoinError(
             "A model was prepared inside of join_uneven_inputs, or of a loop over join_batches, which cannot serve it"
@@ -103,14 +102,6 @@ class _InContext:
     def unwrap_model(self, *args: Any, **kwargs: Any) -> Any:
         self._operations.driver.return_to_loop()  # what it returns is to be of the last state, and is saved as a rule
         return super().unwrap_model(*args, **kwargs)  # type: ignore[misc]
-
-    @_at_the_end
-    def free_memory(self, *args: Any) -> Any:
-        return super().free_memory(*args)  # type: ignore[misc]
-
-    @_at_the_end
-    def end_training(self) -> None:
-        super().end_training()  # type: ignore[misc]
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> Any:

@@ -43,19 +43,22 @@ class Rounds:
         self._steps = 0
         self._ended: frozenset[int] = frozenset()  # where numbers are uncertain
         self._loader, self._measure, self._most = loader, measure, most
-        self._limits = [[min(most, limit) for limit in _by_round(loader, each.limits)] for each in everyone]
-        self._certain = [
-            [(all(each.certain) if _side_by_side(loader) else certain) and not resumed for certain in each.certain]
+        self._limits_itself = loader._mode == "sequential"
+        # Which dataloaders are read in each round.
+        self._places: list[Sequence[int]] = [range(len(loader.flattened))]
+        if self._limits_itself:
+            self._places = [[place] for place in self._places[0]]
+        self._limits = [
+            [min(most, _loaders.total_length(loader, [each.limits[i] for i in places])) for places in self._places]
             for each in everyone
         ]
-        self._limits_itself = not _side_by_side(loader)
-        places: list[Sequence[int]] = [range(len(loader.flattened))]
-        if self._limits_itself:
-            places = [[place] for place in range(len(loader.flattened))]
-        self._alike = [_loaders.steps_alike(everyone, each) for each in places]
+        self._certain = [
+            [not resumed and all(each.certain[i] for i in places) for places in self._places] for each in everyone
+        ]
+        self._alike = [_loaders.steps_alike(everyone, places) for places in self._places]
         # The rounds in which some rank may have another number of batches than it says before.
-        planned = {place for each in everyone for place, is_planned in enumerate(each.planned) if is_planned}
-        self._planned = planned if self._limits_itself else {0} if planned else set()
+        planned = [any(each.planned[i] for each in everyone for i in places) for places in self._places]
+        self._planned = {index for index, is_planned in enumerate(planned) if is_planned}
 
     @property
     def driver(self) -> StepDriver:
@@ -111,7 +114,7 @@ class Rounds:
         if self.index not in self._planned:
             return
         self._planned.discard(self.index)
-        places = [self.index] if self._limits_itself else range(len(self._loader.flattened))
+        places = self._places[self.index]
         everyone = _loaders.exchange(self._strategy.channel, self._measure(places))
         for limits, each in zip(self._limits, everyone, strict=True):
             limits[self.index] = min(self._most, _loaders.total_length(self._loader, each.limits))
@@ -132,11 +135,3 @@ class Rounds:
 
     def _of(self, rank: int) -> tuple[int | float, bool]:
         return self._limits[rank][self.index], self._certain[rank][self.index]
-
-
-def _side_by_side(loader: CombinedLoader) -> bool:
-    return loader._mode != "sequential"
-
-
-def _by_round(loader: CombinedLoader, limits: Sequence[int | float]) -> Sequence[int | float]:
-    return [_loaders.total_length(loader, limits)] if _side_by_side(loader) else limits
