@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from accelerate_join import join_batches
-from tests.support.accelerated import accelerator_of
-from tests.support.cases import difference
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.run import difference
 from tests.support.workers import Workers
 from torch_join import Join
 from torch_join._handover.departure import Departure
