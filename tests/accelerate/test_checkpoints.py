@@ -11,17 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.emulator import DEVICE, place
-from tests.support.accelerated import (
-    Script,
-    accelerator_of,
-    dataset,
-    make_loader,
-    make_optimizer,
-    make_scheduler,
-    network,
-    plain,
-    reference,
-)
+from tests.support.front_ends import accelerate
+from tests.support.front_ends.accelerate import Script, accelerator_of, dataset, plain, reference
+from tests.support.run import Run
 from tests.support.workers import Workers
 
 Seen = list[list[list[int]]]
@@ -45,37 +37,23 @@ class Count:
         self.count = state["count"]
 
 
-class Session:
-    """An accelerator and what it has prepared."""
+class Session(accelerate.Session):
+    """An accelerator and what it has prepared, with a count of steps."""
 
-    def __init__(self, accelerator: Any, script: Script, rank: int) -> None:
-        self.accelerator = accelerator
-        net = network(script.norm)
-        optimizer = make_optimizer(script.optimizer, net.parameters())
-        self.net = net
-        self.model, self.optimizer, self.scheduler, self.loader = accelerator.prepare(
-            net, optimizer, make_scheduler(optimizer), make_loader(script, rank)
-        )
+    def prepare(self) -> None:
+        super().prepare()
         self.count = Count()
-        accelerator.register_for_checkpointing(self.count)
+        self.accelerator.register_for_checkpointing(self.count)
 
-    def step(self, x: Tensor, y: Tensor) -> None:
-        with self.accelerator.accumulate(self.model):
-            self.accelerator.backward((self.model(x) - y).pow(2).mean())
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
+    def step(self, batch: Any, step: int = 0) -> None:
+        super().step(batch, step)
         self.count.count += 1
 
     @property
-    def state(self) -> Any:
-        return (
-            [p.tolist() for p in self.net.parameters()],
-            plain(self.optimizer.state_dict()),
-            plain(self.scheduler.state_dict()),
-            self.accelerator.step,
-            self.count.count,
-        )
+    def all(self) -> Any:
+        parameters = [p.tolist() for p in self.net.parameters()]
+        optimizer, scheduler = plain(self.optimizer.state_dict()), plain(self.scheduler.state_dict())
+        return parameters, optimizer, scheduler, self.accelerator.step, self.count.count
 
 
 def save_each_step(rank: int, script: Script, folder: str, automatic: bool, on_main: bool = False) -> tuple[Seen, Any]:
@@ -84,29 +62,29 @@ def save_each_step(rank: int, script: Script, folder: str, automatic: bool, on_m
         session = Session(accelerator, script, rank)
         seen: Seen = [[]]
         with accelerator.join_uneven_inputs():
-            for step, (numbers, x, y) in enumerate(session.loader):
-                seen[0].append(numbers.tolist())
-                session.step(x, y)
+            for step, batch in enumerate(session.loader):
+                seen[0].append(batch[0].tolist())
+                session.step(batch)
                 if accelerator.is_main_process or not on_main:
                     path = Path(folder) / str(step) if on_main else f"{folder}/{step}"
                     accelerator.save_state(output_dir=None if automatic else path, safe_serialization=is_safe())
-        return seen, session.state
+        return seen, session.all
 
 
 def restore(rank: int, script: Script, path: str) -> Any:
     with accelerator_of(rank, gradient_accumulation_steps=script.accumulate) as accelerator:
         session = Session(accelerator, script, rank)
         accelerator.load_state(path)
-        return session.state
+        return session.all
 
 
 @pytest.mark.parametrize("automatic", [False, True])
 @pytest.mark.parametrize(
     "script",
     [
-        Script(lengths=(2, 5)),
-        Script(lengths=(5, 2), optimizer="sgd", accumulate=2),
-        Script(world_size=3, lengths=(0, 4, 3), accumulate=2),
+        Script(lengths=(2, 5), scheduler="step"),
+        Script(lengths=(5, 2), scheduler="step", optimizer="sgd", accumulate=2),
+        Script(lengths=(0, 4, 3), scheduler="step", accumulate=2),
     ],
     ids=lambda script: str(script.lengths),
 )
@@ -118,7 +96,7 @@ def test_a_checkpoint_of_the_tail(workers: Workers, script: Script, automatic: b
 def test_a_checkpoint_that_the_main_process_alone_saves(
     workers: Workers, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
-    check_checkpoints(workers, Script(world_size=len(lengths), lengths=lengths), tmp_path, on_main=True)
+    check_checkpoints(workers, Script(lengths=lengths, scheduler="step"), tmp_path, on_main=True)
     # A rank that has joined has added what is its own; one that is active and did not save has not, as ever.
     assert (tmp_path / str(lengths[0] - 2) / f"random_states_{len(lengths) - 1}.pkl").exists() == (len(lengths) == 2)
 
@@ -137,15 +115,15 @@ def check_checkpoints(
         parameters, optimizer, scheduler, accelerator_step, count = states[0]
         whole = script.accumulate == 1 or (step + 1) % script.accumulate == 0 or step + 1 == max(script.lengths)
         until = step + 1 if whole else step + 1 - (step + 1) % script.accumulate
-        net, other, other_scheduler = reference(Script(**{**vars(script), "scheduler": "step"}), _cut(seen, until))
-        for mine, theirs in zip(parameters, net.parameters(), strict=True):
+        expected = reference(script, _cut(seen, until))
+        for mine, theirs in zip(parameters, expected.parameters, strict=True):
             assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
-        moments = [value for state in other.state.values() for value in state.values() if isinstance(value, Tensor)]
+        moments = [v for state in expected.optimizer.values() for v in state.values() if isinstance(v, Tensor)]
         found = [value for state in optimizer["state"].values() for value in state.values() if value is not None]
         assert len(moments) == len(found)
         for mine, theirs in zip(found, moments, strict=True):
             assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
-        assert scheduler["last_epoch"] == other_scheduler.last_epoch
+        assert scheduler["last_epoch"] == expected.training.schedulers[0].last_epoch
         assert count == step + 1
         assert accelerator_step == (0 if step + 1 == max(script.lengths) else step + 1)
 
@@ -160,24 +138,24 @@ def load_back(rank: int, script: Script, folder: str, at: int) -> tuple[Seen, An
         session = Session(accelerator, script, rank)
         seen: Seen = [[]]
         with accelerator.join_uneven_inputs():
-            for step, (numbers, x, y) in enumerate(session.loader):
+            for step, batch in enumerate(session.loader):
                 if step == 0 or step > at:
-                    seen[0].append(numbers.tolist())
-                session.step(x, y)
+                    seen[0].append(batch[0].tolist())
+                session.step(batch)
                 if step == 0:
                     accelerator.save_state(folder, safe_serialization=is_safe())
                 if step == at:
                     accelerator.load_state(folder)
-        return seen, session.state
+        return seen, session.all
 
 
 @pytest.mark.parametrize("lengths", [(2, 6), (6, 2), (1, 6, 4)])
 def test_going_back_in_the_tail(workers: Workers, lengths: tuple[int, ...], tmp_path: Path) -> None:
-    script = Script(world_size=len(lengths), lengths=lengths)
+    script = Script(lengths=lengths, scheduler="step")
     results = workers.run(len(lengths), load_back, script, str(tmp_path), 3)
     assert all(state == results[0][1] for _, state in results)
-    net, *_ = reference(Script(**{**vars(script), "scheduler": "step"}), [seen for seen, _ in results])
-    for mine, theirs in zip(results[0][1][0], net.parameters(), strict=True):
+    expected = reference(script, [seen for seen, _ in results])
+    for mine, theirs in zip(results[0][1][0], expected.parameters, strict=True):
         assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
 
 
@@ -194,7 +172,7 @@ def stateful(rank: int, samples: int, lengths: tuple[int, ...], folder: str, at:
             batches = [[index] for index in range(lengths[rank])]
             loader = DataLoaderShard(dataset(lengths[rank]), batch_sampler=batches, use_stateful_dataloader=True)
             loader._is_accelerate_prepared = True
-        model, loader = accelerator.prepare(network(False), loader)
+        model, loader = accelerator.prepare(Run().build(), loader)
         if at is None:
             accelerator.load_state(folder)
         seen = []
@@ -232,7 +210,7 @@ def position(rank: int, lengths: tuple[int, ...]) -> Any:
         batches = [[index] for index in range(lengths[rank])]
         loader: Any = DataLoaderShard(dataset(lengths[rank]), batch_sampler=batches, use_stateful_dataloader=True)
         loader._is_accelerate_prepared = True
-        model, loader = accelerator.prepare(network(False), loader)
+        model, loader = accelerator.prepare(Run().build(), loader)
         with accelerator.join_uneven_inputs():
             for _, x, _ in loader:
                 model(x).sum().backward()

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 
 import accelerate_join
 from accelerate_join import join_uneven_inputs
-from tests.support.accelerated import Script, accelerator_of, dataset, make_loader, network
+from tests.support.front_ends.accelerate import Script, accelerator_of, dataset, make_loader
 from tests.support.inside import given_objects
 from tests.support.joinables import Counter
+from tests.support.run import Run
 from tests.support.workers import Workers, connect
 from torch_join import Join, JoinError, UnsupportedError
 
@@ -42,7 +43,7 @@ def look(accelerator: Any, loaders: list[Any]) -> dict[str, Any]:
 def leave(rank: int, fails: bool) -> tuple[list[str], int]:
     with accelerator_of(rank) as accelerator:
         model, loader, optimizer = accelerator.prepare(
-            network(False), make_loader(Script(lengths=(2, 4)), rank), torch.optim.Adam([torch.ones(1)])
+            Run().build(), make_loader(Script(lengths=(2, 4)), rank), torch.optim.Adam([torch.ones(1)])
         )
         list(loader)  # which leaves attributes of its own
         before = look(accelerator, [loader])
@@ -109,7 +110,7 @@ def test_what_is_not_supported_says_why(workers: Workers, kind: DistributedType)
 
 def misuse(rank: int, kind: str) -> None:
     with accelerator_of(rank) as accelerator:
-        net = network(False)
+        net = Run().build()
         model = accelerator.prepare(net)
         other = DistributedDataParallel(net) if kind == "wrapped twice" else None
         with accelerator.join_uneven_inputs():
@@ -170,7 +171,7 @@ def test_a_wrapper_whose_construction_has_failed_counts_for_nothing(workers: Wor
 def prepare_anew(rank: int) -> int:
     """As after an attempt that ran out of memory."""
     with accelerator_of(rank) as accelerator:
-        net = network(False)
+        net = Run().build()
         model = accelerator.prepare(net)
         model.itself = [model]  # garbage, in a cycle
         del model
@@ -218,7 +219,7 @@ def count_ones(rank: int) -> int:
     with accelerator_of(rank) as accelerator:
         counter = Counter()
         total = 0
-        model, loader = accelerator.prepare(network(False), make_loader(Script(lengths=(2, 4)), rank))
+        model, loader = accelerator.prepare(Run().build(), make_loader(Script(lengths=(2, 4)), rank))
         with accelerator.join_uneven_inputs([counter]):
             for _, x, _ in loader:
                 model(x).sum().backward()
@@ -233,7 +234,7 @@ def test_a_custom_joinable(workers: Workers) -> None:
 def fail(rank: int, place: str) -> None:
     connect()
     with accelerator_of(rank, gradient_accumulation_steps=2) as accelerator:
-        model, loader = accelerator.prepare(network(False), make_loader(Script(lengths=(1, 5, 5)), rank))
+        model, loader = accelerator.prepare(Run().build(), make_loader(Script(lengths=(1, 5, 5)), rank))
         with accelerator.join_uneven_inputs():
             for step, (_, x, _) in enumerate(loader):
                 if rank == 1 and step == 3 and place == "loop":

@@ -10,7 +10,7 @@ from torch import Tensor
 from accelerate_join import Accelerator
 from tests import counted
 from tests.counted import Case, count, mean_loss, total_loss
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.inside import planned_rows
 from tests.support.workers import Workers
 from torch_join import JoinError, windows

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from tests.accelerate.test_operations import Lines
-from tests.support.accelerated import Script, Stream, accelerator_of, dataset, make_loader, network
+from tests.support.front_ends.accelerate import Script, Stream, accelerator_of, dataset, make_loader
+from tests.support.run import Run
 from tests.support.workers import Workers
 from torch_join import JoinError
 
@@ -22,7 +23,7 @@ from torch_join import JoinError
 def log_own(rank: int, lengths: tuple[int, ...], folder: str, guarded: bool) -> None:
     with accelerator_of(rank, log_with=Lines(f"{folder}/lines")) as accelerator:
         accelerator.init_trackers("project")
-        model, loader = accelerator.prepare(network(False), make_loader(Script(lengths=lengths), rank))
+        model, loader = accelerator.prepare(Run().build(), make_loader(Script(lengths=lengths), rank))
         with accelerator.join_uneven_inputs():
             for step, (_, x, _) in enumerate(loader):
                 model(x).sum().backward()
@@ -44,7 +45,7 @@ def test_each_rank_logs_what_is_its_own(
 def plateau(rank: int, even_batches: bool) -> list[float]:
     """Everybody steps a scheduler on a metric that was gathered in an uneven loop."""
     with accelerator_of(rank) as accelerator:
-        net = network(False)
+        net = Run().build()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         model, optimizer, train, test = accelerator.prepare(
@@ -77,7 +78,7 @@ def test_a_decision_from_what_others_do_not_have(workers: Workers) -> None:
 def missed(rank: int) -> list[str]:
     with accelerator_of(rank) as accelerator, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, loader = accelerator.prepare(network(False), DataLoader(dataset(7), 1))
+        model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(7), 1))
         with accelerator.join_uneven_inputs(even_batches=False), torch.no_grad():
             for _ in range(2):
                 for numbers, x, _ in loader:
@@ -97,7 +98,7 @@ def pairs(rank: int, how: str) -> list[Any]:
     """Two prepared loaders at once, or one through `join.batches`."""
     with accelerator_of(rank, gradient_accumulation_steps=2) as accelerator:
         model, one, other = accelerator.prepare(
-            network(False), make_loader(Script(lengths=(2, 5)), rank), DataLoader(dataset(12), 1)
+            Run().build(), make_loader(Script(lengths=(2, 5)), rank), DataLoader(dataset(12), 1)
         )
         seen = []
         with accelerator.join_uneven_inputs(even_batches=False) as join:
@@ -122,7 +123,7 @@ def test_prepared_loaders_in_other_loops(workers: Workers) -> None:
 
 def prepare_again(rank: int) -> list[float]:
     with accelerator_of(rank) as accelerator:
-        net = network(False)
+        net = Run().build()
         model = accelerator.prepare(net)
         accelerator.free_memory()
         loader = make_loader(Script(lengths=(2, 4)), rank)
@@ -150,7 +151,7 @@ def as_user_dict(batch: list[Any]) -> UserDict[str, Any]:
 
 def user_dicts(rank: int) -> int:
     with accelerator_of(rank) as accelerator:
-        model, loader = accelerator.prepare(network(False), DataLoader(dataset(5), 2, collate_fn=as_user_dict))
+        model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(5), 2, collate_fn=as_user_dict))
         steps = 0
         with accelerator.join_uneven_inputs(even_batches=False, weighting="samples"):
             for batch in loader:
@@ -165,7 +166,7 @@ def test_batches_that_are_mappings_count_their_samples(workers: Workers) -> None
 
 def gather_more(rank: int) -> None:
     with accelerator_of(rank) as accelerator:
-        accelerator.prepare(network(False))
+        accelerator.prepare(Run().build())
         with accelerator.join_uneven_inputs():
             accelerator.gather({"a": torch.ones(2)} | ({"b": torch.ones(2)} if rank else {}))
 
@@ -181,7 +182,7 @@ def metrics(rank: int, samples: int, skip: int, iterable: bool) -> list[int]:
         data: Any = dataset(samples)
         if iterable:
             data = Sized(data, samples)
-        model, loader = accelerator.prepare(network(False), DataLoader(data, 2))
+        model, loader = accelerator.prepare(Run().build(), DataLoader(data, 2))
         found: list[int] = []
         with accelerator.join_uneven_inputs(even_batches=True), torch.no_grad():
             for numbers, x, _ in accelerator.skip_first_batches(loader, skip) if skip else loader:
@@ -193,7 +194,7 @@ def metrics(rank: int, samples: int, skip: int, iterable: bool) -> list[int]:
 def subset(rank: int) -> list[int]:
     with accelerator_of(rank) as accelerator:
         sampler = SubsetRandomSampler([1, 3, 5, 7, 9])
-        model, loader = accelerator.prepare(network(False), DataLoader(dataset(12), 2, sampler=sampler))
+        model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(12), 2, sampler=sampler))
         found: list[int] = []
         with accelerator.join_uneven_inputs(even_batches=True), torch.no_grad():
             for numbers, x, _ in loader:
@@ -222,7 +223,7 @@ def test_repeated_samples_are_cut_off(workers: Workers, samples: int) -> None:
 
 def prepare_within(rank: int) -> list[int]:
     with accelerator_of(rank) as accelerator:
-        model = accelerator.prepare(network(False))
+        model = accelerator.prepare(Run().build())
         seen: list[int] = []
         with accelerator.join_uneven_inputs(even_batches=False):
             for numbers, x, _ in accelerator.prepare(DataLoader(dataset(5), 2)):
@@ -238,7 +239,7 @@ def test_loaders_that_are_prepared_within(workers: Workers) -> None:
 
 def local_sgd(rank: int) -> None:
     with accelerator_of(rank) as accelerator:
-        model, loader = accelerator.prepare(network(False), DataLoader(dataset(5), 2))
+        model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(5), 2))
         with (
             accelerator.join_uneven_inputs(even_batches=False),
             LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local,
@@ -255,7 +256,7 @@ def test_local_sgd_is_refused(workers: Workers) -> None:
 def break_then_another(rank: int) -> list[bool]:
     """A loop over something else after one that was left by `break`."""
     with accelerator_of(rank, gradient_accumulation_steps=2) as accelerator:
-        model, loader = accelerator.prepare(network(False), make_loader(Script(lengths=(2, 7)), rank))
+        model, loader = accelerator.prepare(Run().build(), make_loader(Script(lengths=(2, 7)), rank))
         ends = []
         with accelerator.join_uneven_inputs() as join:
             for step, (_, x, _) in enumerate(loader):

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.inside import accelerate_loops, end_accelerate_loops
 from tests.support.small import Training, alone, batches_of, loss, network, steps_of
 from tests.support.workers import Workers

@@ -1,33 +1,24 @@
-"""Accelerate under the context: the parameters are those that one process would have computed.
+"""Accelerate under the context: the parameters are those that one process would have computed."""
 
-`-m long` runs 300 random scripts, every other one rebalanced, or as many as TORCH_JOIN_CASES says, from the seed
-TORCH_JOIN_SEED on.
-"""
-
-import os
-from dataclasses import replace
 from random import Random
 
 import pytest
-import torch
 
 from tests.covering import others_long
-from tests.support.accelerated import Script, Trained, reference, samples_of, train
+from tests.support.front_ends.accelerate import Script, Trained, reference, train
+from tests.support.many import seeds
+from tests.support.run import TOLERANCE, difference, same_bits
 from tests.support.workers import Workers
-
-TOLERANCE = 1e-10
-CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
-FIRST = int(os.environ.get("TORCH_JOIN_SEED", 200))
 
 SCRIPTS = {
     # Accelerate shards: the last process has no batch, or one less, or the last batch is short.
     "3 samples on 2": Script(samples=3, batch_size=1),
     "one batch": Script(samples=2, batch_size=3, optimizer="sgd"),
-    "3 ranks": Script(world_size=3, samples=25, optimizer="zero"),
-    "3 ranks, one batch": Script(world_size=3, samples=3, optimizer="sgd", scheduler="step"),
+    "3 ranks": Script(processes=3, samples=25, optimizer="zero"),
+    "3 ranks, one batch": Script(processes=3, samples=3, optimizer="sgd", scheduler="step"),
     "accumulate 2": Script(samples=32, accumulate=2, clip=0.05, scheduler="step"),
     "accumulate 3": Script(samples=31, accumulate=3, scheduler="epoch"),
-    "accumulate 3, 3 ranks": Script(world_size=3, samples=40, accumulate=3, optimizer="zero", clip=0.05),
+    "accumulate 3, 3 ranks": Script(processes=3, samples=40, accumulate=3, optimizer="zero", clip=0.05),
     "scheduler on its own": Script(samples=20, scheduler="step", step_scheduler_with_optimizer=False, accumulate=2),
     "active": Script(samples=20, weighting="active", accumulate=2),
     "samples": Script(samples=20, weighting="samples", accumulate=2, scheduler="step"),
@@ -39,22 +30,24 @@ SCRIPTS = {
     "main has none": Script(lengths=(0, 5), optimizer="sgd", accumulate=3),
     "main first, zero": Script(lengths=(3, 8), optimizer="zero", clip=0.05, scheduler="step"),
     "main first, samples": Script(lengths=(2, 6), weighting="samples"),
-    "main first, active": Script(world_size=3, lengths=(1, 6, 4), weighting="active", accumulate=3),
-    "none in the middle": Script(world_size=3, lengths=(4, 0, 7), optimizer="zero", accumulate=2, even=1),
+    "main first, active": Script(lengths=(1, 6, 4), weighting="active", accumulate=3),
+    "none in the middle": Script(lengths=(4, 0, 7), optimizer="zero", accumulate=2, even=1),
     "iterable": Script(lengths=(2, 7), iterable=True, accumulate=2),
-    "iterable, main last": Script(world_size=3, lengths=(6, 0, 3), iterable=True, optimizer="sgd", clip=0.05),
+    "iterable, main last": Script(lengths=(6, 0, 3), iterable=True, optimizer="sgd", clip=0.05),
     # Accelerate's other loaders; those of iterables, and dispatched ones, are even.
     "split batches": Script(samples=19, batch_size=6, loader={"split_batches": True}, scheduler="step"),
-    "split batches, 3 ranks": Script(3, samples=37, batch_size=6, loader={"split_batches": True}, accumulate=2),
+    "split batches, 3 ranks": Script(
+        processes=3, samples=37, batch_size=6, loader={"split_batches": True}, accumulate=2
+    ),
     "dispatched": Script(samples=24, loader={"dispatch_batches": True}, accumulate=2),
     "dispatched, split": Script(samples=24, batch_size=6, loader={"dispatch_batches": True, "split_batches": True}),
     "dispatched stream": Script(samples=24, iterable=True, accumulate=3, clip=0.05),
     "stream in shards": Script(samples=24, iterable=True, loader={"dispatch_batches": False}, scheduler="step"),
     "another sampler": Script(samples=25, loader={"use_seedable_sampler": False}, accumulate=2),
     "stateful": Script(samples=25, loader={"use_stateful_dataloader": True}, accumulate=2, optimizer="sgd"),
-    "scaler": Script(lengths=(2, 6), scaler=True, optimizer="sgd", scheduler="step"),
-    "scaler, epochs": Script(lengths=(1, 4), batch_size=2, scaler=True, scheduler="epoch", epochs=8),
-    "scaler, sharded": Script(samples=32, scaler=True, accumulate=2),
+    "scaler": Script(lengths=(2, 6), scaler=8.0, optimizer="sgd", scheduler="step"),
+    "scaler, epochs": Script(lengths=(1, 4), batch_size=2, scaler=8.0, scheduler="epoch", epochs=8),
+    "scaler, sharded": Script(samples=32, scaler=8.0, accumulate=2),
 }
 
 
@@ -64,7 +57,7 @@ def draw(seed: int) -> Script:
     world_size = random.choice([2, 3])
     own = random.random() < 0.6  # shards
     return Script(
-        world_size=world_size,
+        processes=world_size,
         samples=0 if own else random.randrange(1, 45),
         lengths=[random.randrange(9) for _ in range(world_size - 1)] + [random.randrange(1, 9)] if own else (),
         batch_size=random.choice([1, 2, 3]),
@@ -74,7 +67,7 @@ def draw(seed: int) -> Script:
         clip=random.choice([None, 0.05]),
         scheduler=random.choice([None, "step", "epoch"]),
         step_scheduler_with_optimizer=random.random() < 0.6,
-        scaler=random.random() < 0.2,
+        scaler=8.0 if random.random() < 0.2 else 0.0,
         iterable=own and random.random() < 0.3,
         even=random.choice([0, 1]),
         own_function=random.random() < 0.3,
@@ -82,27 +75,29 @@ def draw(seed: int) -> Script:
     )
 
 
-@pytest.mark.parametrize("seed", others_long(range(20), *range(6)))
+@seeds(range(12))
 def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
-    test_as_one_process(workers, draw(seed))
+    """Every other one is rebalanced."""
+    script = draw(seed)
+    rebalances = seed % 2 == 0
+    test_as_one_process(workers, script.but(rebalance=rebalances, may_break=script.may_break and not rebalances))
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_as_one_process(workers: Workers, script: Script) -> None:
     found: list[Trained] = workers.run(script.world_size, train, script)
     for trained in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(trained.parameters, found[0].parameters, strict=True))
-        assert trained.states == found[0].states
-    everything = {n for n in samples_of(script) if n < 9000}
+        assert same_bits(trained.parameters, found[0].parameters)
+        assert trained.same == found[0].same
+    everything = {n for n in script.all_samples() if n < 9000}
     for epoch in range(script.epochs):
         seen = [number for trained in found for numbers in trained.seen[epoch] for number in numbers]
         assert sorted(seen) == sorted(everything)
         longest = max(len(trained.seen[epoch]) for trained in found)
         for trained in found:
             assert trained.ends[epoch] == [step + 1 == longest for step in range(len(trained.seen[epoch]))]
-    expected, *_ = reference(script, [trained.seen for trained in found])
-    for mine, theirs in zip(found[0].parameters, expected.parameters(), strict=True):
-        assert (mine - theirs).abs().max() < TOLERANCE
+    expected = reference(script, [trained.seen for trained in found])
+    assert difference(found[0].parameters, expected.parameters) < TOLERANCE
 
 
 REBALANCED = {name: script for name, script in SCRIPTS.items() if name not in ("heartbeat", "stateful")}
@@ -110,21 +105,8 @@ REBALANCED = {name: script for name, script in SCRIPTS.items() if name not in ("
 
 @pytest.mark.parametrize("name", others_long(REBALANCED, *[*REBALANCED][::2]))
 def test_as_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
-    script = replace(REBALANCED[name], rebalance=True)
+    script = REBALANCED[name].but(rebalance=True)
     test_as_one_process(workers, script)
-
-
-@pytest.mark.parametrize("seed", others_long(range(100, 120), *range(100, 106)))
-def test_any_rebalanced_script_is_as_one_process(workers: Workers, seed: int) -> None:
-    test_as_one_process(workers, replace(draw(seed), rebalance=True, may_break=False))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
-def test_many_scripts_are_as_one_process(workers: Workers, seed: int) -> None:
-    script = draw(seed)
-    rebalances = seed % 2 == 0
-    test_as_one_process(workers, replace(script, rebalance=rebalances, may_break=script.may_break and not rebalances))
 
 
 @pytest.mark.covering(1)
@@ -133,7 +115,7 @@ def test_many_scripts_are_as_one_process(workers: Workers, seed: int) -> None:
 def test_an_epoch_has_as_many_steps_as_batches_by_ranks(
     workers: Workers, lengths: tuple[int, ...], iterable: bool
 ) -> None:
-    script = Script(len(lengths), lengths=lengths, iterable=iterable, rebalance=True)
+    script = Script(lengths=lengths, iterable=iterable, rebalance=True)
     found: list[Trained] = workers.run(len(lengths), train, script)
     assert [max(len(rank.seen[epoch]) for rank in found) for epoch in range(3)] == [
         -(-sum(lengths) // len(lengths))
@@ -141,6 +123,6 @@ def test_an_epoch_has_as_many_steps_as_batches_by_ranks(
 
 
 def test_each_epoch_is_shuffled_anew(workers: Workers) -> None:
-    found: list[Trained] = workers.run(2, train, replace(SCRIPTS["3 samples on 2"], samples=21))
+    found: list[Trained] = workers.run(2, train, SCRIPTS["3 samples on 2"].but(samples=21))
     orders = [[n for numbers in found[0].seen[epoch] for n in numbers] for epoch in range(3)]
     assert orders[0] != orders[1] != orders[2]

@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 
 

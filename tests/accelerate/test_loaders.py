@@ -12,7 +12,8 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 from tqdm.auto import tqdm
 
-from tests.support.accelerated import Stream, accelerator_of, dataset, network
+from tests.support.front_ends.accelerate import Stream, accelerator_of, dataset
+from tests.support.run import Run
 from tests.support.workers import Workers
 
 
@@ -53,7 +54,7 @@ def mix(rank: int) -> tuple[list[str], list[int]]:
     with accelerator_of(rank) as accelerator, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         data = dataset(6)
-        model, _, stream = accelerator.prepare(network(False), DataLoader(data, 1), DataLoader(Stream(data, 5), 1))
+        model, _, stream = accelerator.prepare(Run().build(), DataLoader(data, 1), DataLoader(Stream(data, 5), 1))
         caught.clear()
         seen = []
         with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -94,7 +95,7 @@ def sample(rank: int, sampler: Any, even_batches: bool, split: bool = False) -> 
     config = DataLoaderConfiguration(split_batches=split)
     config.even_batches = not WANTS_UNEVEN or hasattr(sampler, "batch_size")
     with accelerator_of(rank, dataloader_config=config) as accelerator:
-        model, loader = accelerator.prepare(network(False), DataLoader(dataset(30), batch_sampler=sampler))
+        model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(30), batch_sampler=sampler))
         seen = []
         with accelerator.join_uneven_inputs(even_batches=even_batches):
             for numbers, x, _ in loader:
@@ -125,7 +126,7 @@ def test_batches_of_a_fixed_size(workers: Workers, sizes: list[int]) -> None:
 
 def skip(rank: int, samples: int, count: int, options: dict[str, Any]) -> list[list[int]]:
     with accelerator_of(rank, dataloader_config=DataLoaderConfiguration(**options)) as accelerator:
-        model, loader = accelerator.prepare(network(False), DataLoader(dataset(samples), 2))
+        model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(samples), 2))
         seen: list[list[int]] = []
         with accelerator.join_uneven_inputs(even_batches=False):
             for batches in (accelerator.skip_first_batches(loader, count), loader):
@@ -154,7 +155,7 @@ def several(rank: int) -> list[tuple[list[int], list[int]]]:
     """Train and evaluate, each on loaders of its own, in one context."""
     with accelerator_of(rank, gradient_accumulation_steps=2) as accelerator:
         model, train, test = accelerator.prepare(
-            network(False), DataLoader(dataset(9), 2), DataLoader(dataset(7, seed=1), 2)
+            Run().build(), DataLoader(dataset(9), 2), DataLoader(dataset(7, seed=1), 2)
         )
         found = []
         with accelerator.join_uneven_inputs(even_batches=False):
@@ -181,7 +182,7 @@ def test_several_loaders_in_one_context(workers: Workers) -> None:
 
 def nest(rank: int) -> None:
     with accelerator_of(rank) as accelerator:
-        model, train, test = accelerator.prepare(network(False), DataLoader(dataset(9), 2), DataLoader(dataset(7), 2))
+        model, train, test = accelerator.prepare(Run().build(), DataLoader(dataset(9), 2), DataLoader(dataset(7), 2))
         with accelerator.join_uneven_inputs(even_batches=False):
             for _, x, _ in train:
                 model(x).sum().backward()
@@ -203,7 +204,7 @@ class Shrinking(SequentialSampler):
 
 def lie(rank: int, samples: int) -> None:
     with accelerator_of(rank) as accelerator:
-        model = accelerator.prepare(network(False))
+        model = accelerator.prepare(Run().build())
         data = dataset(samples)
         own = DataLoaderShard(data, batch_size=1, sampler=Shrinking(data))
         with accelerator.join_uneven_inputs():
@@ -220,7 +221,7 @@ def test_a_length_that_lies(workers: Workers, samples: int, text: str) -> None:
 def throw(rank: int) -> int:
     steps = 0
     with accelerator_of(rank) as accelerator:
-        model, loader = accelerator.prepare(network(False), DataLoader(dataset(3), 1))
+        model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(3), 1))
         text = "exhausted all inputs" if rank == 1 else "Throwing across all ranks"
         context = accelerator.join_uneven_inputs(even_batches=False, throw_on_early_termination=True)
         with pytest.raises(RuntimeError, match=text), context:

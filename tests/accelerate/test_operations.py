@@ -14,8 +14,9 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.support.accelerated import Script, Stream, accelerator_of, dataset, make_loader, network
+from tests.support.front_ends.accelerate import Script, Stream, accelerator_of, dataset, make_loader
 from tests.support.inside import leader_of
+from tests.support.run import Run
 from tests.support.workers import Workers
 
 LENGTHS = [(4, 1), (1, 4), (0, 3), (3, 3), (2, 5, 0), (0, 2, 4), (5, 3, 4)]
@@ -28,7 +29,7 @@ def operate(rank: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
     script = Script(lengths=lengths)
     found = []
     with accelerator_of(rank) as accelerator:
-        model, loader = accelerator.prepare(network(False), make_loader(script, rank))
+        model, loader = accelerator.prepare(Run().build(), make_loader(script, rank))
         with accelerator.join_uneven_inputs() as join:
             for step, (numbers, x, _) in enumerate(loader):
                 rows = numbers[: 1 + (rank + step) % 3]  # another number of rows on each rank
@@ -107,7 +108,7 @@ def evaluate(rank: int, samples: int, even_batches: bool | None, options: dict[s
         if iterable:
             data = Stream(data, samples)
         loader = accelerator.prepare(DataLoader(data, 6 if options.get("split_batches") else 3))
-        model = accelerator.prepare(network(False))
+        model = accelerator.prepare(Run().build())
         with accelerator.join_uneven_inputs(even_batches=even_batches):
             for way in range(3):
                 found: list[int] = []
@@ -155,7 +156,7 @@ def test_each_sample_is_gathered_once_by_other_loaders(
 
 def differ(rank: int) -> None:
     with accelerator_of(rank) as accelerator:
-        model = accelerator.prepare(network(False))
+        model = accelerator.prepare(Run().build())
         with accelerator.join_uneven_inputs():
             accelerator.gather(torch.ones(2, 3 + rank))
         del model
@@ -170,7 +171,7 @@ def test_other_dimensions_must_be_alike(workers: Workers) -> None:
 def stop_early(rank: int, lengths: tuple[int, ...], stops: int) -> tuple[int, float, int]:
     """Leave the loop on all ranks when one of them says so."""
     with accelerator_of(rank, gradient_accumulation_steps=2) as accelerator:
-        model, loader = accelerator.prepare(network(False), make_loader(Script(lengths=lengths), rank))
+        model, loader = accelerator.prepare(Run().build(), make_loader(Script(lengths=lengths), rank))
         optimizer = accelerator.prepare(torch.optim.Adam(model.parameters(), lr=0.1))
         steps = 0
         with accelerator.join_uneven_inputs():
@@ -198,7 +199,7 @@ def test_a_trigger_ends_the_loop_everywhere(workers: Workers, lengths: tuple[int
 
 def break_off(rank: int, may_break: bool) -> int:
     with accelerator_of(rank) as accelerator:
-        model, loader = accelerator.prepare(network(False), DataLoader(dataset(20), 3))
+        model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(20), 3))
         with accelerator.join_uneven_inputs(even_batches=True, may_break=may_break):
             for step, (_, x, _) in enumerate(loader):
                 model(x).sum().backward()
@@ -237,7 +238,7 @@ class Lines(GeneralTracker):
 def log_and_save(rank: int, lengths: tuple[int, ...], folder: str) -> None:
     with accelerator_of(rank, log_with=Lines(f"{folder}/lines")) as accelerator:
         accelerator.init_trackers("project")
-        model, loader = accelerator.prepare(network(False), make_loader(Script(lengths=lengths), rank))
+        model, loader = accelerator.prepare(Run().build(), make_loader(Script(lengths=lengths), rank))
         with accelerator.join_uneven_inputs() as join:
             for step, (_, x, _) in enumerate(loader):
                 model(x).sum().backward()
@@ -266,7 +267,7 @@ def own_loader(rank: int) -> Any:
     """A loader that Accelerate has not prepared, a plain `for`, and one that the user has sharded."""
     totals = []
     with accelerator_of(rank) as accelerator:
-        model = accelerator.prepare(network(False))
+        model = accelerator.prepare(Run().build())
         x = torch.ones(2, 4, dtype=torch.float64)
         with accelerator.join_uneven_inputs() as join:
             totals.append(sum(int(accelerator.reduce(torch.tensor(1))) for _ in join.batches(range(2 + 2 * rank))))

@@ -16,8 +16,8 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.covering import others_long
-from tests.support.accelerated import FEATURES, plain, samples_of
-from tests.support.accelerated_sharded import (
+from tests.support.front_ends.accelerate import plain
+from tests.support.front_ends.accelerate_sharded import (
     Session,
     Sharded,
     Trained,
@@ -27,6 +27,8 @@ from tests.support.accelerated_sharded import (
     sharding_accelerator,
     train,
 )
+from tests.support.many import seeds
+from tests.support.run import FEATURES
 from tests.support.workers import Workers
 
 TOLERANCE = 1e-10
@@ -34,16 +36,16 @@ TOLERANCE = 1e-10
 SCRIPTS: dict[str, Sharded] = {
     # Accelerate shards: the last process has no batch, or one less, or the last batch is short.
     "3 samples": Sharded(samples=3, batch_size=1, scheduler="epoch", evaluates=True),
-    "3 ranks, one batch": Sharded(3, samples=3, optimizer="sgd", scheduler="step"),
-    "3 ranks, samples": Sharded(3, samples=25, weighting="samples", accumulate=2, evaluates=True),
+    "3 ranks, one batch": Sharded(processes=3, samples=3, optimizer="sgd", scheduler="step"),
+    "3 ranks, samples": Sharded(processes=3, samples=25, weighting="samples", accumulate=2, evaluates=True),
     "then even": Sharded(samples=20, even=1, accumulate=3, scheduler="step", own_function=True),
     "heartbeat": Sharded(samples=20, may_break=True, accumulate=2),
     # The user has: any lengths, so that the main process joins first or has no batch.
     "main first": Sharded(lengths=(2, 7), accumulate=2, scheduler="step", even=1),
     "main has none": Sharded(lengths=(0, 5), optimizer="sgd", accumulate=3),
     "main first, samples": Sharded(lengths=(2, 6), weighting="samples", scheduler="epoch"),
-    "main first, active": Sharded(3, lengths=(1, 6, 4), weighting="active", accumulate=3),
-    "none in the middle": Sharded(3, lengths=(4, 0, 7), accumulate=2, even=1, evaluates=True),
+    "main first, active": Sharded(lengths=(1, 6, 4), weighting="active", accumulate=3),
+    "none in the middle": Sharded(lengths=(4, 0, 7), accumulate=2, even=1, evaluates=True),
     "each batch": Sharded(lengths=(2, 7), accumulate=3, sync_each_batch=True, scheduler="step"),
     "iterable": Sharded(lengths=(2, 7), iterable=True, accumulate=2),
     "scheduler on its own": Sharded(samples=20, scheduler="step", step_scheduler_with_optimizer=False, accumulate=2),
@@ -54,18 +56,18 @@ OF_VERSION: dict[int, dict[str, Sharded]] = {
         "grads": Sharded(lengths=(2, 6), plugin={"sharding_strategy": "SHARD_GRAD_OP"}, evaluates=True),
         "no shard": Sharded(lengths=(2, 6), plugin={"sharding_strategy": "NO_SHARD"}, accumulate=2),
         "checkpointed": Sharded(lengths=(2, 6), plugin={"activation_checkpointing": True}, accumulate=2),
-        "scaler": Sharded(lengths=(2, 6), scaler=True, optimizer="sgd", scheduler="step"),
+        "scaler": Sharded(lengths=(2, 6), scaler=8.0, optimizer="sgd", scheduler="step"),
         "clip": Sharded(lengths=(2, 6), clip=0.05, accumulate=2, dtype=torch.float32, scheduler="step"),
     },
     2: {
         "whole": Sharded(lengths=(2, 6), plugin={"reshard_after_forward": False}, evaluates=True),
         "checkpointed": Sharded(lengths=(2, 6), plugin={"activation_checkpointing": True}, accumulate=2),
         "clip": Sharded(lengths=(2, 6), clip=0.05, scheduler="step", accumulate=2),
-        "clip, 3 ranks": Sharded(3, samples=25, clip=0.05, optimizer="sgd"),
+        "clip, 3 ranks": Sharded(processes=3, samples=25, clip=0.05, optimizer="sgd"),
         "offload": Sharded(lengths=(2, 6), plugin={"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, accumulate=2),
         "mesh": Sharded(samples=20, mesh={"dp_shard_size": 2}, accumulate=2),
-        "hybrid": Sharded(4, lengths=(2, 0, 5, 3), mesh={"dp_replicate_size": 2, "dp_shard_size": 2}, accumulate=2),
-        "scaler": Sharded(lengths=(2, 6), scaler=True, optimizer="sgd", scheduler="step"),
+        "hybrid": Sharded(lengths=(2, 0, 5, 3), mesh={"dp_replicate_size": 2, "dp_shard_size": 2}, accumulate=2),
+        "scaler": Sharded(lengths=(2, 6), scaler=8.0, optimizer="sgd", scheduler="step"),
     },
 }
 CASES: dict[str, Sharded] = {
@@ -86,7 +88,7 @@ def draw(seed: int) -> Sharded:
         2: [{}, {"reshard_after_forward": False}, {"activation_checkpointing": True}],
     }
     return Sharded(
-        world_size=world_size,
+        processes=world_size,
         samples=0 if own else random.randrange(1, 45),
         lengths=[random.randrange(9) for _ in range(world_size - 1)] + [random.randrange(1, 9)] if own else (),
         batch_size=random.choice([1, 2, 3]),
@@ -96,7 +98,7 @@ def draw(seed: int) -> Sharded:
         clip=random.choice([None, 0.05]) if version == 2 else None,
         scheduler=random.choice([None, "step", "epoch"]),
         step_scheduler_with_optimizer=random.random() < 0.6,
-        scaler=version == 2 and random.random() < 0.2,
+        scaler=8.0 if version == 2 and random.random() < 0.2 else 0.0,
         iterable=own and random.random() < 0.3,
         even=random.choice([0, 1]),
         own_function=random.random() < 0.3,
@@ -131,14 +133,14 @@ def test_as_one_process(workers: Workers, name: str) -> None:
 def check_one_process(workers: Workers, script: Sharded) -> None:
     found: list[Trained] = workers.run(script.world_size, train, possible(script))
     check(script, found, TOLERANCE if script.dtype == torch.float64 else 2e-5)
-    everything = sorted(n for n in samples_of(script) if n < 9000)
+    everything = sorted(n for n in script.all_samples() if n < 9000)
     for epoch in range(script.epochs):
         assert sorted(n for trained in found for numbers in trained.seen[epoch] for n in numbers) == everything
     for gathered in max((trained.gathered for trained in found), key=lambda epochs: sum(map(len, epochs))):
         assert sorted(gathered) == everything
 
 
-@pytest.mark.parametrize("seed", others_long(range(12), *range(4)))
+@seeds(range(4), 8)
 def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
     check_one_process(workers, draw(seed))
 
@@ -185,13 +187,13 @@ def mixed(rank: int, script: Sharded, joins: bool) -> list[Any]:
                     accelerator.backward(loss)
                     session.optimizer.step()
                     session.optimizer.zero_grad()
-        return [plain(part) for part in session.state()[:2]]
+        return [plain(part) for part in (session.state().weights, session.state().moments)]
 
 
 @pytest.mark.parametrize("lengths", [(2, 5), (4, 0, 5)], ids=str)
 @pytest.mark.parametrize("version", [1, 2])
 def test_mixed_precision(workers: Workers, version: int, lengths: tuple[int, ...]) -> None:
-    script = Sharded(len(lengths), lengths=lengths, accumulate=2, version=version, dtype=torch.float32)
+    script = Sharded(lengths=lengths, accumulate=2, version=version, dtype=torch.float32)
     found = workers.run(len(lengths), mixed, possible(script), True)
     assert all(mine == found[0] for mine in found)
     assert found == workers.run(len(lengths), mixed, script, False)

@@ -1,11 +1,6 @@
-"""A random search over Accelerate's trainings of sharded models: each ends as one process does.
+"""A random search over Accelerate's trainings of sharded models: each ends as one process does."""
 
-`-m long` runs 300 of them, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on.
-"""
-
-import os
 from contextlib import AbstractContextManager, nullcontext
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +11,46 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accelerate_join import join_uneven_inputs
-from tests.emulator import place
 from tests.needs import has
-from tests.support.accelerated_sharded import Sharded, possible, sharding_accelerator
-from tests.support.batches import Batches, Places, Stream
-from tests.support.sharded import EPOCHS, Batch, Recipe, Trained
+from tests.support.batches import loader_of
+from tests.support.front_ends.accelerate_sharded import Sharded, possible, sharding_accelerator
+from tests.support.front_ends.sharded import Training, full_moments, full_state, tune
+from tests.support.many import seeds
+from tests.support.run import Batch
+from tests.support.sharded import EPOCHS, Recipe, Trained
 from tests.support.sharded_search import draw_for_accelerate
-from tests.support.sharded_verdict import CASES, NOTHING, promised, verdict
-from tests.support.sharding import Training, full_moments, full_state, tune
+from tests.support.sharded_verdict import NOTHING, check, promised
 from tests.support.workers import Workers
 
 # torch says so where a model that recomputes by reentrant checkpoints is evaluated.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-FEW = range(4)
-FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
 
 
 class Accelerated(Training):
     """A rank's part of a training, with what an accelerator has prepared."""
 
     def __init__(self, accelerator: Any, rank: int, recipe: Recipe) -> None:
-        self.accelerator, self.rank, self.recipe = accelerator, rank, recipe
-        self.epoch = 0
-        if recipe.scaled:
-            make = torch.amp.GradScaler if recipe.api == "fsdp2" else ShardedGradScaler
-            accelerator.scaler = make(place().type, init_scale=recipe.scaled, growth_interval=2)
-        net: Any = recipe.model()
+        self.accelerator, self.rank, self.recipe, self.run = accelerator, rank, recipe, recipe
+        self.epoch = self.steps = 0
+        self.scaler, self.norms, self.losses = None, {}, {}
+        scaler = torch.amp.GradScaler if recipe.api == "fsdp2" else ShardedGradScaler
+        if recipe.scaler:
+            accelerator.scaler = recipe.make_scaler(scaler)
+        net: Any = recipe.build()
         if not recipe.options.get("original", True):  # the optimizer is of flat parameters
             net = accelerator.prepare(net)
-        optimizers = recipe.make_optimizers(net.parameters())
+        optimizers = recipe.optimizers(net)
         # Accelerate steps a scheduler that goes with the optimizer once for each rank.
         times = recipe.world_size if recipe.framework["scheduler"] == "with optimizer" else 1
-        schedulers = [recipe.make_scheduler(each, times) for each in optimizers if recipe.scheduled]
+        schedulers = [made for each in optimizers if (made := recipe.make_scheduler(each, times)) is not None]
         self.model, *made = accelerator.prepare(net, *optimizers, *schedulers)
         self.optimizers, self.schedulers = made[: len(optimizers)], made[len(optimizers) :]
         if recipe.api == "fsdp2":
             tune(self.model, recipe.options)
-        self.norms, self.losses = {}, {}
-        self.loader, self.others = self._loader(recipe.loop == "iterable"), self._loader(False)
+        self.loader, self.others = self._loader(recipe.iterable), self._loader(False)
 
     def _loader(self, iterable: bool) -> Any:
-        data = Batches(self.recipe, self.rank)
-        if iterable:
-            loader: Any = DataLoaderShard(Stream(data, lambda: self.epoch), batch_size=None)
-        else:
-            places = Places(data, lambda: self.epoch)
-            loader = DataLoaderShard(data, batch_size=1, sampler=places, collate_fn=itemgetter(0))
+        loader = loader_of(self.recipe, self.rank, lambda: self.epoch, iterable, DataLoaderShard)
         loader._is_accelerate_prepared = True
         return self.accelerator.prepare(loader)
 
@@ -81,11 +70,11 @@ class Accelerated(Training):
             for self.epoch in range(epoch, EPOCHS):
                 with self.joining() if loop == "each epoch" else nullcontext():
                     self.run_epoch(first if self.epoch == epoch else 0, folder)
-                    if recipe.evaluates == "same with":
-                        self.losses[self.epoch] = self.evaluate(self._batches(self.others))
-                if recipe.evaluates == "another with":
+                    if recipe.evaluation == "same with":
+                        self.losses[self.epoch] = self.evaluate(self.model, self._batches(self.others))
+                if recipe.evaluation == "another with":
                     with nullcontext() if around_all or loop == "join_batches" else self.joining():
-                        self.losses[self.epoch] = self.evaluate(self._batches(self.others))
+                        self.losses[self.epoch] = self.evaluate(self.model, self._batches(self.others))
         if recipe.stops and loop == "join_batches":  # the last loop's context ends with the next one
             for _ in self._batches([]):
                 pass
@@ -105,33 +94,30 @@ class Accelerated(Training):
                 self.accelerator.save_state(folder)
             if step + 1 == recipe.stops:
                 break
-        if recipe.per_epoch:
+        if recipe.scheduler == "epoch":
             for scheduler in self.schedulers:
                 scheduler.step()
 
     def step(self, epoch: int, step: int, batch: Batch) -> None:
         recipe, accelerator = self.recipe, self.accelerator
         with accelerator.accumulate(self.model):
-            for loss in self.losses_of(batch):
-                accelerator.backward(loss * recipe.window)  # by which Accelerate divides it
-            if accelerator.sync_gradients:
-                self.clip(epoch, step)
+            for loss in self.losses_of(epoch, step, batch):
+                accelerator.backward(loss)
+            if accelerator.sync_gradients and recipe.clip:
+                self.norms[epoch, step] = self.clip()
             for optimizer in self.optimizers:
                 optimizer.step()
-            for scheduler in [] if recipe.per_epoch else self.schedulers:
+            for scheduler in [] if recipe.scheduler == "epoch" else self.schedulers:
                 if accelerator.sync_gradients or recipe.framework["scheduler"] == "with optimizer":
                     scheduler.step()
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=recipe.clears == "zero_grad")
 
-    def clip(self, epoch: int, step: int) -> None:
-        if not self.recipe.clip:
-            return
-        if self.recipe.scaled:
-            for optimizer in self.optimizers:
-                self.accelerator.scaler.unscale_(optimizer.optimizer)
+    def clip(self) -> float:
+        for optimizer in self.optimizers if self.recipe.scaler else ():
+            self.accelerator.scaler.unscale_(optimizer.optimizer)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        self.norms[epoch, step] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def trained(self) -> Trained:
         inner = [each.optimizer for each in self.optimizers]
@@ -156,12 +142,12 @@ def _script(recipe: Recipe) -> Sharded:
             plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=False)
     mesh = dict(zip(("dp_replicate_size", "dp_shard_size"), options.get("mesh", ()), strict=False))
     return Sharded(
-        recipe.world_size,
+        processes=recipe.world_size,
         version=1 if recipe.api == "fsdp1" else 2,
-        accumulate=recipe.window,
+        accumulate=recipe.accumulate,
         step_scheduler_with_optimizer=recipe.framework["scheduler"] == "with optimizer",
         sync_each_batch=not recipe.no_sync,
-        sync_with_dataloader=not recipe.cut,
+        sync_with_dataloader=recipe.rest != "goes on",
         plugin=plugin,
         mesh=mesh,
     )
@@ -184,22 +170,11 @@ def train_by_accelerate(rank: int, recipe: Recipe, folder: str) -> list[Trained]
         return found
 
 
-def check(workers: Workers, seed: int, folder: Path) -> None:
+@seeds(range(4))
+def test_a_few(workers: Workers, seed: int, tmp_path: Path) -> None:
     recipe = draw_for_accelerate(seed)
     if recipe.framework["loop"] == "join_batches" and promised(recipe) != NOTHING:
         # There an error outside of the loop, of a process that goes on, looks like a `break` to the others.
         recipe = recipe.but(framework={**recipe.framework, "loop": "each epoch"})
     possible(_script(recipe))
-    found = verdict(workers, recipe, train_by_accelerate, recipe, str(folder))
-    assert found.startswith(("right", "refused")), f"seed {seed}: {recipe}\n{found}"
-
-
-@pytest.mark.parametrize("seed", FEW)
-def test_a_few(workers: Workers, seed: int, tmp_path: Path) -> None:
-    check(workers, seed, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
-def test_many(workers: Workers, seed: int, tmp_path: Path) -> None:
-    check(workers, seed, tmp_path)
+    check(workers, recipe, train_by_accelerate, recipe, str(tmp_path))

@@ -25,20 +25,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from accelerate_join import join_batches, join_uneven_inputs
 from lightning_join import DeepSpeedJoinStrategy
 from lightning_join.fabric import DeepSpeedJoinStrategy as FabricJoinStrategy
-from tests.deepspeed.recipe import (
+from tests.support import inside
+from tests.support.front_ends.deepspeed import (
     TIMEOUT,
     Batch,
     Net,
     Recipe,
     Trained,
-    batches_of,
     config_of,
     deepspeed_of,
-    optimizer_of,
     outcome,
-    scheduler_of,
 )
-from tests.support import inside
 
 _BACKEND = "_prepare_backend"  # of Accelerate: it knows none for DeepSpeed without accelerators
 
@@ -76,15 +73,15 @@ class Module(pl.LightningModule):
     def __init__(self, recipe: Recipe, rank: int, val: tuple[int, ...]) -> None:
         super().__init__()
         self.recipe, self.rank, self.val = recipe, rank, val
-        self.net = Net(recipe.kind)
+        self.net = Net(recipe.model)
         self.logged: list[float] = []
 
     def train_dataloader(self) -> Any:
-        return StatefulDataLoader(batches_of(self.recipe, self.rank), batch_size=None)
+        return StatefulDataLoader(self.recipe.batches(self.rank), batch_size=None)
 
     def val_dataloader(self) -> Any:
         recipe = Recipe(self.val, seed=self.recipe.seed + 50)
-        return DataLoader(batches_of(recipe, self.rank), batch_size=None)
+        return DataLoader(recipe.batches(self.rank), batch_size=None)
 
     def training_step(self, batch: Batch, step: int) -> Tensor:
         self.net.step = step
@@ -99,8 +96,11 @@ class Module(pl.LightningModule):
         self.logged.append(float(self.trainer.callback_metrics["val"]))
 
     def configure_optimizers(self) -> Any:
-        optimizer = optimizer_of(self.recipe, self.parameters())
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler_of(optimizer), "interval": "step"}}
+        optimizer = self.recipe.make_optimizer(self.parameters())
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.recipe.make_scheduler(optimizer), "interval": "step"},
+        }
 
 
 class Keep(pl.Callback):
@@ -124,7 +124,7 @@ def trainer_of(recipe: Recipe, keep: Keep, strategy: Any = None, **options: Any)
         "devices": len(recipe.lengths),
         "strategy": strategy,
         "max_epochs": recipe.epochs,
-        "accumulate_grad_batches": recipe.window,
+        "accumulate_grad_batches": recipe.accumulate,
         "gradient_clip_val": recipe.clip or None,
         "use_distributed_sampler": False,
         "logger": False,
@@ -154,11 +154,11 @@ def fabric(rank: int, recipe: Recipe, each: Callable[..., None] | None = None) -
         fabric = Fabric(accelerator="cpu", devices=len(recipe.lengths), strategy=strategy)
         inside.remove_launcher(fabric)  # the processes are there
         fabric.launch()
-        net = Net(recipe.kind)
-        own = optimizer_of(recipe, net.parameters())
-        model, optimizer, scheduler = fabric.setup(net, own, scheduler=scheduler_of(own))
+        net = Net(recipe.model)
+        own = recipe.make_optimizer(net.parameters())
+        model, optimizer, scheduler = fabric.setup(net, own, scheduler=recipe.make_scheduler(own))
         loader = fabric.setup_dataloaders(
-            DataLoader(batches_of(recipe, rank), batch_size=None), use_distributed_sampler=False
+            DataLoader(recipe.batches(rank), batch_size=None), use_distributed_sampler=False
         )
         for _ in range(recipe.epochs):
             for net.step, (x, y) in enumerate(loader):
@@ -181,10 +181,10 @@ def accelerate(
     with deepspeed_of(rank) as deepspeed, on_cpus(), mock.patch.dict(os.environ, LOCAL_RANK=str(rank)):
         try:
             accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config_of(recipe)))
-            net = Net(recipe.kind)
-            own = optimizer_of(recipe, net.parameters())
-            engine, optimizer, scheduler = accelerator.prepare(net, own, scheduler_of(own))
-            loader: Any = DataLoaderShard(batches_of(recipe, rank), batch_size=None)
+            net = Net(recipe.model)
+            own = recipe.make_optimizer(net.parameters())
+            engine, optimizer, scheduler = accelerator.prepare(net, own, recipe.make_scheduler(own))
+            loader: Any = DataLoaderShard(recipe.batches(rank), batch_size=None)
             loader._is_accelerate_prepared = True  # Accelerate must not shard it again
             loader = accelerator.prepare(loader)
             options |= {"weighting": recipe.option, "timeout": TIMEOUT}

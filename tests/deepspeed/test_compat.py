@@ -1,8 +1,8 @@
 """What of DeepSpeed an engine's part relies on."""
 
-from tests.deepspeed.recipe import Net as Model
-from tests.deepspeed.recipe import Recipe, deepspeed_of, engine_of
 from tests.support import inside
+from tests.support.front_ends.deepspeed import Net as Model
+from tests.support.front_ends.deepspeed import Recipe, deepspeed_of, engine_of
 from tests.support.workers import Workers
 
 

@@ -7,8 +7,8 @@ import pytest
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.deepspeed.recipe import TIMEOUT, Net, Recipe, batches_of, deepspeed_of, engine_of
 from tests.fabric.test_cost import Calls
+from tests.support.front_ends.deepspeed import TIMEOUT, Net, Recipe, deepspeed_of, engine_of
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -28,14 +28,14 @@ class Collectives(TorchDispatchMode):
 
 def count(rank: int, stage: int, joins: bool) -> tuple[list[list[str]], list[int]]:
     """Return the collectives of each step, and how often the ranks exchanged something else in it."""
-    recipe = Recipe((6, 6), stage)
+    recipe = Recipe((6, 6), stage=stage)
     with deepspeed_of(rank) as deepspeed:
         net = Net()
         engine, _ = engine_of(deepspeed, recipe, net)
         steps: list[list[str]] = []
         exchanges, calls = [], Calls()
         with Join([engine], enable=joins, timeout=TIMEOUT) as join:
-            for x, y in join.batches(batches_of(recipe, rank)):
+            for x, y in join.batches(recipe.batches(rank)):
                 sys.setprofile(calls)
                 with Collectives() as collectives:
                     engine.backward(functional.mse_loss(engine(x), y))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.deepspeed.recipe import TIMEOUT, Net, Recipe, batches_of, deepspeed_of, engine_of
+from tests.support.front_ends.deepspeed import TIMEOUT, Net, Recipe, deepspeed_of, engine_of
 from tests.support.workers import Workers
 from torch_join import Join, JoinError
 
@@ -27,7 +27,7 @@ class SurvivorError(RuntimeError):
 
 def break_at(rank: int, stage: int, where: str, how: str) -> None:
     """Have rank 2 fail in its third step, where rank 0 has run out of batches."""
-    recipe = Recipe(LENGTHS, stage)
+    recipe = Recipe(LENGTHS, stage=stage)
     with deepspeed_of(rank) as deepspeed:
         net = Net()
         engine, scheduler = engine_of(deepspeed, recipe, net)
@@ -40,7 +40,7 @@ def break_at(rank: int, stage: int, where: str, how: str) -> None:
 
         try:
             with Join([engine, scheduler], timeout=TIMEOUT) as join:
-                for number, (x, y) in enumerate(join.batches(batches_of(recipe, rank))):
+                for number, (x, y) in enumerate(join.batches(recipe.batches(rank))):
                     breaks = rank == 2 and number == 2
                     failed_at = time.monotonic()
                     hook = net.c.register_forward_hook(fail) if breaks and where == "forward" else None

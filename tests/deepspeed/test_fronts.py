@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.deepspeed.fronts import all_of
-from tests.deepspeed.recipe import Recipe, check, reference
+from tests.support.front_ends.deepspeed import Recipe, check, reference
 from tests.support.workers import Workers
 
 # Lightning divides a loss by the window, and the engine does so again, on even inputs too; and what is left of an
@@ -14,21 +14,24 @@ from tests.support.workers import Workers
 EXPECTED: dict[str, dict[str, Any]] = {
     "lightning": {"divides": 2},
     "fabric": {},
-    "accelerate": {"ends_windows": True, "scheduled": 2},
+    "accelerate": {"ends_windows": True, "scheduled_times": 2},
 }
 CASES = {
-    "lightning 0": ("lightning", Recipe((4, 1), 0, clip=0.05)),
-    "lightning 1": ("lightning", Recipe((2, 4), 1, window=2, clip=0.02, weighting="samples", optimizer="adamw")),
-    "lightning 2": ("lightning", Recipe((0, 3), 2, weighting="count")),
-    "lightning 3": ("lightning", Recipe((1, 4), 3, window=2, weighting="active")),
-    "fabric 0": ("fabric", Recipe((1, 3), 0)),
-    "fabric 1": ("fabric", Recipe((0, 3), 1, weighting="samples", optimizer="adamw")),
-    "fabric 2": ("fabric", Recipe((4, 1), 2, clip=0.05)),
-    "fabric 3": ("fabric", Recipe((1, 4), 3, weighting="count")),
-    "accelerate 1": ("accelerate", Recipe((2, 5), 1, window=2, optimizer="adamw")),
-    "accelerate 2": ("accelerate", Recipe((0, 3), 2, clip=0.05, weighting="active")),
-    "accelerate 3": ("accelerate", Recipe((4, 1), 3, window=2)),
-    "accelerate samples": ("accelerate", Recipe((1, 3), 3, weighting="samples")),
+    "lightning 0": ("lightning", Recipe((4, 1), stage=0, clip=0.05)),
+    "lightning 1": (
+        "lightning",
+        Recipe((2, 4), stage=1, accumulate=2, clip=0.02, weighting="samples", optimizer="adamw"),
+    ),
+    "lightning 2": ("lightning", Recipe((0, 3), stage=2, weighting="count")),
+    "lightning 3": ("lightning", Recipe((1, 4), stage=3, accumulate=2, weighting="active")),
+    "fabric 0": ("fabric", Recipe((1, 3), stage=0)),
+    "fabric 1": ("fabric", Recipe((0, 3), stage=1, weighting="samples", optimizer="adamw")),
+    "fabric 2": ("fabric", Recipe((4, 1), stage=2, clip=0.05)),
+    "fabric 3": ("fabric", Recipe((1, 4), stage=3, weighting="count")),
+    "accelerate 1": ("accelerate", Recipe((2, 5), stage=1, accumulate=2, optimizer="adamw")),
+    "accelerate 2": ("accelerate", Recipe((0, 3), stage=2, clip=0.05, weighting="active")),
+    "accelerate 3": ("accelerate", Recipe((4, 1), stage=3, accumulate=2)),
+    "accelerate samples": ("accelerate", Recipe((1, 3), stage=3, weighting="samples")),
 }
 
 

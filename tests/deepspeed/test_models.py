@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.deepspeed.recipe import TIMEOUT, Net, Recipe, batches_of, check, deepspeed_of, engine_of, outcome
+from tests.support.front_ends.deepspeed import TIMEOUT, Net, Recipe, check, deepspeed_of, engine_of, outcome
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -20,26 +20,26 @@ LENGTHS = (1, 4)
 EMPTY = (0, 4)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RECIPES = {
-    "tied 1": Recipe(EMPTY, 1, kind="tied"),
-    "tied 3": Recipe(LENGTHS, 3, kind="tied", window=2),
-    "frozen 2": Recipe(LENGTHS, 2, kind="frozen"),
-    "frozen 3": Recipe(EMPTY, 3, kind="frozen"),
-    "reentrant 2": Recipe(LENGTHS, 2, kind="reentrant"),
-    "reentrant 3": Recipe(EMPTY, 3, kind="reentrant"),
-    "not reentrant 3": Recipe(LENGTHS, 3, kind="not reentrant", window=2),
-    "external 3": Recipe(EMPTY, 3, kind="external"),
-    "path 1": Recipe(LENGTHS, 1, kind="path"),
-    "path 2": Recipe(EMPTY, 2, kind="path"),
-    "path 3": Recipe(LENGTHS, 3, kind="path"),
-    "twice 2": Recipe(LENGTHS, 2, kind="twice"),
-    "twice 3": Recipe(EMPTY, 3, kind="twice"),
-    "thaws 3": Recipe(LENGTHS, 3, kind="thaws"),
-    "evaluates 3": Recipe(EMPTY, 3, kind="evaluates", window=2),
-    "gathers 3": Recipe(LENGTHS, 3, kind="gathers"),
-    "bf16 1": Recipe(LENGTHS, 1, optimizer="adamw", config={"bf16": {"enabled": True}}),
-    "bf16 3": Recipe(EMPTY, 3, window=2, config={"bf16": {"enabled": True}}),
-    "fp16 2": Recipe(LENGTHS, 2, config={"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}),
-    "fp16 3": Recipe(LENGTHS, 3, config={"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}),
+    "tied 1": Recipe(EMPTY, stage=1, model="tied"),
+    "tied 3": Recipe(LENGTHS, stage=3, model="tied", accumulate=2),
+    "frozen 2": Recipe(LENGTHS, stage=2, model="frozen"),
+    "frozen 3": Recipe(EMPTY, stage=3, model="frozen"),
+    "reentrant 2": Recipe(LENGTHS, stage=2, model="reentrant"),
+    "reentrant 3": Recipe(EMPTY, stage=3, model="reentrant"),
+    "not reentrant 3": Recipe(LENGTHS, stage=3, model="not reentrant", accumulate=2),
+    "external 3": Recipe(EMPTY, stage=3, model="external"),
+    "path 1": Recipe(LENGTHS, stage=1, model="path"),
+    "path 2": Recipe(EMPTY, stage=2, model="path"),
+    "path 3": Recipe(LENGTHS, stage=3, model="path"),
+    "twice 2": Recipe(LENGTHS, stage=2, model="twice"),
+    "twice 3": Recipe(EMPTY, stage=3, model="twice"),
+    "thaws 3": Recipe(LENGTHS, stage=3, model="thaws"),
+    "evaluates 3": Recipe(EMPTY, stage=3, model="evaluates", accumulate=2),
+    "gathers 3": Recipe(LENGTHS, stage=3, model="gathers"),
+    "bf16 1": Recipe(LENGTHS, stage=1, optimizer="adamw", config={"bf16": {"enabled": True}}),
+    "bf16 3": Recipe(EMPTY, stage=3, accumulate=2, config={"bf16": {"enabled": True}}),
+    "fp16 2": Recipe(LENGTHS, stage=2, config={"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}),
+    "fp16 3": Recipe(LENGTHS, stage=3, config={"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}),
 }
 
 
@@ -68,20 +68,20 @@ def step(recipe: Recipe, deepspeed: Any, engine: Any, net: Net, batch: Any, numb
 
 def joining(rank: int, recipe: Recipe) -> Any:
     with deepspeed_of(rank) as deepspeed:
-        net = Net(recipe.kind)
+        net = Net(recipe.model)
         engine, scheduler = engine_of(deepspeed, recipe, net)
         with Join([engine, scheduler], timeout=TIMEOUT) as join:
             for _ in range(recipe.epochs):
-                for number, batch in enumerate(join.batches(batches_of(recipe, rank))):
+                for number, batch in enumerate(join.batches(recipe.batches(rank))):
                     step(recipe, deepspeed, engine, net, batch, number, 1.0)
         return outcome(deepspeed, engine, net)
 
 
 def even(rank: int, recipe: Recipe) -> Any:
     with deepspeed_of(rank) as deepspeed:
-        net = Net(recipe.kind)
+        net = Net(recipe.model)
         engine, _ = engine_of(deepspeed, recipe, net)
-        batches = batches_of(recipe, rank)
+        batches = recipe.batches(rank)
         made_up: tuple[Tensor, Tensor] = (torch.ones(1, 4), torch.ones(1, 1))
         for _ in range(recipe.epochs):
             for number in range(max(recipe.lengths)):
@@ -113,14 +113,14 @@ def test_a_joined_rank_is_as_one_that_adds_zeros(workers: Workers, stage: int) -
 
 def through_two(rank: int, stage: int, joins: bool) -> Any:
     """Train two engines by one backward through both, as a generator is by a discriminator."""
-    recipe = Recipe(LENGTHS, stage)
+    recipe = Recipe(LENGTHS, stage=stage)
     with deepspeed_of(rank) as deepspeed:
         nets = Net(), torch.nn.Linear(1, 1)
         with torch.no_grad():
             nets[1].weight.fill_(0.5), nets[1].bias.fill_(0.1)
         first, second = (engine_of(deepspeed, recipe, net)[0] for net in nets)
         with Join([first, second], enable=joins, timeout=TIMEOUT) as join:
-            batches = batches_of(recipe, rank)
+            batches = recipe.batches(rank)
             missing = 0 if joins else max(LENGTHS) - len(batches)
             for number, (x, y) in enumerate(join.batches(batches + batches[-1:] * missing)):
                 share = float(number < len(batches))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.deepspeed.fronts import accelerate, lightning
-from tests.deepspeed.recipe import TIMEOUT, Net, Recipe, batches_of, config_of, deepspeed_of, engine_of, outcome, train
+from tests.support.front_ends.deepspeed import TIMEOUT, Net, Recipe, config_of, deepspeed_of, engine_of, outcome, train
 from tests.support.workers import Workers
 from torch_join import Join, JoinError, UnsupportedError, windows
 
@@ -47,7 +47,7 @@ def interrupted(rank: int, recipe: Recipe, folder: str) -> tuple[Any, Any, Any]:
         _, client_state = engine.load_checkpoint(folder, tag="here")
         with Join([engine, scheduler], timeout=TIMEOUT) as join:
             for epoch in range(recipe.epochs):
-                rest = batches_of(recipe, rank)[3 if epoch == 0 else 0 :]
+                rest = recipe.batches(rank)[3 if epoch == 0 else 0 :]
                 for x, y in join.batches(rest):
                     engine.backward(functional.mse_loss(engine(x), y))
                     engine.step()
@@ -56,9 +56,9 @@ def interrupted(rank: int, recipe: Recipe, folder: str) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize(("stage", "window"), [(1, 2), (2, 1), (3, 2)])
 def test_a_checkpoint_in_the_tail_is_whole(workers: Workers, tmp_path: Path, stage: int, window: int) -> None:
-    recipe = Recipe(LENGTHS, stage, window=window, optimizer="adamw")
+    recipe = Recipe(LENGTHS, stage=stage, accumulate=window, optimizer="adamw")
     if window > 1:  # at a step of the optimizer's
-        recipe = Recipe((1, 5), stage, window=3, optimizer="adamw")
+        recipe = Recipe((1, 5), stage=stage, accumulate=3, optimizer="adamw")
     for whole, same, (resumed, saved_by) in workers.run(2, interrupted, recipe, str(tmp_path), deadline=120.0):
         assert differences(whole, same) == []
         assert differences(whole, resumed) == []
@@ -80,7 +80,7 @@ def saved_by_accelerate(rank: int, recipe: Recipe, folder: str) -> tuple[Any, li
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accelerate_saves_in_the_tail(workers: Workers, tmp_path: Path, stage: int) -> None:
-    recipe = Recipe(LENGTHS, stage, optimizer="adamw", epochs=1)
+    recipe = Recipe(LENGTHS, stage=stage, optimizer="adamw", epochs=1)
     (first, names), (second, _) = workers.run(2, saved_by_accelerate, recipe, str(tmp_path), deadline=90.0)
     assert differences(first, second) == []
     assert {"model", "pytorch_model", "latest", "scheduler.bin"} <= {*names}
@@ -91,12 +91,12 @@ def test_accelerate_saves_in_the_tail(workers: Workers, tmp_path: Path, stage: i
 
 def train_by_hand(rank: int, stage: int, joins: bool) -> Any:
     """Set boundaries, clear gradients that are not wanted, and change the learning rate, in and before the tail."""
-    recipe = Recipe(LENGTHS, stage, window=3)
+    recipe = Recipe(LENGTHS, stage=stage, accumulate=3)
     with deepspeed_of(rank) as deepspeed:
         net = Net()
         engine, scheduler = engine_of(deepspeed, recipe, net)
         with Join([engine, scheduler], timeout=TIMEOUT) as join:
-            batches = batches_of(recipe, rank)
+            batches = recipe.batches(rank)
             if not joins:
                 batches += batches[-1:] * (max(LENGTHS) - len(batches))
             for number, (x, y) in enumerate(join.batches(batches)):
@@ -182,7 +182,7 @@ def do_in_the_tail(rank: int, what: str) -> str:
                 pass
 
     try:
-        train(rank, Recipe(LENGTHS, {"read": 1, "clipped": 0}.get(what, 2)), do)
+        train(rank, Recipe(LENGTHS, stage={"read": 1, "clipped": 0}.get(what, 2)), do)
     except JoinError as error:
         return str(error)
     return "nothing"
@@ -205,10 +205,10 @@ def test_what_would_be_wrong_in_a_tail_raises_on_all(workers: Workers, what: str
 
 
 def go_wrong_before_the_tail(rank: int, what: str) -> str:
-    recipe = Recipe((2, 4), 1)
+    recipe = Recipe((2, 4), stage=1)
     with deepspeed_of(rank) as deepspeed:
         engine, _ = engine_of(deepspeed, recipe, Net())
-        batches = batches_of(recipe, rank)
+        batches = recipe.batches(rank)
         try:
             with Join([engine], weighting="samples", timeout=TIMEOUT) as join:
                 if what == "windows":
@@ -235,7 +235,7 @@ def save_whole(rank: int, stage: int, folder: str) -> Any:
         if join.step == 3:
             engine.save_16bit_model(folder, "whole.bin")
 
-    return train(rank, Recipe(LENGTHS, stage, epochs=1), save)
+    return train(rank, Recipe(LENGTHS, stage=stage, epochs=1), save)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -255,7 +255,7 @@ def saved_by_lightning(rank: int, recipe: Recipe, at: int, folder: str) -> Any:
 
 @pytest.mark.parametrize(("stage", "window", "at"), [(1, 1, 3), (3, 2, 1), (2, 1, 4)])
 def test_lightning_saves_in_the_tail(workers: Workers, tmp_path: Path, stage: int, window: int, at: int) -> None:
-    recipe = Recipe(LENGTHS, stage, window=window, optimizer="adamw")
+    recipe = Recipe(LENGTHS, stage=stage, accumulate=window, optimizer="adamw")
     for whole, resumed, short in workers.run(2, saved_by_lightning, recipe, at, str(tmp_path), deadline=90.0):
         assert differences(whole, resumed) == []
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

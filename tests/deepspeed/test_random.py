@@ -1,17 +1,14 @@
 """Random trainings by engines, with whatever drives them; the seed is in the name of the test."""
 
-import os
 import random
 
-import pytest
-
 from tests.deepspeed.fronts import accelerate, fabric, lightning
-from tests.deepspeed.recipe import Recipe, Trained, check, reference, train
 from tests.deepspeed.test_fronts import EXPECTED
+from tests.support.front_ends.deepspeed import Recipe, Trained, check, reference, train
+from tests.support.many import check_each, seeds
 from tests.support.workers import Workers
 
-pytestmark = pytest.mark.long
-FIRST, COUNT, BATCH = int(os.environ.get("TORCH_JOIN_SEED", "0")), 300, 10
+BATCH = 10
 FRONTS = {"plain": train, "lightning": lightning, "fabric": fabric, "accelerate": accelerate}
 
 
@@ -41,35 +38,30 @@ def draw(seed: int, world_size: int) -> Recipe:
         weightings.append("count")
     return Recipe(
         tuple(lengths),
-        stage,
-        front,
-        choose(weightings),
-        window,
-        choose(clips),
-        choose(["sgd", "adamw"]),
-        choose(kinds),
+        stage=stage,
+        front=front,
+        weighting=choose(weightings),
+        accumulate=window,
+        clip=choose(clips),
+        optimizer=choose(["sgd", "adamw"]),
+        model=choose(kinds),
         seed=1000 + seed,
         options=options,
     )
 
 
-def train_all(rank: int, recipes: list[Recipe]) -> list[Trained]:
-    return [FRONTS[recipe.front](rank, recipe) for recipe in recipes]
+def train_by_front(rank: int, recipe: Recipe) -> Trained:
+    return FRONTS[recipe.front](rank, recipe)
 
 
-@pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, BATCH))
-def test_random_trainings(workers: Workers, first: int) -> None:
-    world_size = 3 if first // BATCH % 3 == 2 else 2
-    recipes = [draw(seed, world_size) for seed in range(first, first + BATCH)]
-    outcomes = workers.outcomes(world_size, train_all, recipes, deadline=400.0)
-    failed = [f"rank {rank}: {one.error}\n{one.trace[-2500:]}" for rank, one in enumerate(outcomes) if one.error]
-    assert not failed, "\n".join([*failed, *map(str, recipes)])
-    for place, recipe in enumerate(recipes):
-        options = dict(EXPECTED.get(recipe.front, {}))
-        if "scheduled" in options:
-            options["scheduled"] = world_size
-        found = [one.value[place] for one in outcomes]
-        try:
-            check(found, reference(recipe, **options))
-        except AssertionError as error:
-            raise AssertionError(f"{recipe}: {error}") from None
+def check_one(recipe: Recipe, ranks: tuple[Trained, ...]) -> None:
+    options = dict(EXPECTED.get(recipe.front, {}))
+    if "scheduled_times" in options:
+        options["scheduled_times"] = recipe.world_size
+    check([*ranks], reference(recipe, **options))
+
+
+@seeds(range(0), 300, of=BATCH)
+def test_random_trainings(workers: Workers, seed: int) -> None:
+    recipes = [draw(BATCH * seed + place, 3 if seed % 3 == 2 else 2) for place in range(BATCH)]
+    check_each(workers, train_by_front, recipes, check_one, deadline=400.0)

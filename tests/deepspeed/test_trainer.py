@@ -13,9 +13,8 @@ if find_spec("transformers") is None:
     pytest.skip("transformers needs Python 3.11", allow_module_level=True)
 
 from tests.deepspeed.fronts import on_cpus
-from tests.deepspeed.recipe import TOLERANCE, Recipe, config_of, deepspeed_of
-from tests.support.workers import Workers
-from tests.transformers.recipe import (
+from tests.support.front_ends.deepspeed import TOLERANCE, Recipe, config_of, deepspeed_of
+from tests.support.front_ends.transformers import (
     EpochCounter,
     Fit,
     Net,
@@ -28,6 +27,7 @@ from tests.transformers.recipe import (
     outcome,
     reference,
 )
+from tests.support.workers import Workers
 
 
 def config_for(stage: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def config_for(stage: int) -> dict[str, Any]:
 
 def fit_of(stage: int, lengths: tuple[int, ...], **options: Any) -> Fit:
     arguments = {"use_cpu": False, "deepspeed": config_for(stage), "lr_scheduler_type": "linear", "warmup_steps": 1}
-    return Fit(lengths, arguments={**arguments, **options.pop("arguments", {})}, **options)
+    return Fit(lengths, extra={**arguments, **options.pop("arguments", {})}, **options)
 
 
 FITS = {
@@ -106,9 +106,9 @@ def test_a_trainer_trains_as_one_process_does(workers: Workers) -> None:
     found = workers.run(2, fit_all, fits, deadline=180.0)
     for place, (name, fit) in enumerate(FITS.items()):
         ranks = [each[place] for each in found]
-        plain = dict(fit.arguments, use_cpu=True)
+        plain = dict(fit.extra, use_cpu=True)
         del plain["deepspeed"]
-        expected = workers.run(1, expected_of, Fit(**{**vars(fit), "arguments": plain}), ranks, store="")[0]
+        expected = workers.run(1, expected_of, fit.but(extra=plain), ranks, store="")[0]
         assert ranks[0].metrics == ranks[1].metrics
         for one, other, theirs in zip(*(each.parameters for each in (*ranks, expected)), strict=True):
             assert (one == other).all(), name

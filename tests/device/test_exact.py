@@ -9,44 +9,44 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.core.backward import programs, recipes
+from tests.core.backward import programs
 from tests.core.backward.test_exact import KINDS, assert_exact, loses_hooks
 from tests.covering import others_long
 from tests.device.jobs import BLOCKING, BOTH, SERIAL, Job, assert_one_order, skip_without_functional_gather
-from tests.support import loops
-from tests.support.cases import difference
-from tests.support.loops import Program
+from tests.support.front_ends import plain
+from tests.support.front_ends.plain import Loop
+from tests.support.run import difference, reference
 from tests.support.workers import Workers
 from torch_join import Join
 
-PLAIN: dict[str, Program] = {
-    "Adam": Program((2, 5, 3), ragged=True),
-    "samples": Program((0, 4, 2), weighting="samples", optimizer="sgd"),
-    "active, streams": Program((4, 0), weighting="active", loop="iterable"),
-    "a plain for": Program((3, 1), loop="plain"),
-    "heartbeat": Program((1, 4), loop="heartbeat"),
-    "ZeRO and SGD": Program((2, 5, 1), optimizer="zero+sgd"),
-    "schedulers, clipping": Program((5, 2), scheduler="plateau", clip=0.1),
-    "a scaler": Program((2, 4), scaler=True, clip=0.5),
-    "accumulation": Program((2, 5), accumulate=2),
-    "BatchNorm, evaluation": Program((2, 5), norm=True, evaluation="no_grad", one_context=True),
-    "two models": Program((2, 4), loss="two models"),
-    "a gradient penalty": Program((1, 3), loss="penalty"),
-    "gradients of zeros": Program((1, 3), clear="before, zeros", optimizer="adamw"),
-    "leaving early": Program((3, 3), leaves=True),
-    "even": Program((3, 3)),
-    **{f"{kind} in each step": Program((1, 4, 2), collective=kind) for kind in ("sum", "avg", "all_gather", "objects")},
+PLAIN: dict[str, Loop] = {
+    "Adam": Loop((2, 5, 3), ragged=True),
+    "samples": Loop((0, 4, 2), weighting="samples", optimizer="sgd"),
+    "active, streams": Loop((4, 0), weighting="active", loop="iterable"),
+    "a plain for": Loop((3, 1), loop="plain"),
+    "heartbeat": Loop((1, 4), loop="heartbeat"),
+    "ZeRO and SGD": Loop((2, 5, 1), optimizer="zero+sgd"),
+    "schedulers, clipping": Loop((5, 2), scheduler="plateau", clip=0.1),
+    "a scaler": Loop((2, 4), scaler=8.0, clip=0.5),
+    "accumulation": Loop((2, 5), accumulate=2),
+    "BatchNorm, evaluation": Loop((2, 5), model="norm", evaluation="no_grad", one_context=True),
+    "two models": Loop((2, 4), loss="two models"),
+    "a gradient penalty": Loop((1, 3), loss="penalty"),
+    "gradients of zeros": Loop((1, 3), clear="before, zeros", optimizer="adamw"),
+    "leaving early": Loop((3, 3), leaves=True),
+    "even": Loop((3, 3)),
+    **{f"{kind} in each step": Loop((1, 4, 2), collective=kind) for kind in ("sum", "avg", "all_gather", "objects")},
 }
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_loops(devices: Workers, name: str) -> None:
     program = PLAIN[name]
-    models, expected = loops.reference(program)
-    outcomes = devices.run(program.world_size, loops.train, program)
+    expected = reference(program)
+    outcomes = devices.run(program.world_size, plain.train, program)
     for outcome in outcomes:
-        assert difference(outcome.parameters, list(models.parameters())) < 1e-10
-        assert outcome.lr == expected.lr
+        assert difference(outcome.parameters, expected.parameters) < 1e-10
+        assert outcome.lr == expected.training.rates
         assert all(map(torch.equal, outcome.parameters, outcomes[0].parameters))
 
 
@@ -59,7 +59,7 @@ def test_collectives_in_backward_in_one_order(devices: Workers, kind: str, tmp_p
     options, wrapper = KINDS[kind]
     if "functional" in options:
         skip_without_functional_gather(devices)
-    program = programs.Program((0, 4, 2), "world", frozenset(options), wrapper=wrapper)
+    program = programs.Program((0, 4, 2), weighting="world", options=frozenset(options), ddp=dict(wrapper))
     skip_where_hooks_are_lost(program)
     exact_in_order(devices, program, tmp_path)
 
@@ -75,25 +75,25 @@ def skip_where_hooks_are_lost(program: programs.Program) -> None:
         pytest.skip("needs hooks that a checkpoint's second run leaves")
 
 
-def in_order(devices: Workers, job: Job, recipe: recipes.Recipe, folder: Path) -> None:
-    if recipe.api == "fsdp2":
+def in_order(devices: Workers, job: Job, recipe: programs.Program, folder: Path) -> None:
+    if "fsdp2" in recipe.options:
         skip_without_functional_gather(devices)
-    expected = recipes.reference(recipe)
-    results = job.run(devices, recipe.world_size, folder, recipes.train, recipe)
+    expected = reference(recipe)
+    results = job.run(devices, recipe.world_size, folder, programs.train, recipe)
     for tensors, _ in results:
-        assert difference(tensors, expected) < 1e-10
+        assert difference(tensors, [*expected.parameters, *expected.buffers]) < 1e-10
     assert_one_order([log for _, log in results])
 
 
 @pytest.mark.parametrize("seed", others_long(range(300, 312), *range(300, 304)))
 def test_random_programs_in_one_order(devices: Workers, seed: int, tmp_path: Path) -> None:
-    in_order(devices, (SERIAL, BLOCKING, BOTH)[seed % 3], recipes.draw(seed), tmp_path)
+    in_order(devices, (SERIAL, BLOCKING, BOTH)[seed % 3], programs.draw(seed), tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(1000, 1100))
 def test_more_random_programs(devices: Workers, seed: int, tmp_path: Path) -> None:
-    in_order(devices, (SERIAL, BLOCKING)[seed % 2], recipes.draw(seed), tmp_path)
+    in_order(devices, (SERIAL, BLOCKING)[seed % 2], programs.draw(seed), tmp_path)
 
 
 @pytest.mark.covering(1)
@@ -102,7 +102,7 @@ def test_more_random_programs(devices: Workers, seed: int, tmp_path: Path) -> No
 def test_sharded_models(devices: Workers, api: str, options: tuple[str, ...], tmp_path: Path) -> None:
     if api == "fsdp2":
         skip_without_functional_gather(devices)
-    program = programs.Program((2, 5, 0), "active", frozenset((api, *options)))
+    program = programs.Program((2, 5, 0), weighting="active", options=frozenset((api, *options)))
     if api == "fsdp2":
         skip_where_hooks_are_lost(program)
     exact_in_order(devices, program, tmp_path)

@@ -9,19 +9,20 @@ from tests.core.backward.programs import Program
 from tests.core.backward.test_exact import assert_exact as assert_exact_programs
 from tests.device.test_exact import skip_where_hooks_are_lost
 from tests.lightning._training import test_backward_collectives as backwards
-from tests.support import accelerated
-from tests.support.accelerated import Script
-from tests.support.cases import Case, assert_exact, difference, fit
+from tests.support.front_ends import accelerate as accelerate_front_end
+from tests.support.front_ends.accelerate import Script
+from tests.support.front_ends.lightning import Fit, assert_exact, fit
+from tests.support.run import difference
 from tests.support.workers import Workers
 
 CASES = {
-    "Adam": Case((2, 5)),
-    "samples, ragged": Case((4, 0, 2), weighting="samples", ragged=True),
-    "accumulation, clipping": Case((5, 2), accumulate=2, clip=0.1, scheduler="step"),
-    "streams": Case((1, 3, 3), iterable=True, optimizer="sgd"),
-    "ZeRO": Case((2, 4), optimizer="zero"),
-    "unused": Case((2, 4), model="unused", ddp={"find_unused_parameters": True}),
-    "even": Case((3, 3)),
+    "Adam": Fit((2, 5)),
+    "samples, ragged": Fit((4, 0, 2), weighting="samples", ragged=True),
+    "accumulation, clipping": Fit((5, 2), accumulate=2, clip=0.1, scheduler="step"),
+    "streams": Fit((1, 3, 3), iterable=True, optimizer="sgd"),
+    "ZeRO": Fit((2, 4), optimizer="zero"),
+    "unused": Fit((2, 4), model="unused", ddp={"find_unused_parameters": True}),
+    "even": Fit((3, 3)),
 }
 
 
@@ -34,7 +35,7 @@ def test_lightning(devices: Workers, name: str) -> None:
 @pytest.mark.parametrize("kind", backwards.KINDS)
 def test_lightning_with_collectives_in_backward(devices: Workers, kind: str) -> None:
     options, wrapper = backwards.KINDS[kind]
-    program = Program((0, 4, 2), "active", frozenset(options), wrapper=wrapper)
+    program = Program((0, 4, 2), weighting="active", options=frozenset(options), ddp=dict(wrapper))
     skip_where_hooks_are_lost(program)
     assert_exact_programs(program, devices.run(3, backwards.fit, program))
 
@@ -43,15 +44,15 @@ SCRIPTS: dict[str, Any] = {
     "DDP": Script(lengths=(2, 5)),
     "samples": Script(lengths=(4, 0, 2), weighting="samples"),
     "accumulation, clipping": Script(lengths=(5, 2), accumulate=2, clip=0.1),
-    "a scaler": Script(lengths=(2, 4), scaler=True),
+    "a scaler": Script(lengths=(2, 4), scaler=8.0),
 }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_accelerate(devices: Workers, name: str) -> None:
     script = SCRIPTS[name]
-    results = devices.run(script.world_size, accelerated.train, script)
-    net, *_ = accelerated.reference(script, [result.seen for result in results])
+    results = devices.run(script.world_size, accelerate_front_end.train, script)
+    expected = accelerate_front_end.reference(script, [result.seen for result in results])
     for result in results:
-        assert difference(result.parameters, list(net.parameters())) < 1e-10
+        assert difference(result.parameters, expected.parameters) < 1e-10
         assert all(map(torch.equal, result.parameters, results[0].parameters))

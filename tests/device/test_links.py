@@ -11,8 +11,8 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import join_uneven_inputs
-from tests.support.accelerated import accelerator_of
-from tests.support.cases import Case, Module, build_trainer
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.lightning import Fit, Module, build_trainer
 from tests.support.inside import is_linked
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel
@@ -42,7 +42,7 @@ def in_torchs(rank: int) -> bool:
 
 
 def in_a_fit(rank: int) -> bool:
-    case, look = Case((1, 2)), Look()
+    case, look = Fit((1, 2)), Look()
     build_trainer(case, callbacks=[look]).fit(Module(case))
     return look.connected
 

@@ -20,7 +20,7 @@ from tests.core._schedule.test_rebalanced_loops import Sum
 from tests.core.backward.test_exact import train_reentrant
 from tests.core.joinables.test_joinables import step_too_often
 from tests.needs import needs
-from tests.support.cases import Case, build_trainer
+from tests.support.front_ends.lightning import Fit, build_trainer
 from tests.support.inside import late_records
 from tests.support.workers import WorkerError, Workers
 from torch_join import Join, PeerFailedError, UnsupportedError
@@ -219,7 +219,7 @@ class Heads(pl.LightningModule):
 
 def fit_heads(rank: int, left: Path) -> None:
     strategy = DDPJoinStrategy(gradient_as_bucket_view=True)  # else the emulator's host waits in backward
-    trainer = build_trainer(Case((2, 2), epochs=1), strategy=strategy, gradient_clip_val=None)
+    trainer = build_trainer(Fit((2, 2), epochs=1), strategy=strategy, gradient_clip_val=None)
     start = time.monotonic()
     try:
         trainer.fit(Heads(left), DataLoader([torch.ones(1, 2)] * 2, batch_size=None))

@@ -22,9 +22,11 @@ from accelerate_join import Accelerator
 from tests import emulator
 from tests.device.jobs import BLOCKING, BOTH, SERIAL, Job, assert_one_order, skip_without_functional_gather
 from tests.needs import has
-from tests.support import accelerated, loops
-from tests.support.cases import Case, build_trainer, difference
-from tests.support.loops import Program
+from tests.support.front_ends import accelerate as accelerate_front_end
+from tests.support.front_ends import plain
+from tests.support.front_ends.lightning import Fit, build_trainer
+from tests.support.front_ends.plain import Loop
+from tests.support.run import difference, reference
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinableOptimizer
 from torch_join._base.specs import TensorSpec
@@ -36,15 +38,15 @@ UNSET = Job(sets_device=False)
 BOUND = Job(binds_device=True)
 JOBS = {"no set_device": UNSET, "bound": BOUND, "gloo too": BOTH, "serial": SERIAL, "blocking": BLOCKING}
 PROGRAMS = {
-    "gathers": Program((1, 4, 2), collective="all_gather", optimizer="adamw", scheduler="step"),
-    "sums in a group, a scaler": Program((3, 0, 2), collective="sum", grouped=True, scaler=True),
-    "ZeRO, streams": Program((2, 4, 0), optimizer="zero", loop="iterable", norm=True),
+    "gathers": Loop((1, 4, 2), collective="all_gather", optimizer="adamw", scheduler="step"),
+    "sums in a group, a scaler": Loop((3, 0, 2), collective="sum", grouped=True, scaler=8.0),
+    "ZeRO, streams": Loop((2, 4, 0), optimizer="zero", loop="iterable", model="norm"),
 }
 
 
-def train_and_count(rank: int, program: Program) -> tuple[Any, list[int]]:
+def train_and_count(rank: int, program: Loop) -> tuple[Any, list[int]]:
     emulator.installed().reset()
-    outcome = loops.train(rank, program)
+    outcome = plain.train(rank, program)
     return outcome, emulator.installed().contexts()
 
 
@@ -56,10 +58,10 @@ def test_each_rank_stays_on_its_device(emulated: Workers, job: str, name: str, t
         pytest.skip("torch's own consolidation of ZeRO's shards takes the current device")
     if JOBS[job].binds_device and not has("a process group that any device is bound to"):
         pytest.skip("needs a process group that any device is bound to")
-    models, _ = loops.reference(program)
+    expected = reference(program)
     results = JOBS[job].run(emulated, 3, tmp_path, train_and_count, program)
     for rank, ((outcome, contexts), _) in enumerate(results):
-        assert difference(outcome.parameters, list(models.parameters())) < 1e-10
+        assert difference(outcome.parameters, expected.parameters) < 1e-10
         assert contexts == [rank]
     assert_one_order([log for _, log in results])
 
@@ -315,7 +317,7 @@ class Wide(pl.LightningModule):
 
 def fit_counting(rank: int, lengths: tuple[int, ...], layers: int, manual: bool, strategy: str) -> list[int]:
     module = Wide(layers, manual)
-    trainer = build_trainer(Case(lengths, epochs=1), strategy=strategy, gradient_clip_val=None)
+    trainer = build_trainer(Fit(lengths, epochs=1), strategy=strategy, gradient_clip_val=None)
     trainer.fit(module, DataLoader([torch.ones(4)] * lengths[rank], batch_size=None))
     if strategy == "ddp":
         emulator.installed().take_races()  # it does not wait for the parameters that DDP sends in a stream of its own
@@ -334,7 +336,7 @@ def test_lightning_waits_no_more_than_without(emulated: Workers, manual: bool) -
 
 def gather_counting(rank: int, ours: bool) -> list[int]:
     found: list[int] = []
-    with accelerated.accelerator_of(rank, Accelerator if ours else accelerate.Accelerator) as accelerator:
+    with accelerate_front_end.accelerator_of(rank, Accelerator if ours else accelerate.Accelerator) as accelerator:
         model = accelerator.prepare(wide(2))
         context = accelerator.join_uneven_inputs(even_batches=False) if ours else nullcontext()
         with context as join:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import lightning_join
 import torch_join
 from lightning_join.fabric import DDPJoinStrategy
-from tests.fabric.recipe import fabric_of, to_the_end
+from tests.support.front_ends.fabric import fabric_of, to_the_end
 from tests.support.workers import Workers
 
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (torch_join, lightning_join))

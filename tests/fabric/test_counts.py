@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from lightning_join.fabric import DDPJoinStrategy
 from tests import counted
 from tests.counted import Case, count, mean_loss, total_loss
-from tests.fabric.recipe import fabric_of, to_the_end
+from tests.support.front_ends.fabric import fabric_of, to_the_end
 from tests.support.workers import Workers
 from torch_join import JoinError, windows
 

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from tqdm import tqdm
 
 from lightning_join.fabric import DDPJoinStrategy
-from tests.fabric.recipe import fabric_of, to_the_end
+from tests.support.front_ends.fabric import fabric_of, to_the_end
 from tests.support.workers import Workers
 
 LENGTHS = (1, 4, 2)

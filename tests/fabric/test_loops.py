@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_join.fabric import DDPJoinStrategy
-from tests.fabric.recipe import fabric_of, to_the_end
+from tests.support.front_ends.fabric import fabric_of, to_the_end
 from tests.support.workers import Workers
 
 

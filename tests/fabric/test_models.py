@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_join
 from lightning_join.fabric import DDPJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
-from tests.fabric.recipe import fabric_of, to_the_end
+from tests.support.front_ends.fabric import fabric_of, to_the_end
 from tests.support.sharded_fits import Double, _whole_state, on_cpus
 from tests.support.workers import Workers
 

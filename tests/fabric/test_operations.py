@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_join.fabric import DDPJoinStrategy
-from tests.fabric.recipe import fabric_of, raising, to_the_end, train
-from tests.support.accelerated import Script
+from tests.support.front_ends.accelerate import Script
+from tests.support.front_ends.fabric import fabric_of, raising, to_the_end, train
 from tests.support.workers import Workers
 from torch_join import JoinError, UnsupportedError
 
@@ -90,7 +90,7 @@ def test_operations_are_over_the_active_ranks(workers: Workers, stream: bool) ->
 
 
 def save(fabric: Any, model: Any, optimizer: Any, epoch: int, step: int, folder: str, filters: bool) -> None:
-    only = {"model": lambda name, _: "second" not in name} if filters else None
+    only = {"model": lambda name, _: "last" not in name} if filters else None
     path = Path(folder) / f"{epoch}-{step}.ckpt"
     state = {"model": model, "optimizer": optimizer, "place": (epoch, step), "by": fabric.strategy.active_ranks[0]}
     fabric.save(path, state, filter=only)
@@ -106,8 +106,8 @@ def train_and_save(rank: int, script: Script, folder: str, filters: bool) -> Non
     ("script", "filters"),
     [
         (Script(lengths=(2, 4), epochs=2), False),
-        (Script(3, lengths=(0, 3, 1), epochs=2, iterable=True, optimizer="zero"), False),
-        (Script(3, lengths=(1, 3, 3), epochs=1), True),
+        (Script(lengths=(0, 3, 1), epochs=2, iterable=True, optimizer="zero"), False),
+        (Script(lengths=(1, 3, 3), epochs=1), True),
     ],
 )
 def test_a_checkpoint_holds_the_active_ranks_state(
@@ -122,7 +122,7 @@ def test_a_checkpoint_holds_the_active_ranks_state(
             assert checkpoint["place"] == (epoch, step)
             assert checkpoint["by"] == by
             assert checkpoint["optimizer"]["state"]
-            assert checkpoint["model"].keys() == {n for n in weights if not filters or "second" not in n}
+            assert checkpoint["model"].keys() == {n for n in weights if not filters or "last" not in n}
             assert all(torch.equal(value, weights[name]) for name, value in checkpoint["model"].items())
 
 

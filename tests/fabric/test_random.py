@@ -1,26 +1,19 @@
-"""A random search over scripts on Fabric: uneven ones end as one process does, whatever ranks do together on the way.
+"""A random search over scripts on Fabric: uneven ones end as one process does, whatever ranks do together."""
 
-`-m long` runs 500 of them, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on.
-"""
-
-import os
 import random
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from lightning_join.fabric import DDPJoinStrategy
-from tests.fabric.recipe import TOLERANCE, Trained, check, to_the_end, train
-from tests.support.accelerated import Script
+from tests.support.front_ends.accelerate import Script
+from tests.support.front_ends.fabric import Trained, check, to_the_end, train
+from tests.support.many import seeds
+from tests.support.run import TOLERANCE
 from tests.support.workers import Workers
-
-FEW = range(2)
-FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
-CASES = int(os.environ.get("TORCH_JOIN_CASES", 500))
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ def draw(seed: int) -> Drawn:
     rebalance = r.random() < 0.15
     accumulate = r.choice((1, 1, 2, 3))
     return Drawn(
-        world_size=size,
+        processes=size,
         samples=0 if shards else r.randint(size, 20),
         lengths=lengths,
         batch_size=batch_size,
@@ -101,21 +94,11 @@ def run(rank: int, script: Drawn) -> Trained:
     return train(rank, script, strategy, lambda *args: act(*args, script=script))
 
 
-def compare(workers: Workers, seed: int, folder: Path) -> None:
+@seeds(range(2), 500)
+def test_scripts_drawn_are_exact(workers: Workers, seed: int, tmp_path: Path) -> None:
     script = draw(seed)
-    ranks = workers.run(script.world_size, to_the_end, run, Drawn(**{**vars(script), "folder": str(folder)}))
+    ranks = workers.run(script.world_size, to_the_end, run, script.but(folder=str(tmp_path)))
     if script.rebalance and script.accumulate > 1:
         for one in ranks[1:]:  # the same on all: which of the micro-batches come together is another trajectory's
             assert all(torch.equal(a, b) for a, b in zip(one.parameters, ranks[0].parameters, strict=True))
     assert check(script, ranks) < TOLERANCE
-
-
-@pytest.mark.parametrize("seed", FEW)
-def test_scripts_drawn_are_exact(workers: Workers, seed: int, tmp_path: Path) -> None:
-    compare(workers, seed, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
-def test_many_scripts_are_exact(workers: Workers, seed: int, tmp_path: Path) -> None:
-    compare(workers, seed, tmp_path)

@@ -14,20 +14,16 @@ from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy, JoinCallback
 from tests.needs import known
-from tests.support.cases import (
-    Batch,
-    Case,
+from tests.support.front_ends.lightning import (
+    Fit,
     Module,
     Result,
     assert_exact,
     assert_same_bits,
     build_trainer,
-    difference,
-    longest,
-    loss_of,
-    reference,
     result_of,
 )
+from tests.support.run import Batch, difference, loss_of, reference
 from tests.support.workers import Workers
 
 ON_EXCEPTION = known(ModelCheckpoint, save_on_exception=True)
@@ -70,7 +66,7 @@ class Validated(Module):
         self.validation_step(batch, batch_idx)
 
 
-def fit_with_callback(rank: int, case: Case, strategy: Any, folder: str) -> tuple[Result, Result, float]:
+def fit_with_callback(rank: int, case: Fit, strategy: Any, folder: str) -> tuple[Result, Result, float]:
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, **ON_EXCEPTION)
     callbacks = [JoinCallback(weighting=case.weighting), OnExceptionCheckpoint(folder), saving]
     trainer = build_trainer(case, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
@@ -89,24 +85,24 @@ def fit_with_callback(rank: int, case: Case, strategy: Any, folder: str) -> tupl
     return result, result_of(resumed, again), loss
 
 
-def last_of_epoch(case: Case, folder: str) -> Path:
+def last_of_epoch(case: Fit, folder: str) -> Path:
     """The checkpoint of the second epoch's last step."""
-    return Path(folder) / f"step={2 * longest(case, 0)}.ckpt"
+    return Path(folder) / f"step={2 * case.length(0)}.ckpt"
 
 
 @pytest.mark.parametrize(
     ("case", "strategy"),
     [
-        (Case((2, 6), optimizer="zero", scheduler="onecycle-setup"), "ddp"),
-        (Case((0, 4, 6), model="norm", optimizer="adamw", weighting="active", iterable=True, clip=0.3), "ddp"),
+        (Fit((2, 6), optimizer="zero", scheduler="onecycle-setup"), "ddp"),
+        (Fit((0, 4, 6), model="norm", optimizer="adamw", weighting="active", iterable=True, clip=0.3), "ddp"),
         (
-            Case((7, 3), model="unused", weighting="samples", ragged=True, scheduler="step"),
+            Fit((7, 3), model="unused", weighting="samples", ragged=True, scheduler="step"),
             "ddp_find_unused_parameters_true",
         ),
     ],
     ids=["first", "empty", "unused"],
 )
-def test_it_trains_as_ddp_join_does(workers: Workers, case: Case, strategy: str, tmp_path: Path) -> None:
+def test_it_trains_as_ddp_join_does(workers: Workers, case: Fit, strategy: str, tmp_path: Path) -> None:
     results = workers.run(case.world_size, fit_with_callback, case, strategy, str(tmp_path))
     expected = reference(case)
     assert_exact(case, [first for first, _, _ in results])
@@ -116,7 +112,7 @@ def test_it_trains_as_ddp_join_does(workers: Workers, case: Case, strategy: str,
         loss = float(sum(loss_of(expected.net.eval(), batch) * len(batch[0]) for batch in rows))
     loss /= sum(len(batch[0]) for batch in rows)
     for _, resumed, its_loss in results:
-        assert difference(resumed.parameters, list(expected.net.parameters())) < 1e-10
+        assert difference(resumed.parameters, expected.parameters) < 1e-10
         assert abs(its_loss - loss) < 1e-6
     for path in tmp_path.glob("step=*.ckpt"):
         saved = torch.load(path, "cpu", weights_only=False)
@@ -131,7 +127,7 @@ class Failing(Module):
         return super().training_step(batch, batch_idx)
 
 
-def fit_failing(rank: int, case: Case) -> str:
+def fit_failing(rank: int, case: Fit) -> str:
     callbacks = [JoinCallback(), ModelCheckpoint(".", **ON_EXCEPTION)]
     trainer = build_trainer(case, strategy="ddp", callbacks=callbacks, enable_checkpointing=True)
     untouched = classes(trainer)
@@ -144,7 +140,7 @@ def fit_failing(rank: int, case: Case) -> str:
 
 
 def test_nothing_is_left_of_it_after_an_error(workers: Workers) -> None:
-    peer, own = workers.run(2, fit_failing, Case((2, 6)))
+    peer, own = workers.run(2, fit_failing, Fit((2, 6)))
     assert own == "KeyError: 'a bad sample'"
     assert peer.startswith("PeerFailedError: ")
     assert "rank 1" in peer.lower()
@@ -185,7 +181,7 @@ REFUSED = {  # the strategy, the callbacks, and what is said
 def fit_refused(rank: int) -> dict[str, str]:
     texts = {}
     for name, (strategy, callbacks, _) in REFUSED.items():
-        case = Case((2,), epochs=1)
+        case = Fit((2,), epochs=1)
         made = strategy() if callable(strategy) else strategy
         trainer = build_trainer(case, strategy=made, callbacks=callbacks())
         module, untouched, texts[name] = Validated(case), classes(trainer), ""

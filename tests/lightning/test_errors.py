@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_join import DDPJoinStrategy
-from tests.support.cases import Batch, Case, Module, build_trainer, fit
+from tests.support.front_ends.lightning import Fit, Module, build_trainer, fit
+from tests.support.run import Batch
 from tests.support.workers import Outcome, Workers
 from torch_join import JoinValueError, PeerFailedError, UnsupportedError
 
@@ -81,7 +82,7 @@ class OwnLoop(_FitLoop):
     pass
 
 
-def fit_own_loop(rank: int, case: Case) -> None:
+def fit_own_loop(rank: int, case: Fit) -> None:
     trainer = build_trainer(case)
     trainer.fit_loop.__class__ = OwnLoop
     trainer.fit(Module(case))
@@ -123,48 +124,48 @@ def assert_all_raise(outcomes: list[Outcome], *texts: str) -> None:
             assert text in outcome.error, outcome.trace or outcome.error
 
 
-SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
-    "iterator": (Iterates, Case((2, 3)), {}, ("UnsupportedError", "`dataloader_iter`", "Take `batch` instead")),
-    "lbfgs": (Lbfgs, Case((2, 3)), {}, ("UnsupportedError", "LBFGS")),
-    "overlap": (Overlapping, Case((2, 3)), {}, ("UnsupportedError", "overlap_with_ddp=False")),
+SETUPS: dict[str, tuple[Any, Fit, dict[str, Any], tuple[str, ...]]] = {
+    "iterator": (Iterates, Fit((2, 3)), {}, ("UnsupportedError", "`dataloader_iter`", "Take `batch` instead")),
+    "lbfgs": (Lbfgs, Fit((2, 3)), {}, ("UnsupportedError", "LBFGS")),
+    "overlap": (Overlapping, Fit((2, 3)), {}, ("UnsupportedError", "overlap_with_ddp=False")),
     "limit": (
         Module,
-        Case((20, 3)),
+        Fit((20, 3)),
         {"limit_train_batches": 0.1},
         ("DataloaderError", "The dataloaders of rank 1 cannot be run", "0.1 * 3 < 1"),
     ),
     "limit-stream": (
         Module,
-        Case((20, 3), iterable=True),
+        Fit((20, 3), iterable=True),
         {"limit_train_batches": 0.5},
         ("DataloaderError", "ranks 0, 1", "`1.0` or an int"),
     ),
     "interval": (
         Module,
-        Case((2, 5)),
+        Fit((2, 5)),
         {"val_check_interval": 6},
         ("JoinValueError", "`val_check_interval` (6)", "(5 on the longest rank)"),
     ),
     "interval-stream": (
         Module,
-        Case((2, 5), iterable=True),
+        Fit((2, 5), iterable=True),
         {"val_check_interval": 0.5},
         ("DataloaderError", "dataloaders of ranks 0, 1 have no length"),
     ),
-    "log-to-group-in-hook": (LogsToGroupInHook, Case((2, 3)), {}, ("UnsupportedError", "on_step=False")),
+    "log-to-group-in-hook": (LogsToGroupInHook, Fit((2, 3)), {}, ("UnsupportedError", "on_step=False")),
     "monitor-epoch": (
         LogsUnsynced,
-        Case((0, 3)),
+        Fit((0, 3)),
         {"callbacks": [EarlyStopping("loss", strict=False)]},
         ("The monitored value 'loss' is missing on rank 0", "on_epoch=True, sync_dist=True"),
     ),
     "monitor-step": (
         LogsUnsynced,
-        Case((3, 0)),
+        Fit((3, 0)),
         {"callbacks": [EarlyStopping("step", strict=False)]},
         ("The monitored value 'step' is missing on rank 1",),
     ),
-    "val-loaders": (DifferentLoaders, Case((2, 3)), {}, ("DataloaderError", "they have [1, 2] (by rank)")),
+    "val-loaders": (DifferentLoaders, Fit((2, 3)), {}, ("DataloaderError", "they have [1, 2] (by rank)")),
 }
 
 
@@ -175,19 +176,19 @@ def test_what_cannot_work_raises_on_every_rank(workers: Workers, name: str) -> N
 
 
 def test_a_loop_of_the_users_own_is_refused(workers: Workers) -> None:
-    outcomes = workers.outcomes(2, fit_own_loop, Case((2, 3)))
+    outcomes = workers.outcomes(2, fit_own_loop, Fit((2, 3)))
     assert_all_raise(outcomes, "UnsupportedError", "OwnLoop of its own")
 
 
 @pytest.mark.parametrize("kind", [Lbfgs, Iterates], ids=["lbfgs", "iterator"])
 def test_one_process_needs_no_such_limits(workers: Workers, kind: Any) -> None:
-    outcome = workers.outcomes(1, fit, Case((2,), epochs=1), kind)[0]
+    outcome = workers.outcomes(1, fit, Fit((2,), epochs=1), kind)[0]
     assert outcome.error == "", outcome.trace
 
 
 def test_stop_iteration_in_a_step_does_not_end_the_epoch_of_one_rank(workers: Workers) -> None:
-    survivor, culprit = workers.outcomes(2, fit, Case((4, 6)), Exhausts)
-    assert "JoinError: A step or a hook raised StopIteration" in culprit.error
+    survivor, culprit = workers.outcomes(2, fit, Fit((4, 6)), Exhausts)
+    assert "RuntimeError: A step or a hook raised StopIteration" in culprit.error
     assert "PeerFailedError: Rank 1 failed" in survivor.error
 
 
@@ -213,20 +214,20 @@ class HearsBeforeAnEpoch(HearsOfAnother):
 
 @pytest.mark.parametrize("kind", [HearsInAStep, HearsBeforeAnEpoch])
 def test_a_failure_that_something_else_knows_is_told_by_its_cause(workers: Workers, kind: Any) -> None:
-    other, hears, _ = workers.outcomes(3, fit, Case((6, 6, 0), epochs=1), kind)
+    other, hears, _ = workers.outcomes(3, fit, Fit((6, 6, 0), epochs=1), kind)
     assert "PeerFailedError: Rank 2 failed, so rank 1 cannot go on. Rank 2: it is ill" in hears.error, hears.trace
     assert "PeerFailedError: Rank 2 failed, so rank 0 cannot go on. Rank 2: it is ill" in other.error, other.trace
 
 
 def test_a_metric_that_a_rank_does_not_have_raises(workers: Workers) -> None:
-    lacking, other = workers.outcomes(2, fit, Case((0, 1), epochs=1), LogsMetric)
+    lacking, other = workers.outcomes(2, fit, Fit((0, 1), epochs=1), LogsMetric)
     assert "UnsupportedError: Other ranks have logged a metric as 'metric'" in lacking.error, lacking.trace
     assert "Make the metric an attribute of the LightningModule on every rank" in lacking.error
     assert "PeerFailedError: Rank 0 failed" in other.error, other.trace
 
 
 def test_a_monitored_value_that_is_synced_is_on_every_rank(workers: Workers) -> None:
-    outcomes = workers.outcomes(2, fit, Case((0, 3)), LogsSynced, {}, {"callbacks": [EarlyStopping("loss")]})
+    outcomes = workers.outcomes(2, fit, Fit((0, 3)), LogsSynced, {}, {"callbacks": [EarlyStopping("loss")]})
     assert [o.error for o in outcomes] == ["", ""]
 
 
@@ -249,12 +250,12 @@ class Evaluates(Module):
         pass
 
 
-def evaluate_with_synced_norms(rank: int, case: Case) -> None:
+def evaluate_with_synced_norms(rank: int, case: Fit) -> None:
     build_trainer(case, sync_batchnorm=True).test(Evaluates(case), verbose=False)
 
 
 def test_evaluation_has_none_of_the_limits_of_training(workers: Workers) -> None:
-    assert [o.error for o in workers.outcomes(2, evaluate_with_synced_norms, Case((2, 3)))] == ["", ""]
+    assert [o.error for o in workers.outcomes(2, evaluate_with_synced_norms, Fit((2, 3)))] == ["", ""]
 
 
 # ---------------------------------------------------------------- early termination
@@ -273,7 +274,7 @@ class Counts(Callback):
 @pytest.mark.parametrize("lengths", [(3, 7), (7, 3), (0, 4, 7), (4, 7, 4)])
 @pytest.mark.parametrize("iterable", [False, True])
 def test_throw_on_early_termination(workers: Workers, lengths: tuple[int, ...], iterable: bool) -> None:
-    case, shortest = Case(lengths, iterable=iterable, ddp=THROWS), min(lengths)
+    case, shortest = Fit(lengths, iterable=iterable, ddp=THROWS), min(lengths)
     outcomes = workers.outcomes(len(lengths), fit, case, Module, {}, {"callbacks": [Counts()]})
     for rank, outcome in enumerate(outcomes):
         text = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
@@ -282,7 +283,7 @@ def test_throw_on_early_termination(workers: Workers, lengths: tuple[int, ...], 
 
 
 def test_even_inputs_do_not_throw(workers: Workers) -> None:
-    assert [len(result.trained) for result in workers.run(2, fit, Case((3, 3), ddp=THROWS))] == [9, 9]
+    assert [len(result.trained) for result in workers.run(2, fit, Fit((3, 3), ddp=THROWS))] == [9, 9]
 
 
 # ---------------------------------------------------------------- a rank that raises
@@ -315,7 +316,7 @@ class Raises(Module):
 
 
 def fit_raising(rank: int, where: str, lengths: tuple[int, ...]) -> None:
-    module = Raises(Case(lengths))
+    module = Raises(Fit(lengths))
     module.where = where
     try:
         build_trainer(module.case).fit(module)

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
-from tests.support.cases import Batch, Case, Module, build_trainer, loss_of
+from tests.support.front_ends.lightning import Fit, Module, build_trainer
+from tests.support.run import Batch, loss_of
 from tests.support.workers import Workers
 from torch_join import JoinTypeError
 
@@ -75,7 +76,7 @@ def test_a_timeout_in_seconds_is_refused() -> None:
 class Pickling(Module):
     """Has itself and its trainer pickled and copied, at the end of steps, validation steps and epochs."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.mean = MeanMetric()
         self.failed: list[str] = []
@@ -124,7 +125,7 @@ class Pickling(Module):
         self.pickle_all(self.trainer, "at the epoch's end")
 
 
-def fit_pickling(rank: int, case: Case, strategy: str, with_callback: bool) -> list[str]:
+def fit_pickling(rank: int, case: Fit, strategy: str, with_callback: bool) -> list[str]:
     callbacks = [TQDMProgressBar(), JoinMonitor(), *([JoinCallback()] if with_callback else [])]
     trainer = build_trainer(case, strategy=strategy, callbacks=callbacks, enable_progress_bar=True)
     module = Pickling(case)
@@ -137,5 +138,5 @@ def fit_pickling(rank: int, case: Case, strategy: str, with_callback: bool) -> l
 @pytest.mark.parametrize("with_callback", [False, True], ids=["strategy", "callback"])
 def test_what_leads_to_a_strategy_is_pickled_at_any_time(workers: Workers, with_callback: bool) -> None:
     strategy = "ddp" if with_callback else "ddp_join"
-    for failed in workers.run(2, fit_pickling, Case((2, 4), epochs=1, model="norm"), strategy, with_callback):
+    for failed in workers.run(2, fit_pickling, Fit((2, 4), epochs=1, model="norm"), strategy, with_callback):
         assert failed == []

@@ -17,9 +17,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_join import DDPJoinStrategy, JoinCallback
-from tests.lightning._loops.test_resume import Run, fit_whole
+from tests.lightning._loops.test_resume import Reading, fit_whole
 from tests.lightning._training.test_joinables import Logged
-from tests.support.cases import ANY_CHECKPOINT, Batch, Case, Module, Result, assert_same_bits, build_trainer, result_of
+from tests.support.front_ends.lightning import (
+    ANY_CHECKPOINT,
+    Fit,
+    Module,
+    Result,
+    assert_same_bits,
+    build_trainer,
+    result_of,
+)
+from tests.support.run import Batch
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
@@ -30,7 +39,7 @@ class Everything(Module):
 
     validation_step = None  # type: ignore[assignment]
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.left = False
 
@@ -60,7 +69,7 @@ class Evaluates(Everything):
 
 
 def fit_alone(rank: int, kind: type[Module], strategy: str, with_callback: bool) -> tuple[Result, list[str]]:
-    case = Case((4,), scheduler="step", iterable=kind is Iterates)
+    case = Fit((4,), scheduler="step", iterable=kind is Iterates)
     module = kind(case)
     callbacks = [JoinCallback()] if with_callback else []
     trainer = build_trainer(case, strategy=strategy, callbacks=callbacks, profiler=(profiler := SimpleProfiler()))
@@ -95,7 +104,7 @@ class Counts(Module):
 
 
 def fit_counting_alone(rank: int) -> list[str]:
-    module = Counts(Case((2,), epochs=1))
+    module = Counts(Fit((2,), epochs=1))
     trainer = build_trainer(module.case)
     trainer.fit(module)
     trainer.fit_loop.max_epochs = 3
@@ -116,7 +125,7 @@ class ShardedCounts(ShardedModule):
 
 
 def fit_sharded_alone(rank: int, kind: str) -> list[str]:
-    module = ShardedCounts(Case((2,), epochs=2))
+    module = ShardedCounts(Fit((2,), epochs=2))
     with on_cpus():
         build_sharded(kind, module.case).fit(module)
     return module.counter.log
@@ -133,7 +142,7 @@ class Validated(Module):
 
 
 def resume_alone(rank: int, folder: str) -> list[Any]:
-    case, found = Case((3,), epochs=2), []
+    case, found = Fit((3,), epochs=2), []
     for name in ("after-0-1", "end-0-3", "after-0-1"):
         module = Validated(case)
         trainer = build_trainer(case)
@@ -151,7 +160,7 @@ def resume_alone(rank: int, folder: str) -> list[Any]:
 
 
 def test_a_checkpoint_of_several_ranks(workers: Workers, tmp_path: Path) -> None:
-    workers.run(2, fit_whole, Run(Case((3, 4), epochs=2)), str(tmp_path))
+    workers.run(2, fit_whole, Reading(Fit((3, 4), epochs=2)), str(tmp_path))
     ((middle, end, evaluated),) = workers.run(1, resume_alone, str(tmp_path))
     assert "written in the middle of an epoch by 2 ranks" in middle
     assert "this job has 1. Resume with 2 ranks" in middle
@@ -208,7 +217,7 @@ class Validates(Told):
 
 
 def fit_told(rank: int, kind: type[Told], strategy: str) -> tuple[list[str], set[str]]:
-    case = Case((3, 3), epochs=1)
+    case = Fit((3, 3), epochs=1)
     trainer = build_trainer(case, strategy=strategy, profiler=(profiler := SimpleProfiler()), num_sanity_val_steps=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -247,11 +256,11 @@ def test_an_error_before_the_module_is_attached_is_lightnings_own(tmp_path: Path
         default_root_dir=tmp_path,
     )
     with pytest.raises(MisconfigurationException, match="datamodule"):
-        trainer.fit(Module(Case((1,))), train_dataloaders=[0], datamodule=pl.LightningDataModule())
+        trainer.fit(Module(Fit((1,))), train_dataloaders=[0], datamodule=pl.LightningDataModule())
 
 
 def count_lightnings_wraps(rank: int, world_size: int, enable: bool) -> int:
-    case = Case((2, 2)[:world_size])
+    case = Fit((2, 2)[:world_size])
     with mock.patch.object(DDPStrategy, "_setup_model", autospec=True, side_effect=DDPStrategy._setup_model) as wrap:
         build_trainer(case, strategy=DDPJoinStrategy(enable=enable)).fit(Module(case))
     return int(wrap.call_count)
@@ -269,7 +278,7 @@ def test_where_nothing_joins_lightning_wraps_the_model(
 
 def test_a_strategy_without_a_trainer_does_what_ddp_does(tmp_path: Path) -> None:
     """It may be asked for its sampler's arguments, and load checkpoints, as soon as it knows the module."""
-    module = Module(Case((1,)))
+    module = Module(Fit((1,)))
     path = tmp_path / "file.ckpt"
     torch.save({"state_dict": module.state_dict()}, path)
     for kind in (DDPStrategy, DDPJoinStrategy):

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 import lightning_join
 from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
-from tests.support import cases
-from tests.support.cases import Case, Module, build_trainer
+from tests.support.front_ends import lightning as front_end
+from tests.support.front_ends.lightning import Fit, Module, build_trainer
 from tests.support.workers import Workers
 from torch_join import JoinTypeError
 
@@ -55,7 +55,7 @@ def texts(rank: int) -> dict[str, str]:
     class OtherData(other.LightningDataModule):  # type: ignore[misc]
         pass
 
-    case = Case((2,))
+    case = Fit((2,))
 
     def ours(strategy: str = "ddp_join", *callbacks: Any, **data: Any) -> None:
         build_trainer(case, strategy=strategy, callbacks=list(callbacks)).fit(Module(case), **data)
@@ -122,11 +122,11 @@ def twin_of(module: Any) -> dict[str, Any]:
     return vars(twin)
 
 
-def fit_twin(rank: int, lengths: tuple[int, ...], callback: bool) -> cases.Result:
+def fit_twin(rank: int, lengths: tuple[int, ...], callback: bool) -> front_end.Result:
     import pytorch_lightning_join as twins
 
-    twin = types.SimpleNamespace(**twin_of(cases))
-    case = twin.Case(lengths)
+    twin = types.SimpleNamespace(**twin_of(front_end))
+    case = twin.Fit(lengths)
     text = (
         "Expected a parent"
         if TRAINERS_REFUSE
@@ -137,13 +137,13 @@ def fit_twin(rank: int, lengths: tuple[int, ...], callback: bool) -> cases.Resul
     options = {"strategy": "ddp", "callbacks": [twins.JoinCallback(), twins.JoinMonitor()]} if callback else {}
     module, trainer = twin.Module(case), twin.build_trainer(case, **(options or {"strategy": "ddp_join"}))
     trainer.fit(module)
-    return cases.Result(**vars(twin.result_of(trainer, module)))
+    return front_end.Result(**vars(twin.result_of(trainer, module)))
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (2, 5), (4, 1, 3)])
 @pytest.mark.parametrize("callback", [False, True], ids=["strategy", "callback"])
 def test_the_twin_trains_exactly(workers: Workers, lengths: tuple[int, ...], callback: bool) -> None:
-    cases.assert_exact(cases.Case(lengths), workers.run(len(lengths), fit_twin, lengths, callback))
+    front_end.assert_exact(Fit(lengths), workers.run(len(lengths), fit_twin, lengths, callback))
 
 
 class Foreign:
@@ -153,7 +153,7 @@ class Foreign:
 def test_a_trainer_of_another_package_is_told_by_its_class() -> None:
     for callback in (JoinCallback(), JoinMonitor()):
         with pytest.raises(JoinTypeError, match="given to a Trainer of `pytorch_lightning`"):
-            callback.setup(Foreign(), Module(Case((1,))), "fit")  # type: ignore[arg-type]
+            callback.setup(Foreign(), Module(Fit((1,))), "fit")  # type: ignore[arg-type]
     assert "pytorch_lightning" not in vars(lightning_join)
 
 

@@ -1,23 +1,17 @@
-"""A random search over Lightning's trainings: uneven ones end as one process does, even ones also as under `ddp`.
+"""A random search over Lightning's trainings: uneven ones end as one process does, even ones also as under `ddp`."""
 
-`-m long` runs 300 of them, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on.
-"""
-
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.cases import Batch, Case, EpochSampler, Module, Result, Shard, assert_exact, fit
+from tests.support.batches import Batches
+from tests.support.front_ends.lightning import EpochSampler, Fit, Module, Result, assert_exact, fit
+from tests.support.many import seeds
+from tests.support.run import Batch
 from tests.support.workers import Workers
-
-FEW = range(3)
-FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
-CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
 
 
 class PlannedSampler(EpochSampler):
@@ -36,10 +30,10 @@ class PlannedSampler(EpochSampler):
 class PlannedModule(Module):
     def train_dataloader(self) -> DataLoader[Batch]:
         rank = self.trainer.global_rank
-        return DataLoader(Shard(self.case, rank), batch_size=None, sampler=PlannedSampler(self.case, rank))
+        return DataLoader(Batches(self.case, rank), batch_size=None, sampler=PlannedSampler(self.case, rank))
 
 
-def draw(seed: int) -> tuple[Case, bool]:
+def draw(seed: int) -> tuple[Fit, bool]:
     """Return a run, and whether its loaders plan their epochs late."""
     r = random.Random(seed)
     size, epochs = r.choice((2, 2, 3)), r.choice((2, 3))
@@ -51,7 +45,7 @@ def draw(seed: int) -> tuple[Case, bool]:
         drawn = tuple(r.randint(0, 5) for _ in range(size))
         return drawn if any(drawn) else lengths()  # Lightning passes over an epoch without any batch: no schedulers
 
-    case = Case(
+    case = Fit(
         tuple(lengths() for _ in range(epochs)) if changes else lengths(),
         epochs=epochs,
         model=r.choice(("mlp", "mlp", "unused", "turns", "sparse")),
@@ -62,16 +56,17 @@ def draw(seed: int) -> tuple[Case, bool]:
         scheduler=r.choice((None, "step", "epoch")),
         iterable=r.random() < 0.4,
         ragged=not is_even and r.random() < 0.5,
-        zeros=r.random() < 0.2,
+        clear="before, zeros" if r.random() < 0.2 else "before",
         ddp={},
     )
     options = {"find_unused_parameters": True} if case.model in ("unused", "turns") else {}
     if case.model == "sparse":
-        options, case = {}, replace(case, optimizer="plain", clip=None, zeros=False)
+        options, case = {}, replace(case, optimizer="plain", clip=None, clear="before")
     return replace(case, ddp=options), not case.iterable and r.random() < 0.4
 
 
-def check(workers: Workers, seed: int) -> None:
+@seeds(range(3))
+def test_a_few(workers: Workers, seed: int) -> None:
     case, is_planned = draw(seed)
 
     def fitted(**options: str) -> list[Result]:
@@ -85,14 +80,3 @@ def check(workers: Workers, seed: int) -> None:
         if [result.trained for result in plain] == [result.trained for result in found]:  # ddp keeps the first length
             for mine, its in zip(found[0].parameters, plain[0].parameters, strict=True):
                 assert torch.equal(mine, its)
-
-
-@pytest.mark.parametrize("seed", FEW)
-def test_a_few(workers: Workers, seed: int) -> None:
-    check(workers, seed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
-def test_many(workers: Workers, seed: int) -> None:
-    check(workers, seed)

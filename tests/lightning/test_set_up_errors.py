@@ -7,7 +7,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_join import JoinCallback
-from tests.support.cases import Batch, Case, Module, build_trainer
+from tests.support.front_ends.lightning import Fit, Module, build_trainer
+from tests.support.run import Batch
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers, connect
 
@@ -41,7 +42,7 @@ def raise_on_one_rank(module: Any, hook: str, culprit: int) -> None:
 
 
 def run_raising(rank: int, function: str, hook: str, culprit: int, kind: str) -> None:
-    case = Case((2, 3))
+    case = Fit((2, 3))
     if kind in KINDS:
         connect()
         module: Any = ShardedModule(case)

@@ -9,16 +9,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support import sharded_fits as sharded
-from tests.support.cases import (
-    ANY_CHECKPOINT,
-    Case,
-    Result,
-    assert_exact,
-    assert_same_bits,
-    difference,
-    longest,
-    reference,
-)
+from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit, Result, assert_exact, assert_same_bits
+from tests.support.run import difference, reference
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers
 
@@ -30,7 +22,7 @@ class Stateful(ShardedModule):
         return StatefulDataLoader(self.case.batches(self.trainer.global_rank, 0), batch_size=None)  # type: ignore[arg-type]
 
 
-def fit_saving(rank: int, kind: str, case: Case, in_shards: bool, folder: str) -> tuple[Result, list[Result]]:
+def fit_saving(rank: int, kind: str, case: Fit, in_shards: bool, folder: str) -> tuple[Result, list[Result]]:
     """Fit, and then resume from some of the files; all in one launch."""
     with on_cpus():
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
@@ -47,19 +39,19 @@ def fit_saving(rank: int, kind: str, case: Case, in_shards: bool, folder: str) -
         return result, resumed
 
 
-def resumed_at(case: Case) -> list[int]:
+def resumed_at(case: Fit) -> list[int]:
     """In the tail of the first epoch, and at its end."""
-    return [longest(case, 0) - 2, longest(case, 0)]
+    return [case.length(0) - 2, case.length(0)]
 
 
 CASES = {
-    "first": Case((2, 6), epochs=2, scheduler="step"),
-    "last": Case((6, 1), epochs=2, optimizer="sgd", weighting="samples", ragged=True),
-    "empty": Case((0, 3, 4), epochs=2, optimizer="adamw", scheduler="epoch"),
+    "first": Fit((2, 6), epochs=2, scheduler="step"),
+    "last": Fit((6, 1), epochs=2, optimizer="sgd", weighting="samples", ragged=True),
+    "empty": Fit((0, 3, 4), epochs=2, optimizer="adamw", scheduler="epoch"),
 }
 
 
-class Same(Case):
+class Same(Fit):
     """The same batches in each epoch."""
 
     def batch(self, rank: int, epoch: int, index: int) -> Any:
@@ -85,7 +77,7 @@ def test_saved_while_ranks_have_joined(workers: Workers, kind: str, in_shards: b
     for index, step in enumerate(resumed_at(case)):
         resumed = [others[index] for _, others in ranks]
         assert_same_bits(resumed)
-        epoch, first = divmod(step, longest(case, 0))
+        epoch, first = divmod(step, case.length(0))
         for (whole, _), mine in zip(ranks, resumed, strict=True):
             assert mine.trained == [place for place in whole.trained if place >= (epoch, first)]
             assert mine.global_step == expected.steps

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.core.loops.test_join_faults import GRACE, TIMEOUT, resume
-from tests.support.cases import Batch, Case, Module
+from tests.support.front_ends.lightning import Fit, Module
+from tests.support.run import Batch
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, build_strategy, on_cpus
 from tests.support.workers import Workers, connect
 
 
 class Manual(ShardedModule):
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.automatic_optimization = False
 
@@ -48,7 +49,7 @@ class Whole(ShardedModule):
         return super().training_step(batch, batch_idx)
 
 
-CASE = Case((2, 5), epochs=1)
+CASE = Fit((2, 5), epochs=1)
 REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     # the module, the trainer's options, under which strategies, and what is said
     "manual": (Manual, {}, KINDS[:1], ("UnsupportedError: Manual optimizes manually",)),
@@ -122,7 +123,7 @@ class Breaking(ShardedModule):
 def fit_breaking(rank: int, kind: str, options: dict[str, Any], lengths: tuple[int, ...], exits: bool) -> None:
     connect()
     with on_cpus():
-        module = Breaking(Case(lengths, epochs=1))
+        module = Breaking(Fit(lengths, epochs=1))
         vars(module).update(options)
         try:
             strategy = build_strategy(kind, module.case, timeout=timedelta(seconds=TIMEOUT))
@@ -184,4 +185,4 @@ def test_a_rank_that_is_gone_is_named(workers: Workers, kind: str, where: str, h
 def test_arguments() -> None:
     for kind in KINDS:
         with pytest.raises(ValueError, match="weighting"):
-            build_strategy(kind, Case((1,), weighting="mean"))
+            build_strategy(kind, Fit((1,), weighting="mean"))

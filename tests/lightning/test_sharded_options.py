@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from tests.emulator import place
 from tests.needs import needs
 from tests.support import sharded_fits as sharded
-from tests.support.cases import Case, Net, Result, assert_exact, difference, reference
+from tests.support.front_ends.lightning import Fit, Result, assert_exact
+from tests.support.run import Net, difference, reference
 from tests.support.sharded_fits import KINDS, ShardedModule, build_strategy
 from tests.support.workers import Workers
 
@@ -26,7 +27,7 @@ class Recomputes(Net):
 
 
 class Recomputing(ShardedModule):
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.net.__class__ = Recomputes
 
@@ -34,7 +35,7 @@ class Recomputing(ShardedModule):
 class Float(ShardedModule):
     """In float32, with batches in it."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.net.float()
 
@@ -42,7 +43,7 @@ class Float(ShardedModule):
         return [each.float() for each in batch]
 
 
-def fit_variants(rank: int, kind: str, case: Case) -> dict[str, Result]:
+def fit_variants(rank: int, kind: str, case: Fit) -> dict[str, Result]:
     options: dict[str, Any] = {"activation_checkpointing_policy": {nn.Linear}} if kind == "fsdp" else {}
     found = {
         "recomputing": sharded.fit(rank, kind, case, Recomputing),
@@ -63,7 +64,7 @@ BARS = {"recomputing": 1e-10, "policy": 1e-10, "32-true": 1e-5, "bf16-mixed": 0.
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_precision_and_recomputation(workers: Workers, kind: str) -> None:
-    case = Case((2, 5), optimizer="sgd", scheduler="step")
+    case = Fit((2, 5), optimizer="sgd", scheduler="step")
     expected = list(reference(case).net.parameters())
     for found in workers.run(2, fit_variants, kind, case, deadline=180):
         assert found.keys() == BARS.keys()
@@ -85,7 +86,7 @@ class TwoDimensions(ShardedModule):
         return DataLoader(self.case.batches(place, self.current_epoch), batch_size=None)  # type: ignore[arg-type]
 
 
-def fit_two_dimensions(rank: int, case: Case) -> Result:
+def fit_two_dimensions(rank: int, case: Fit) -> Result:
     strategy = build_strategy("model_parallel", case, tensor_parallel_size=2)
     reloads = {"reload_dataloaders_every_n_epochs": 1}
     return sharded.fit(rank, "model_parallel", case, TwoDimensions, strategy=strategy, devices=4, **reloads)
@@ -93,7 +94,7 @@ def fit_two_dimensions(rank: int, case: Case) -> Result:
 
 @needs("fully_shard over tensor parallelism in uneven parts")
 def test_two_dimensions(workers: Workers) -> None:
-    case = Case((2, 5), scheduler="step")
+    case = Fit((2, 5), scheduler="step")
     results = workers.run(4, fit_two_dimensions, case, deadline=180)
     assert_exact(case, [results[0], results[2]])
     for result in results:
@@ -108,7 +109,7 @@ class Hybrid(ShardedModule):
             fully_shard(self.net, mesh=mesh)
 
 
-def fit_hybrid(rank: int, kind: str, cases: list[Case]) -> list[Result]:
+def fit_hybrid(rank: int, kind: str, cases: list[Fit]) -> list[Result]:
     options: dict[str, Any] = {}
     if kind == "fsdp":
         options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": init_device_mesh(place().type, (2, 2))}
@@ -118,14 +119,14 @@ def fit_hybrid(rank: int, kind: str, cases: list[Case]) -> list[Result]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_of_shards(workers: Workers, kind: str) -> None:
     cases = [
-        Case((2, 5, 0, 4), scheduler="step"),
-        Case((5, 2, 4, 0), optimizer="adamw", weighting="samples", ragged=True, accumulate=2),
+        Fit((2, 5, 0, 4), scheduler="step"),
+        Fit((5, 2, 4, 0), optimizer="adamw", weighting="samples", ragged=True, accumulate=2),
     ]
     for case, *results in zip(cases, *workers.run(4, fit_hybrid, kind, cases, deadline=180), strict=True):
         assert_exact(case, results)
 
 
-def fit_plain(rank: int, kind: str, case: Case) -> tuple[Result, Any]:
+def fit_plain(rank: int, kind: str, case: Fit) -> tuple[Result, Any]:
     strategy = build_strategy(kind, case, enable=False)
     result = sharded.fit(rank, kind, case, strategy=strategy)
     return result, strategy.driver
@@ -134,7 +135,7 @@ def fit_plain(rank: int, kind: str, case: Case) -> tuple[Result, Any]:
 @pytest.mark.parametrize("lengths", [(3, 3), (3,)], ids=["two ranks", "one"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_joining_it_is_lightnings_own(workers: Workers, kind: str, lengths: tuple[int, ...]) -> None:
-    case = Case(lengths, scheduler="step")
+    case = Fit(lengths, scheduler="step")
     plain = workers.run(len(lengths), fit_plain, kind, case)
     assert [driver for _, driver in plain] == [None] * len(lengths)
     assert_exact(case, [result for result, _ in plain])

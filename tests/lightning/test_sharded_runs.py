@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_join import JoinCallback, JoinMonitor
 from tests.support import sharded_fits as sharded
-from tests.support.cases import Batch, Case, Net, Result, assert_exact, longest, loss_of, reference
+from tests.support.front_ends.lightning import Fit, Result, assert_exact
+from tests.support.run import Batch, Net, loss_of, reference
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, build_strategy, on_cpus
 from tests.support.workers import Workers
 
@@ -73,7 +74,7 @@ class Seen:
     predictions: list[Tensor]
 
 
-def plain_strategy(kind: str, case: Case) -> Any:
+def plain_strategy(kind: str, case: Fit) -> Any:
     """Return a strategy as a user gives it, and that Lightning does not refuse for want of a GPU."""
     strategy = build_strategy(kind, case)
     strategy.__class__ = type("Plain", (FSDPStrategy if kind == "fsdp" else ModelParallelStrategy,), {})
@@ -82,7 +83,7 @@ def plain_strategy(kind: str, case: Case) -> Any:
     return strategy
 
 
-def run(rank: int, kind: str, case: Case, folder: str, with_callback: bool) -> Seen:
+def run(rank: int, kind: str, case: Fit, folder: str, with_callback: bool) -> Seen:
     counts = Counts()
     callbacks: list[Any] = [counts, JoinMonitor(), LearningRateMonitor()]
     callbacks += [JoinCallback(weighting=case.weighting)] if with_callback else []
@@ -112,9 +113,9 @@ def mean_loss(net: Net, rows: list[list[Batch]]) -> float:
 
 
 CASES = {
-    "first": Case((2, 5), scheduler="step", weighting="samples", ragged=True),
-    "empty": Case((4, 2, 0), model="turns", optimizer="adamw"),
-    "empty-first": Case((0, 3), epochs=2),
+    "first": Fit((2, 5), scheduler="step", weighting="samples", ragged=True),
+    "empty": Fit((4, 2, 0), model="turns", optimizer="adamw"),
+    "empty-first": Fit((0, 3), epochs=2),
 }
 
 
@@ -136,7 +137,7 @@ def test_a_run(workers: Workers, kind: str, name: str, with_callback: bool, tmp_
         for rank, each in enumerate(seen):
             assert abs(each.test - loss) < 1e-6
             assert abs(float(each.result.metrics["val_epoch"]) - loss) < 1e-6
-            steps = sum(longest(case, epoch) for epoch in range(case.epochs))
+            steps = sum(case.length(epoch) for epoch in range(case.epochs))
             assert each.steps == (steps, steps - case.epochs * case.lengths_in(0)[rank])
             for key, value in expected.net.state_dict().items():
                 assert (each.whole[key] - value).abs().max() < 1e-10
@@ -152,7 +153,7 @@ def test_a_run(workers: Workers, kind: str, name: str, with_callback: bool, tmp_
 class HooksOfBackward(ShardedModule):
     """What all ranks do together right before and after each backward."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.seen: list[float] = []
 
@@ -170,7 +171,7 @@ class HooksOfBackward(ShardedModule):
         self.seen += [float(self.trainer.strategy.reduce(value)), float(self.all_gather(value).sum())]
 
 
-def hooks_of_backward(rank: int, kind: str, case: Case) -> tuple[Result, list[float]]:
+def hooks_of_backward(rank: int, kind: str, case: Fit) -> tuple[Result, list[float]]:
     with on_cpus():
         module = HooksOfBackward(case)
         trainer = build_sharded(kind, case)
@@ -180,7 +181,7 @@ def hooks_of_backward(rank: int, kind: str, case: Case) -> tuple[Result, list[fl
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_of_a_backward_may_talk(workers: Workers, kind: str) -> None:
-    case = Case((2, 5), epochs=2)
+    case = Fit((2, 5), epochs=2)
     (first, seen), (second, others) = workers.run(2, hooks_of_backward, kind, case, deadline=180)
     assert_exact(case, [first, second])
     assert seen == others

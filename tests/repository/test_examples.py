@@ -18,7 +18,7 @@ import torch
 
 from tests.covering import others_long
 from tests.needs import has
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]

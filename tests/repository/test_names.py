@@ -14,7 +14,7 @@ import lightning_join
 import lightning_join.fabric
 import pytorch_lightning_join
 import torch_join
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 from torch_join import Join, JoinError, JoinTypeError
 from torch_join.integration import JoinOptions, Options, driver_of

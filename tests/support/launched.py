@@ -8,10 +8,11 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_join import JoinCallback
-from tests.support.cases import Case, Module, build_trainer, difference, reference
+from tests.support.front_ends.lightning import Fit, Module, build_trainer
+from tests.support.run import difference, reference
 from tests.support.sharded_fits import ShardedModule, build_sharded, build_strategy, on_cpus
 
-CASE = Case((2, 5), epochs=2)
+CASE = Fit((2, 5), epochs=2)
 
 _patches = on_cpus()
 _patches.__enter__()  # in the processes that it starts too

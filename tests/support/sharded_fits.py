@@ -1,4 +1,4 @@
-"""A `Case` trained by Lightning's ranks with a model that FSDP shards, on CPUs."""
+"""A `Fit` trained by Lightning's ranks with a model that FSDP shards, on CPUs."""
 
 import warnings
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_join import FSDPJoinStrategy, ModelParallelJoinStrategy
 from tests.emulator import place
-from tests.support.cases import Case, Module, Result, build_trainer, progress_of
+from tests.support.front_ends.lightning import Fit, Module, Result, build_trainer, progress_of
+from tests.support.front_ends.sharded import full_state
 
 KINDS = ("fsdp", "model_parallel")
 _wrap = FullyShardedDataParallel.__init__
@@ -89,7 +90,7 @@ class ShardedModule(Module):
         fully_shard(self.net, mesh=mesh)
 
 
-def build_strategy(kind: str, case: Case, sharded: bool = False, **options: Any) -> Any:
+def build_strategy(kind: str, case: Fit, sharded: bool = False, **options: Any) -> Any:
     """Return a strategy that joins; `sharded` is how it saves."""
     if kind == "fsdp":
         options.setdefault("precision_plugin", Double("32-true"))
@@ -111,7 +112,7 @@ def plain(strategy: Any) -> Any:
     return strategy
 
 
-def build_sharded(kind: str, case: Case, sharded: bool = False, strategy: Any = None, **overrides: Any) -> Any:
+def build_sharded(kind: str, case: Fit, sharded: bool = False, strategy: Any = None, **overrides: Any) -> Any:
     """Return a trainer."""
     return build_trainer(case, strategy=strategy or build_strategy(kind, case, sharded), **overrides)
 
@@ -119,15 +120,8 @@ def build_sharded(kind: str, case: Case, sharded: bool = False, strategy: Any = 
 def whole(trainer: Any, module: Module) -> dict[str, Tensor]:
     """Return what all ranks' shards make together; all ranks call it."""
     model = trainer.strategy.model
-    if isinstance(model, FullyShardedDataParallel):
-        with _whole_state(model, 0, rank0_only=False):
-            found = model.state_dict()
-    else:
-        found = {
-            name: value.full_tensor() if hasattr(value, "full_tensor") else value
-            for name, value in module.state_dict().items()
-        }
-    return {name.removeprefix("net."): value.detach().clone() for name, value in found.items()}
+    found = full_state(model if isinstance(model, FullyShardedDataParallel) else module)
+    return {name.removeprefix("net."): value for name, value in found.items()}
 
 
 def result_of(trainer: Any, module: Module) -> Result:
@@ -145,7 +139,7 @@ def _unwrapped(module: Module) -> Iterator[tuple[str, Any]]:
         yield name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", ""), parameter
 
 
-def fit(rank: int, kind: str, case: Case, make: Any = ShardedModule, **overrides: Any) -> Result:
+def fit(rank: int, kind: str, case: Fit, make: Any = ShardedModule, **overrides: Any) -> Result:
     with on_cpus():
         module = make(case)
         trainer = build_sharded(kind, case, **overrides)

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.support.sharded import EPOCHS, OPTIMIZERS, Recipe
+from tests.support.run import OPTIMIZERS
+from tests.support.sharded import EPOCHS, Recipe
 
 KINDS = [
     *["mlp"] * 4,
@@ -48,11 +49,11 @@ def impossible(recipe: Recipe) -> str:
             return "its clip_grad_norm_ computes in float32"
         if recipe.options.get("offload"):
             return "its result is wrong on CPUs"
-        if recipe.no_sync and recipe.window > 1 and recipe.kind in STRAYS:
+        if recipe.no_sync and recipe.accumulate > 1 and recipe.model in STRAYS:
             return "it asserts where a module that has accumulated is not used in the step that syncs"
-        if recipe.kind == "checkpointed reentrant" and recipe.forwards > 1:
+        if recipe.model == "checkpointed reentrant" and "forwards" in recipe.loss:
             return "its second forward through reentrant checkpoints finds the parameters freed"
-        if recipe.kind == "partly frozen" and not recipe.options.get("original", True):
+        if recipe.model == "partly frozen" and not recipe.options.get("original", True):
             return "one flat parameter is trained or frozen as a whole"
     of_lightning = isinstance(recipe.framework.get("saves"), int)
     shards = recipe.framework.get("in shards")
@@ -60,9 +61,9 @@ def impossible(recipe: Recipe) -> str:
         return "Lightning cannot name what is in a flat parameter in a whole checkpoint"
     if of_lightning and recipe.optimizer == "plain":
         return "Lightning cannot load a checkpoint of an optimizer without a state"
-    if of_lightning and recipe.kind in (*STRAYS, "partly used") and recipe.api == "fsdp2":
+    if of_lightning and recipe.model in (*STRAYS, "partly used") and recipe.api == "fsdp2":
         return "of parameters that have not been used yet there is no state, which torch asks for"
-    if of_lightning and recipe.kind in STRAYS and recipe.options.get("prefetch", "") != "":
+    if of_lightning and recipe.model in STRAYS and recipe.options.get("prefetch", "") != "":
         return "what was prefetched for a module that did not run cannot be saved"
     if of_lightning and shards and recipe.api == "fsdp1" and "mesh" in recipe.options:
         return "shards of replicas that Lightning loads are others than it has saved"
@@ -73,13 +74,13 @@ def impossible(recipe: Recipe) -> str:
 
 def _impossible_by_accelerate(recipe: Recipe) -> str:
     saves, flat = "saves" in recipe.framework, recipe.api == "fsdp1"
-    if recipe.optimizers > 1 and (saves or flat):
+    if recipe.split > 1 and (saves or flat):
         return "it saves one optimizer of a model, and torch gathers no state of two that share a flat parameter"
-    if flat and recipe.kind in STRAYS:
+    if flat and recipe.model in STRAYS:
         return "of parameters that have not been used yet there is no state to gather"
     if flat and saves and recipe.world_size == 4:
         return "a rank without a shard of its own loads no state of an optimizer"
-    if saves and recipe.scaled:
+    if saves and recipe.scaler:
         return "it loads no state into a scaler that has scaled"
     return ""
 
@@ -88,15 +89,15 @@ def fits_one_process(recipe: Recipe) -> bool:
     """Whether one plain process tells what is right; else FSDP itself does, on padded ranks."""
     if (
         (recipe.clears != "zero_grad" and not recipe.framework)
-        or recipe.where == "between"
+        or recipe.clear == "between"
         or "precision" in recipe.options
     ):
         return False  # what is cleared, and rounded, is FSDP's to say
-    if recipe.no_all_reduce and recipe.kind in STRAYS:
+    if recipe.no_all_reduce and recipe.model in STRAYS:
         return False  # what is not used in the step that averages keeps its replicas' own gradients
-    if recipe.stops and (recipe.cut or recipe.stops % recipe.window):
+    if recipe.stops and (recipe.rest == "goes on" or recipe.stops % recipe.accumulate):
         return False  # what has not been averaged yet is not cleared by the optimizer
-    return recipe.api == "fsdp2" or recipe.kind != "partly used"  # a flat parameter's gradient is one
+    return recipe.api == "fsdp2" or recipe.model != "partly used"  # a flat parameter's gradient is one
 
 
 def _any(rng: random.Random) -> Recipe:
@@ -114,28 +115,28 @@ def _any(rng: random.Random) -> Recipe:
     return Recipe(
         lengths,
         api=api,
-        kind=rng.choice(KINDS),
+        model=rng.choice(KINDS),
         weighting=weighting,
         optimizer="sgd" if low and "precision" not in options else rng.choice(["sgd", "adamw"]),
-        scheduled=rng.random() < 0.3,
+        scheduler="step" if rng.random() < 0.3 else None,
         clip=clip,
-        window=rng.randint(2, 4) if accumulates else 1,
+        accumulate=rng.randint(2, 4) if accumulates else 1,
         no_sync=accumulates and rng.random() < 0.6,
-        cut=accumulates and rng.random() < 0.3,
+        rest="goes on" if accumulates and rng.random() < 0.3 else "steps",
         no_all_reduce=accumulates and api == "fsdp2" and "mesh" in options and rng.random() < 0.4,
         clears=rng.choice(IDIOMS) if idiom and not options.get("unused") else "zero_grad",
-        where=rng.choices(["before", "between", "after"], [6, 1, 2])[0] if not options.get("unused") else "before",
+        clear=rng.choices(["before", "between", "after"], [6, 1, 2])[0] if not options.get("unused") else "before",
         masked=rng.randrange(world_size) if rng.random() < 0.15 else -1,
-        forwards=rng.choices([1, 2, 3], [8, 2, 1])[0],
-        doubled=rng.random() < 0.15,
-        evaluates=""
+        loss=_loss(rng, 0.15),
+        evaluation=""
         if rng.random() < 0.6
         else "another with"
         if loop == "plain" or rng.random() < 0.5
         else "same with",
-        loop=loop,
+        loop="plain" if loop == "plain" else "batches",
+        iterable=loop == "iterable",
         may_break=loop != "plain" and rng.random() < 0.25,
-        scaled=4096.0 if scaled else 0.0,
+        scaler=4096.0 if scaled else 0.0,
         stops=rng.randint(1, max(lengths)) if rng.random() < 0.1 else 0,
         dtype=FULL if low else torch.float64,
         options=options,
@@ -151,7 +152,6 @@ def _in_framework(rng: random.Random) -> Recipe:
     if api == "fsdp1":
         options.pop("offload", None)
     window = rng.choices([1, 2, 3, 4], [4, 2, 2, 1])[0]
-    scheduled = rng.random() < 0.5
     lengths = _lengths(rng, world_size)
     windows = max(lengths) // window
     kind = rng.choice(KINDS)
@@ -159,18 +159,17 @@ def _in_framework(rng: random.Random) -> Recipe:
     return Recipe(
         lengths,
         api=api,
-        kind=kind,
+        model=kind,
         clears="zero_grad to zero" if zeros else "zero_grad",
         weighting=rng.choice(["world", "active", "samples"]),
         optimizer=rng.choice([*OPTIMIZERS]),
         groups=rng.choice([1, 1, 1, 2]) if options.get("original", True) else 1,
-        scheduled=scheduled,
-        per_epoch=scheduled and rng.random() < 0.4,
-        window=window,
+        scheduler=rng.choices([None, "step", "epoch"], [5, 3, 2])[0],
+        accumulate=window,
         masked=rng.randrange(world_size) if rng.random() < 0.1 else -1,
-        forwards=rng.choices([1, 2, 3], [8, 2, 1])[0],
-        evaluates="same with" if rng.random() < 0.4 else "",
-        loop=rng.choices(["batches", "iterable"], [2, 1])[0],
+        loss=_loss(rng),
+        evaluation="same with" if rng.random() < 0.4 else "",
+        iterable=rng.choices([False, True], [2, 1])[0],
         stops=window * rng.randint(1, windows) if windows and rng.random() < 0.1 else 0,
         options=options,
     )
@@ -180,20 +179,20 @@ def _for_lightning(rng: random.Random) -> Recipe:
     recipe = _in_framework(rng)
     framework = {name: True for name in ("in shards", "callback", "logs") if rng.random() < 0.3}
     if rng.random() < 0.3:
-        steps = EPOCHS * -(-(recipe.stops or max(recipe.lengths)) // recipe.window)
+        steps = EPOCHS * -(-(recipe.stops or max(recipe.lengths)) // recipe.accumulate)
         framework["saves"] = rng.randint(1, steps)
     if recipe.api == "fsdp1":
-        recipe = recipe.but(no_sync=recipe.window > 1)  # as Lightning accumulates where a model has a `no_sync`
-        if not recipe.kind.startswith("checkpointed") and rng.random() < 0.15:
+        recipe = recipe.but(no_sync=recipe.accumulate > 1)  # as Lightning accumulates where a model has a `no_sync`
+        if not recipe.model.startswith("checkpointed") and rng.random() < 0.15:
             framework["policy"] = True
-    if recipe.window == 1 and rng.random() < 0.03:
+    if recipe.accumulate == 1 and rng.random() < 0.03:
         framework["manual"] = True
     elif rng.random() < 0.25:
         recipe = recipe.but(clip=0.3 if recipe.api == "fsdp2" else 0.05)
         recipe = recipe.but(clip_by="norm" if recipe.api == "fsdp2" and rng.random() < 0.8 else "value")
     if recipe.api == "fsdp2" and recipe.world_size == 2 and rng.random() < 0.25:
         options = {name: value for name, value in recipe.options.items() if name != "offload"}
-        recipe = recipe.but(kind="of even width", clip=0.0, options={**options, "tensor": 2})
+        recipe = recipe.but(model="of even width", clip=0.0, options={**options, "tensor": 2})
     return recipe.but(framework=framework)
 
 
@@ -207,36 +206,42 @@ def _for_accelerate(rng: random.Random) -> Recipe:
     framework = {
         "loop": rng.choice(["context", "each epoch", "function", "join_batches"]),
         "scheduler": rng.choice(["with optimizer", "by itself"]),
-        "policy": not recipe.kind.startswith(("checkpointed", "partly used")) and rng.random() < 0.15,
+        "policy": not recipe.model.startswith(("checkpointed", "partly used")) and rng.random() < 0.15,
     }
     scaled = rng.random() < 0.15
-    no_sync = recipe.window > 1 and rng.random() < 0.7
+    no_sync = recipe.accumulate > 1 and rng.random() < 0.7
     # Of parameters that have not been used yet torch writes no state, and asks for one to load.
-    if rng.random() < 0.4 and recipe.kind not in (*STRAYS, "partly used"):
+    if rng.random() < 0.4 and recipe.model not in (*STRAYS, "partly used"):
         framework["saves"] = rng.randrange(EPOCHS), rng.randrange(max(recipe.lengths))
     clips = recipe.optimizer in ("sgd", "plain", "nesterov") if recipe.api == "fsdp1" else True
-    cut = recipe.window > 1 and not recipe.stops and rng.random() < 0.2
-    if cut and recipe.per_epoch:
+    cut = recipe.accumulate > 1 and not recipe.stops and rng.random() < 0.2
+    if cut and recipe.scheduler == "epoch":
         framework["scheduler"] = "by itself"  # the other one does not step where the optimizer has not
     splits = recipe.groups == 1 and options.get("original", True)
-    if recipe.per_epoch and recipe.stops:  # what changes after a `break`, and before the others' loop is over, raises
+    # What changes after a `break`, and before the others' loop is over, raises.
+    if recipe.scheduler == "epoch" and recipe.stops:
         recipe = recipe.but(stops=0)
     recipe = recipe.but(
         options=options,
         framework=framework,
         no_sync=no_sync,
-        cut=cut,
+        rest="goes on" if cut else "steps",
         # Adagrad's state is made with it, for parameters that are not sharded yet.
         optimizer="adamw" if recipe.optimizer == "adagrad" else recipe.optimizer,
         clip=0.3 if clips and rng.random() < 0.25 else 0.0,
-        scaled=64.0 if scaled else 0.0,
-        doubled=rng.random() < 0.15,
+        scaler=64.0 if scaled else 0.0,
+        loss=recipe.loss + (", two backwards" if rng.random() < 0.15 else ""),
         may_break=rng.random() < 0.25,
         # Accelerate updates the scaler after each optimizer's step, so that the next one's is not unscaled any more.
-        optimizers=2 if splits and not scaled and rng.random() < 0.2 else 1,
-        evaluates=rng.choice(["same with", "another with"]) if recipe.evaluates else "",
+        split=2 if splits and not scaled and rng.random() < 0.2 else 1,
+        evaluation=rng.choice(["same with", "another with"]) if recipe.evaluation else "",
     )
     return recipe.but(dtype=FULL) if recipe.clip and recipe.api == "fsdp1" else recipe
+
+
+def _loss(rng: random.Random, doubled: float = 0.0) -> str:
+    forwards = rng.choices(["simple", "two forwards", "three forwards"], [8, 2, 1])[0]
+    return forwards + (", two backwards" if rng.random() < doubled else "")
 
 
 def _lengths(rng: random.Random, world_size: int) -> tuple[int, ...]:

@@ -1,16 +1,14 @@
 """What becomes of a training of a sharded model: it ends right, or with an error that is promised."""
 
-import os
 import re
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.front_ends.sharded import fits_torch, train_padded
 from tests.support.sharded import Recipe, Trained, differences, reference
 from tests.support.sharded_search import STRAYS, fits_one_process
-from tests.support.sharding import fits_torch, train_padded
 from tests.support.workers import DeadlineError, Outcome, Workers
 
-CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))  # of a long run
 NOTHING = "(?!)"
 DEADLINE = 120.0  # of a case; the first one imports FSDP
 
@@ -18,13 +16,17 @@ DEADLINE = 120.0  # of a case; the first one imports FSDP
 def promised(recipe: Recipe) -> str:
     """Return what the errors match that the documentation promises for such a training."""
     found = [NOTHING]
-    if recipe.kind == "checkpointed reentrant":
+    if recipe.model == "checkpointed reentrant":
         found.append("was changed by hand since the last backward")
-    if recipe.kind == "partly frozen" and recipe.options.get("strategy") == "NO_SHARD" and recipe.clears != "zero_grad":
+    if (
+        recipe.model == "partly frozen"
+        and recipe.options.get("strategy") == "NO_SHARD"
+        and recipe.clears != "zero_grad"
+    ):
         found.append("was changed by hand since the last backward")  # its frozen part is not cleared
-    if recipe.no_sync and (recipe.masked >= 0 or (recipe.cut and recipe.framework)):
+    if recipe.no_sync and (recipe.masked >= 0 or (recipe.rest == "goes on" and recipe.framework)):
         found.append("holds a gradient that no sync has averaged yet")
-    if recipe.no_sync and recipe.cut and recipe.kind in STRAYS:
+    if recipe.no_sync and recipe.rest == "goes on" and recipe.model in STRAYS:
         found.append("this rank's share would be lost")
     if recipe.framework.get("manual"):
         found.append("optimizes manually")
@@ -56,6 +58,11 @@ def verdict(workers: Workers, recipe: Recipe, train: Callable[..., Any], *args: 
     return f"wrong: {len(off)} things are off: {dict([*off.items()][:3])}" if off else "right"
 
 
+def check(workers: Workers, recipe: Recipe, train: Callable[..., Any], *args: Any) -> None:
+    found = verdict(workers, recipe, train, *args)
+    assert found.startswith(("right", "refused")), f"{recipe}\n{found}"
+
+
 def _refusal(outcomes: list[Outcome], recipe: Recipe) -> str:
     named = r"(RuntimeError: in Recipe\(.*\) <- )?(JoinError|UnsupportedError|PeerFailedError|JoinTimeoutError): "
     errors = [outcome.error for outcome in outcomes]
@@ -70,5 +77,5 @@ def _wanted(workers: Workers, recipe: Recipe) -> list[Trained]:
         return [reference(recipe)] * recipe.world_size
     ranks = workers.run(recipe.world_size, train_padded, [recipe], deadline=DEADLINE, timeout=15.0)
     losses = [found[0].losses for found in ranks]
-    total = {epoch: [sum(each[epoch]) for each in losses] for epoch in losses[0]}
+    total = {epoch: [each[epoch] for each in losses] for epoch in losses[0]}
     return [found[0]._replace(losses=total) for found in ranks]

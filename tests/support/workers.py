@@ -33,7 +33,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # What most tests import, of which some take workers with them. The scaler while there is no process group: it takes for
 # its own the one that there is at its import.
 _PRELOADED = ["torch", "lightning.pytorch", "tests.support.workers", "torch.distributed.fsdp.sharded_grad_scaler"]
-_PRELOADED += [f"tests.support.{name}" for name in ("cases", "loops", "accelerated")]
+_PRELOADED += [f"tests.support.front_ends.{name}" for name in ("lightning", "plain", "accelerate")]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 lend_events_to_the_cpu()

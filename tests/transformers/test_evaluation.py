@@ -9,9 +9,9 @@ import torch
 from transformers import EarlyStoppingCallback, Trainer
 
 from accelerate_join.transformers import JoinTrainer
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.transformers import Fit, Net, Samples, Stream, arguments_of, data_of, sample
 from tests.support.workers import Workers
-from tests.transformers.recipe import Fit, Net, Samples, Stream, arguments_of, data_of, sample
 
 
 def metrics_of(prediction: Any) -> dict[str, float]:
@@ -35,7 +35,7 @@ class Batchwise:
 
 def evaluation_data(lengths: tuple[int, ...], rank: int, stream: bool) -> Any:
     data = Samples(5000 + 1000 * rank, lengths[rank])
-    return Stream(data) if stream else data
+    return Stream(data, len(data)) if stream else data
 
 
 def evaluate(

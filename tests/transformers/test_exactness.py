@@ -1,9 +1,5 @@
-"""`JoinTrainer`: the parameters are those that a plain `Trainer` in one process computes on the unions.
+"""`JoinTrainer`: the parameters are those that a plain `Trainer` in one process computes on the unions."""
 
-`-m long` runs 300 random fits, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on.
-"""
-
-import os
 from random import Random
 
 import pytest
@@ -11,11 +7,9 @@ import torch
 
 from tests.core.backward.synced import SyncNorm
 from tests.covering import others_long
-from tests.support.workers import Workers
-from tests.transformers.recipe import (
+from tests.support.front_ends.transformers import (
     LOSS_TOLERANCE,
     SMOOTHING,
-    TOLERANCE,
     Fit,
     Trained,
     count_labels,
@@ -23,41 +17,41 @@ from tests.transformers.recipe import (
     reference,
     train,
 )
-
-CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
-FIRST = int(os.environ.get("TORCH_JOIN_SEED", 200))
+from tests.support.many import seeds
+from tests.support.run import TOLERANCE
+from tests.support.workers import Workers
 
 PROCESSES = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2}
 FITS = {
-    "rank 0 first": Fit((2, 5), arguments={"lr_scheduler_type": "cosine", "warmup_steps": 2}),
-    "rank 0 has none": Fit((0, 4), accumulate=2, arguments={"label_smoothing_factor": SMOOTHING}),
-    "3 ranks": Fit((3, 0, 5), world_size=3, accumulate=3),
+    "rank 0 first": Fit((2, 5), extra={"lr_scheduler_type": "cosine", "warmup_steps": 2}),
+    "rank 0 has none": Fit((0, 4), accumulate=2, extra={"label_smoothing_factor": SMOOTHING}),
+    "3 ranks": Fit((3, 0, 5), accumulate=3),
     "means": Fit((2, 5), counts=False, accumulate=2),
-    "active": Fit((5, 2), counts=False, weighting="active", arguments={"max_grad_norm": 0.0}),
+    "active": Fit((5, 2), counts=False, weighting="active", extra={"max_grad_norm": 0.0}),
     "samples": Fit((2, 5), counts=False, weighting="samples", accumulate=3),
     "sharded by Trainer": Fit(samples=7, batch_size=2),
-    "sharded by Trainer, 3 ranks": Fit(samples=20, world_size=3, accumulate=2, counts=False, weighting="samples"),
-    "streams": Fit((2, 5), stream=True, accumulate=3, arguments={"max_steps": 7}),
-    "streams, rank 0 has none": Fit((0, 5), stream=True, counts=False, arguments={"max_steps": 7}),
+    "sharded by Trainer, 3 ranks": Fit(samples=20, processes=3, accumulate=2, counts=False, weighting="samples"),
+    "streams": Fit((2, 5), iterable=True, accumulate=3, extra={"max_steps": 7}),
+    "streams, rank 0 has none": Fit((0, 5), iterable=True, counts=False, extra={"max_steps": 7}),
     "rebalanced": Fit((1, 7), accumulate=2, rebalance=True),
     "rebalanced streams": Fit(
-        (0, 4, 1), 0, 3, stream=True, rebalance=True, counts=False, weighting="samples", arguments={"max_steps": 5}
+        (0, 4, 1), iterable=True, rebalance=True, counts=False, weighting="samples", extra={"max_steps": 5}
     ),
     "rebalanced by Trainer": Fit(samples=9, rebalance=True),
-    "3 ranks smooth labels": Fit((1, 0, 3), world_size=3, arguments={"label_smoothing_factor": SMOOTHING}),
+    "3 ranks smooth labels": Fit((1, 0, 3), extra={"label_smoothing_factor": SMOOTHING}),
     "synced batch norm": Fit((5, 2), batch_size=3, norm=SyncNorm, accumulate=2),
     "synced batch norm, rank 0 has none": Fit((0, 4), batch_size=3, norm=SyncNorm),
-    "loaders with processes": Fit((0, 5), accumulate=2, arguments=PROCESSES),
-    "streams with processes": Fit((2, 5), stream=True, arguments={"max_steps": 7, **PROCESSES}),
-    "rebalanced, with processes": Fit((1, 6), rebalance=True, arguments=PROCESSES),
-    "full batches only": Fit((0, 4), accumulate=2, arguments={"dataloader_drop_last": True}),
-    "full batches only, sharded by Trainer": Fit(samples=7, world_size=3, arguments={"dataloader_drop_last": True}),
-    "ends in the tail": Fit((2, 5), arguments={"max_steps": 3, "remove_unused_columns": True}),
-    "ends amid the second tail": Fit((5, 2), accumulate=2, arguments={"max_steps": 5}),
-    "scaled": Fit((5, 2), scaler=True, accumulate=2, arguments={"max_grad_norm": 0.0}),
-    "scaled means": Fit((0, 4), scaler=True, counts=False, weighting="samples", arguments={"max_grad_norm": 0.0}),
+    "loaders with processes": Fit((0, 5), accumulate=2, extra=PROCESSES),
+    "streams with processes": Fit((2, 5), iterable=True, extra={"max_steps": 7, **PROCESSES}),
+    "rebalanced, with processes": Fit((1, 6), rebalance=True, extra=PROCESSES),
+    "full batches only": Fit((0, 4), accumulate=2, extra={"dataloader_drop_last": True}),
+    "full batches only, sharded by Trainer": Fit(samples=7, processes=3, extra={"dataloader_drop_last": True}),
+    "ends in the tail": Fit((2, 5), extra={"max_steps": 3, "remove_unused_columns": True}),
+    "ends amid the second tail": Fit((5, 2), accumulate=2, extra={"max_steps": 5}),
+    "scaled": Fit((5, 2), scaler=8.0, accumulate=2, extra={"max_grad_norm": 0.0}),
+    "scaled means": Fit((0, 4), scaler=8.0, counts=False, weighting="samples", extra={"max_grad_norm": 0.0}),
     "by labels": Fit((2, 6), accumulate=3, counts=False, weighting=count_labels),
-    "by labels, in Trainer's place": Fit((0, 4, 1), world_size=3, accumulate=2, weighting=count_labels),
+    "by labels, in Trainer's place": Fit((0, 4, 1), accumulate=2, weighting=count_labels),
     "by labels, rebalanced": Fit((7, 2), accumulate=2, counts=False, weighting=count_labels, rebalance=True),
     "one batch": Fit((0, 1), epochs=3),
     "even": Fit((3, 3), accumulate=2),
@@ -86,26 +80,20 @@ def draw(seed: int) -> Fit:
         # batch less, if that is one sample.
         lengths=(*(random.randrange(8) for _ in range(world_size - 1)), random.randrange(3, 8) + stream) if own else (),
         samples=0 if own else random.randrange(1, 30),
-        world_size=world_size,
+        processes=world_size,
         batch_size=random.choice([1, 2, 3]),
         epochs=random.choice([1, 2, 3]),
         accumulate=random.choice([1, 2, 3]),
         weighting=random.choice(["world", count_labels] if counts else ["world", "active", "samples", count_labels]),
         counts=counts,
-        stream=stream,
+        iterable=stream,
         rebalance=random.random() < 0.3,
-        arguments=arguments,
+        extra=arguments,
     )
 
 
-@pytest.mark.parametrize("seed", others_long(range(12), *range(3)))
+@seeds(range(3))
 def test_any_fit_is_as_one_process(workers: Workers, seed: int) -> None:
-    check_as_one_process(workers, draw(seed))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
-def test_many_fits_are_as_one_process(workers: Workers, seed: int) -> None:
     check_as_one_process(workers, draw(seed))
 
 

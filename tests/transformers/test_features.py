@@ -19,10 +19,8 @@ from transformers import (
 )
 
 from accelerate_join.transformers import JoinTrainer, JoinTrainerMixin
-from tests.support.accelerated import accelerator_of
-from tests.support.workers import Workers, connect
-from tests.transformers.recipe import (
-    TOLERANCE,
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.transformers import (
     EpochCounter,
     Fit,
     Net,
@@ -31,7 +29,9 @@ from tests.transformers.recipe import (
     data_of,
     unions,
 )
-from tests.transformers.recipe import outcome as outcome_of
+from tests.support.front_ends.transformers import outcome as outcome_of
+from tests.support.run import TOLERANCE
+from tests.support.workers import Workers, connect
 from tests.transformers.test_trainers import WORDS, count_labels, options_of, text, tokenizer
 
 # ---------------------------------------------------------------- generation

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 
 from accelerate_join.transformers import JoinMonitor, JoinTrainer
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.transformers import Fit, Net, arguments_of, data_of
 from tests.support.workers import Workers
-from tests.transformers.recipe import Fit, Net, arguments_of, data_of
 
 
 class Twice(JoinTrainer):
@@ -83,10 +83,10 @@ REFUSED: dict[str, tuple[type[JoinTrainer], Fit, dict[str, Any], str]] = {
     "generating": (GRPOTrainer, UNEVEN, {}, "generates and scores"),
     "weighting": (JoinTrainer, UNEVEN, {"weighting": "samples"}, "Use weighting='world'"),
     "termination": (JoinTrainer, UNEVEN, {"throw_on_early_termination": True}, "exhausted"),
-    "batch size": (JoinTrainer, Fit((2, 5), arguments={"auto_find_batch_size": True}), {}, "auto_find_batch_size"),
+    "batch size": (JoinTrainer, Fit((2, 5), extra={"auto_find_batch_size": True}), {}, "auto_find_batch_size"),
 }
 if hasattr(TrainingArguments, "train_sampling_strategy"):
-    fit = Fit((2, 5), arguments={"train_sampling_strategy": "batch_rebalance"})
+    fit = Fit((2, 5), extra={"train_sampling_strategy": "batch_rebalance"})
     REFUSED["dealt out"] = JoinTrainer, fit, {}, "each rank has a dataset of its own"
 
 

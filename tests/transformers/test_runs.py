@@ -10,9 +10,9 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from accelerate_join.transformers import JoinTrainer
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.transformers import FROM_5, Fit, Net, arguments_of, data_of
 from tests.support.workers import Workers
-from tests.transformers.recipe import FROM_5, Fit, Net, arguments_of, data_of
 
 if not FROM_5:  # which loads an optimizer to "cpu:0", of which torch knows nothing
     torch.serialization.register_package(
@@ -60,7 +60,7 @@ def resume(rank: int, fit: Fit, options: dict[str, Any]) -> tuple[list[Any], lis
     [
         (Fit((2, 5), accumulate=1), {}),
         (Fit((0, 5), batch_size=3, accumulate=2, counts=False, norm=torch.nn.BatchNorm1d), {}),
-        (Fit((5, 1), stream=True), {"max_steps": 5}),
+        (Fit((5, 1), iterable=True), {"max_steps": 5}),
     ],
 )
 def test_resuming_at_each_step(workers: Workers, fit: Fit, options: dict[str, Any]) -> None:

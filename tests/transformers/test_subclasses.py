@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_join.transformers import JoinTrainer, JoinTrainerMixin
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.transformers import Fit, Net, Samples, arguments_of, data_of, sample
 from tests.support.workers import Workers
-from tests.transformers.recipe import Fit, Net, Samples, arguments_of, data_of, sample
 
 LENGTHS = (3, 8)
 

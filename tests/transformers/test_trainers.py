@@ -33,10 +33,10 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 from accelerate_join.transformers import JoinTrainerMixin
 from tests.covering import others_long
 from tests.needs import known
-from tests.support.accelerated import accelerator_of
-from tests.support.accelerated_sharded import fsdp_on_cpu
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.accelerate_sharded import fsdp_on_cpu
+from tests.support.front_ends.transformers import FROM_5, LOSS_TOLERANCE, Unions
 from tests.support.workers import Workers
-from tests.transformers.recipe import FROM_5, LOSS_TOLERANCE, Unions
 
 try:  # which asks for a newer transformers than some that are tested
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.cases import Batch, Case, Module, Result, assert_exact, build_trainer, difference, result_of
+from tests.support.front_ends.lightning import Fit, Module, Result, assert_exact, build_trainer, result_of
+from tests.support.front_ends.plain import Loop
 from tests.support.joinables import Counter
-from tests.support.loops import Models, Program, reference
+from tests.support.run import Batch, difference, reference
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -50,13 +51,13 @@ def train_in_pairs(rank: int, lengths: tuple[int, ...], may_break: bool, how: st
     for pair in PAIRS:  # NCCL's are connected by the first collective, which is to be one of the same pair on both
         if rank in pair:
             dist.all_reduce(torch.ones(1), group=groups[pair])
-    models = Models(Program(lengths))
+    models = Loop(lengths).build()
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.Adam(models.parameters(), lr=0.05)
     found = []
     with Join([ddp, optimizer], timeout=timedelta(seconds=20), may_break=may_break) as join:
         for epoch in range(2):
-            for x, y in join.batches(Program(lengths).data.batches(rank, epoch)):
+            for x, y in join.batches(Loop(lengths).batches(rank, epoch)):
                 optimizer.zero_grad()
                 sums = exchange(rank, groups, how, (ddp(x) - y).pow(2).mean())
                 optimizer.step()
@@ -73,12 +74,12 @@ def test_pairs_sum_over_their_active_members(
     workers: Workers, lengths: tuple[int, ...], may_break: bool, how: str
 ) -> None:
     results = workers.run(3, train_in_pairs, lengths, may_break, how, deadline=30.0)
-    expected, _ = reference(Program(lengths, epochs=2))
+    expected = reference(Loop(lengths, epochs=2))
     for rank, (found, parameters) in enumerate(results):
         assert len(found) == 2 * lengths[rank]
         for sums, active in found:
             assert sums == {pair: sum(10**r for r in pair if r in active) for pair in PAIRS if rank in pair}
-        assert difference(parameters, list(expected.parameters())) < 1e-10
+        assert difference(parameters, expected.parameters) < 1e-10
 
 
 class PairCounter(Counter):
@@ -129,7 +130,7 @@ class Pairs(Module):
         return super().training_step(batch, batch_idx)
 
 
-def fit_in_pairs(rank: int, case: Case) -> tuple[Any, Result]:
+def fit_in_pairs(rank: int, case: Fit) -> tuple[Any, Result]:
     module = Pairs(case)
     trainer = build_trainer(case)
     trainer.fit(module)
@@ -138,7 +139,7 @@ def fit_in_pairs(rank: int, case: Case) -> tuple[Any, Result]:
 
 @pytest.mark.parametrize("lengths", [(4, 4, 1), (1, 3, 5), (3, 1, 5), (5, 0, 2), (2, 4, 0)])
 def test_pairs_in_lightning_sum_over_their_active_members(workers: Workers, lengths: tuple[int, ...]) -> None:
-    case = Case(lengths, epochs=2)
+    case = Fit(lengths, epochs=2)
     outcomes = workers.run(3, fit_in_pairs, case, deadline=30.0)
     assert_exact(case, [result for _, result in outcomes])
     for rank, (found, _) in enumerate(outcomes):

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from accelerate_join import join_batches
-from tests.support.accelerated import accelerator_of
-from tests.support.cases import difference
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.run import difference
 from tests.support.small import batch
 from tests.support.warned import warned
 from tests.support.workers import Workers

@@ -30,9 +30,9 @@ from tests.core.loops.test_join_faults import (
     train,
 )
 from tests.covering import others_long
-from tests.support.cases import Batch, difference
+from tests.support.front_ends.plain import Loop, Stream
 from tests.support.inside import counted_gifts, exchange_threads, planned_rows
-from tests.support.loops import Models, Program, Stream
+from tests.support.run import Batch, difference
 from tests.support.warned import warned
 from tests.support.workers import Outcome, Workers, connect
 from torch_join import Join, JoinValueError
@@ -69,7 +69,7 @@ class Rebalanced(Training):
     def run(self) -> None:
         joinables = [self.ddp, self.optimizer, self.scheduler, self.counter]
         pad = torch.zeros(LARGE)
-        batches = [(*batch, pad.clone()) for batch in Program(self.fault.lengths).data.batches(self.rank, 0)]
+        batches = [(*batch, pad.clone()) for batch in Loop(self.fault.lengths).batches(self.rank, 0)]
         with ExitStack() as stack:
             # Gifts are in the giver's memory, and in sockets, while something happens in a step.
             stack.enter_context(counted_gifts(0.1))
@@ -171,13 +171,13 @@ class Small:
 
     def __init__(self, lengths: tuple[int, ...], wraps: bool = True, weighting: str = "world") -> None:
         self.lengths, self.weighting = lengths, weighting
-        self.models = Models(Program(lengths))
+        self.models = Loop(lengths).build()
         self.model: Any = DistributedDataParallel(self.models) if wraps else self.models
         self.optimizer = torch.optim.Adam(self.models.parameters(), lr=0.05)
 
     @property
     def data(self) -> Any:
-        return Program(self.lengths).data
+        return Loop(self.lengths)
 
     def join(self, **options: Any) -> Join:
         options = {"rebalance": True, "timeout": timedelta(seconds=30), "weighting": self.weighting, **options}

@@ -29,7 +29,7 @@ def test_parameters_are_those_of_one_process_with_the_same_schedule(
     if weighting == "samples" and "FSDP2, norms" in kind:
         pytest.skip("refused: collectives in backward of a sharded model, under this weighting")
     for lengths in LENGTHS:
-        program = Program(lengths, weighting, frozenset({"rebalance", *KINDS[kind]}))
+        program = Program(lengths, weighting=weighting, options=frozenset({"rebalance", *KINDS[kind]}))
         if loses_hooks(program) and (weighting == "samples" or sum(lengths) % len(lengths)):
             outcomes = workers.outcomes(program.world_size, train, program, timeout=3.0)
             assert all("has lost the hooks of a parameter" in each.error for each in outcomes), outcomes

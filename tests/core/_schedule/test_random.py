@@ -1,9 +1,5 @@
-"""Random plain loops in which batches are rebalanced: as one process that follows the schedule, and whose batch it is.
+"""Random plain loops in which batches are rebalanced: as one process that follows the schedule, and whose each is."""
 
-`-m long` runs 300 of them, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on.
-"""
-
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,17 +14,15 @@ from torch.utils.data import DataLoader
 from tests import emulator
 from tests.core.loops import test_join_properties as properties
 from tests.core.loops.test_join_properties import BATCH, Found
-from tests.support import loops
-from tests.support.cases import Batch
+from tests.support.front_ends import plain
+from tests.support.front_ends.plain import Claims, Loop, Stream
 from tests.support.inside import gives_at_most, planned_rows
-from tests.support.loops import COLLECTIVES, Claims, Program, Stream
-from tests.support.workers import WorkerError, Workers
+from tests.support.many import check_each, seeds
+from tests.support.run import Batch
+from tests.support.workers import Workers
 
 # torch says so where a GradScaler has skipped the first step.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-FEW = 2  # calls of the workers, of 12 programs each
-CASES = int(os.environ.get("TORCH_JOIN_CASES", 300))
-FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW))
 
 KNOWN = ("list", "tuple", "loader")  # their lengths are certain
 STREAMS = ("stream", "generator", "shorter", "longer")
@@ -36,7 +30,7 @@ Place = tuple[int, int]  # a batch: its owner, and its index
 
 
 @dataclass(frozen=True)
-class Case(Program):
+class Case(Loop):
     """A program in which ranks loop over loaders of many kinds, of batches of many kinds."""
 
     loaders: tuple[tuple[str, ...], ...] = ()  # by epoch and rank
@@ -45,7 +39,7 @@ class Case(Program):
     rebalance: bool = True
 
     def rows(self, epoch: int) -> list[dict[int, Place]]:
-        lengths = self.data.lengths_in(epoch)
+        lengths = self.lengths_in(epoch)
         pairs = zip(lengths, self.loaders[epoch], strict=True)
         return planned_rows(lengths, [length if kind in KNOWN else None for length, kind in pairs], self.most_gifts)
 
@@ -122,7 +116,7 @@ class Trained:
 def train(rank: int, case: Case) -> Trained:
     trained, epochs = Trained(mock.Mock(), [], []), count()
 
-    def loop(program: Program, join: Any, batches: list[Batch]) -> Iterator[Batch]:
+    def loop(program: Loop, join: Any, batches: list[Batch]) -> Iterator[Batch]:
         epoch = next(epochs)
         nests = [NESTS[case.nest](batch, (rank, index)) for index, batch in enumerate(batches)]
         trained.places.append([])
@@ -133,18 +127,8 @@ def train(rank: int, case: Case) -> Trained:
             trained.said[-1].append((join.batch_owner, join.owner_batch_idx))
             yield batch
 
-    with mock.patch.object(loops, "loop", loop), gives_at_most(case.most_gifts[rank]):
+    with mock.patch.object(plain, "loop", loop), gives_at_most(case.most_gifts[rank]):
         return replace(trained, found=properties.train(rank, case))
-
-
-def train_all(rank: int, cases: list[Case]) -> list[Trained]:
-    trained = []
-    for case in cases:
-        try:
-            trained.append(train(rank, case))
-        except BaseException as error:
-            raise AssertionError(repr(case)) from error
-    return trained
 
 
 def check(case: Case, ranks: tuple[Trained, ...]) -> None:
@@ -159,62 +143,23 @@ def check(case: Case, ranks: tuple[Trained, ...]) -> None:
     properties.check(case, founds)
 
 
-def check_all(workers: Workers, cases: list[Case]) -> None:
-    outcomes = workers.outcomes(cases[0].world_size, train_all, cases, deadline=180.0, timeout=20.0)
-    errors = [f"--- rank {rank}: {outcome.trace}" for rank, outcome in enumerate(outcomes) if outcome.error]
-    if errors:
-        raise WorkerError("\n".join(errors))
-    for case, ranks in zip(cases, zip(*(outcome.value for outcome in outcomes), strict=True), strict=True):
-        try:
-            check(case, ranks)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
-
-
-def draw(seed: int, world_size: int) -> Case:
-    one = random.Random(seed)
-    epochs, accumulate = one.choice((1, 2, 3)), one.choice((1, 1, 1, 2, 3))
+def draw(one: random.Random, world_size: int) -> Case:
+    options = properties.options(one, world_size, loops=("sized",))
     kinds = one.choice((KNOWN, STREAMS, KNOWN + STREAMS))
-    weighting = one.choice(("world", "active", "samples", "count"))
-    accumulate = (
-        1 if weighting == "count" else accumulate
-    )  # nobody can tell what a batch that counts 0 leaves of others
     most = one.choice((2, 5, 9, 14))
     gifts = one.choice(((world_size,), (world_size,), (0, 1, 2, world_size)))
-    return Case(
-        tuple(tuple(one.choice((0, one.randint(0, most))) for _ in range(world_size)) for _ in range(epochs)),
-        loaders=tuple(tuple(one.choice(kinds) for _ in range(world_size)) for _ in range(epochs)),
-        nest=one.choice(COUNTED if weighting in ("samples", "count") else tuple(NESTS)),
-        most_gifts=tuple(one.choice(gifts) for _ in range(world_size)),
-        optimizer=one.choice(("sgd", "adam", "adamw", "zero", "zero+sgd")),
-        weighting=weighting,
-        loss=one.choice(("simple", "penalty", "two forwards", "two models", "two backwards")),
-        clear=one.choice(("before", "after", "before, zeros", "after, zeros", "model")),
-        clip=one.choice((None, 0.3)),
-        scheduler=one.choice((None, "step", "plateau")),
-        scaler=one.choice((False, False, True)),
-        accumulate=accumulate,
-        norm=accumulate == 1 and one.choice((False, True)),  # under no_sync DDP leaves the ranks' buffers alone
-        epochs=epochs,
-        ragged=one.choice((False, True)),
-        collective=one.choice(COLLECTIVES),
-        asynchronous=one.choice((False, True)),
-        grouped=one.choice((False, False, True)),
-        one_context=one.choice((False, True)),
-    )
+    epochs = range(options["epochs"])
+    own = {
+        "lengths": tuple(tuple(one.choice((0, one.randint(0, most))) for _ in range(world_size)) for _ in epochs),
+        "loaders": tuple(tuple(one.choice(kinds) for _ in range(world_size)) for _ in epochs),
+        "nest": one.choice(COUNTED if options["weighting"] in ("samples", "count") else tuple(NESTS)),
+        "most_gifts": tuple(one.choice(gifts) for _ in range(world_size)),
+        "evaluation": None,
+    }
+    return Case(**{**options, **own})
 
 
-def cases(seed: int) -> list[Case]:
-    world_size = 2 + seed % 3
-    return [draw(BATCH * seed + index, world_size) for index in range(BATCH)]
-
-
-@pytest.mark.parametrize("seed", range(FEW))
+@seeds(range(2), of=BATCH)
 def test_random_loops_are_exact(workers: Workers, seed: int) -> None:
-    check_all(workers, cases(seed))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + -(-CASES // BATCH)))
-def test_many_random_loops_are_exact(workers: Workers, seed: int) -> None:
-    check_all(workers, cases(seed))
+    one, world_size = random.Random(seed), 2 + seed % 3
+    check_each(workers, train, [draw(one, world_size) for _ in range(BATCH)], check, deadline=180.0)

@@ -14,26 +14,34 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from tests.core.loops.test_join import FEATURES as JOIN_FEATURES
-from tests.core.loops.test_join import OPTIMIZERS, WEIGHTINGS, assert_exact
 from tests.covering import others_long
-from tests.support.loops import Program, reference, train
+from tests.support.front_ends.plain import Loop, assert_exact, train
+from tests.support.run import reference
 from tests.support.workers import Workers
 from torch_join import Join
 
-ALIKE = ("clip", "step", "plateau", "penalty", "two-models", "two-forwards", "two-backwards", "window")
+OPTIMIZERS = ("sgd", "adam", "adamw", "zero")
 FEATURES: dict[str, dict[str, Any]] = {
-    **{name: JOIN_FEATURES[name] for name in ALIKE},
-    "scaler": JOIN_FEATURES["scaler-clip"],
-    **{name: JOIN_FEATURES[name] for name in ("in-turns", "one-context")},
+    "clip": {"clip": 0.3},
+    "step": {"scheduler": "step"},
+    "plateau": {"scheduler": "plateau"},
+    "penalty": {"loss": "penalty", "clip": 0.3},
+    "two-models": {"loss": "two models"},
+    "two-forwards": {"loss": "two forwards"},
+    "two-backwards": {"loss": "two backwards"},
+    "window": {"accumulate": 3, "lengths": (4, 7, 0)},
+    "scaler": {"scaler": 8.0, "clip": 0.3, "clear": "after"},
+    "in-turns": {"lengths": ((2, 5, 3), (4, 1, 4), (0, 3, 6))},
+    "one-context": {"one_context": True, "scheduler": "step"},
     "sum": {"collective": "sum"},
-    "norm": {"norm": True},
+    "norm": {"model": "norm"},
 }
 LENGTHS = ((3, 6), (9, 1), (0, 4, 2), (7, 0), (2, 0, 0), (1, 9, 2), (3, 3), (0, 1))
+WEIGHTINGS = ("world", "active", "samples")
 LOOPS = ("sized", "iterable")
 
 
-def crossed() -> dict[str, Program]:
+def crossed() -> dict[str, Loop]:
     programs = {}
     for i, (name, feature) in enumerate(FEATURES.items()):
         for j, optimizer in enumerate(OPTIMIZERS):
@@ -42,15 +50,15 @@ def crossed() -> dict[str, Program]:
                 "weighting": WEIGHTINGS[(i + j) % 3],
                 "loop": LOOPS[(i + j // 2) % 2],
             }
-            programs[f"{optimizer}-{name}"] = Program(**{"optimizer": optimizer, "rebalance": True, **turns, **feature})
+            programs[f"{optimizer}-{name}"] = Loop(**{"optimizer": optimizer, "rebalance": True, **turns, **feature})
     return programs
 
 
 PROGRAMS = {
-    "empty": Program((0, 0), rebalance=True),
-    "even": Program((4, 4), rebalance=True),
-    "even-stream": Program((4, 4), rebalance=True, loop="iterable"),
-    "one": Program((3,), rebalance=True),
+    "empty": Loop((0, 0), rebalance=True),
+    "even": Loop((4, 4), rebalance=True),
+    "even-stream": Loop((4, 4), rebalance=True, loop="iterable"),
+    "one": Loop((3,), rebalance=True),
     **crossed(),
 }
 
@@ -63,19 +71,19 @@ SOME = [f"{OPTIMIZERS[i % 4]}-{feature}" for i, feature in enumerate(FEATURES)]
 def test_parameters_are_those_of_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
     program = PROGRAMS[name]
     outcomes = workers.run(program.world_size, train, program)
-    assert_exact(program, outcomes, *reference(program))
+    assert_exact(outcomes, reference(program))
 
 
-def train_without_numpy(rank: int, program: Program) -> Any:
+def train_without_numpy(rank: int, program: Loop) -> Any:
     with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
         return train(rank, program)
 
 
 @pytest.mark.parametrize("rebalance", [False, True])
 def test_numpy_may_be_missing(workers: Workers, rebalance: bool) -> None:
-    program = Program((2, 7), rebalance=rebalance)
+    program = Loop((2, 7), rebalance=rebalance)
     outcomes = workers.run(program.world_size, train_without_numpy, program)
-    assert_exact(program, outcomes, *reference(program))
+    assert_exact(outcomes, reference(program))
 
 
 class Slow(Dataset[torch.Tensor]):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.needs import needs
-from tests.support.cases import difference
+from tests.support.run import difference
 from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import Join, JoinError

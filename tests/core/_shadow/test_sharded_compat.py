@@ -16,9 +16,9 @@ from torch.distributed import device_mesh
 from torch.distributed.fsdp import _runtime_utils
 from torch.nn.utils import clip_grad
 
+from tests.support.front_ends.sharded import PATIENCE, Training
 from tests.support.inside import bytes_unsharded
 from tests.support.sharded import Recipe
-from tests.support.sharding import PATIENCE, Training
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
 from torch_join._shadow._sharded.compat import check_runs, param_groups
@@ -162,12 +162,12 @@ def replaced(training: Training) -> list[Any]:
 
 
 def train_and_look(rank: int, api: str, fails: bool) -> list[tuple[Any, Any]]:
-    recipe = Recipe((2, 5), api=api, scaled=1024.0, clip=0.3, dtype=torch.float32, weighting="samples", may_break=True)
+    recipe = Recipe((2, 5), api=api, scaler=1024.0, clip=0.3, dtype=torch.float32, weighting="samples", may_break=True)
     training = (Failing if fails else Training)(rank, recipe)
     training.step(0, 0, recipe.batches(0, 0)[0])  # FSDP makes what it makes later
     before = replaced(training)
     try:
-        training.run()
+        training.run_epochs()
     except Exception as error:
         if "UserError" not in repr(error) + str(error):
             raise
@@ -213,13 +213,13 @@ def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
         look(self, joined)
 
     with mock.patch.object(Following, "around", watched_around), mock.patch.object(Following, "answer", watched_answer):
-        Training(rank, recipe).run()
+        Training(rank, recipe).run_epochs()
     return active, joined
 
 
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_a_joined_rank_never_holds_more(workers: Workers, api: str) -> None:
-    recipe = Recipe((2, 5), api=api, window=2, no_sync=True)
+    recipe = Recipe((2, 5), api=api, accumulate=2, no_sync=True)
     first, second = workers.run(2, measure, recipe, **PATIENCE)
     for (active, _), (_, joined) in ((first, second), (second, first)):
         assert len(active) > 20

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.loops import Models, Program
+from tests.support.front_ends.plain import Loop
 from tests.support.workers import Workers, connect
 from torch_join import Join
 
 
 def disagree(rank: int, lengths: tuple[int, ...], kind: str, odd_step: int) -> None:
     connect()
-    models = Models(Program(lengths))
+    models = Loop(lengths).build()
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.SGD(models.parameters(), lr=0.05)
     with Join([ddp, optimizer], timeout=timedelta(seconds=10)) as join:
-        for step, (x, y) in enumerate(join.batches(Program(lengths).data.batches(rank, 0))):
+        for step, (x, y) in enumerate(join.batches(Loop(lengths).batches(rank, 0))):
             assert step < odd_step + 20, "nobody has noticed"
             odd = rank == 2 and step == odd_step
             # They would come to the same sync, and look for each other's words in different places.

@@ -1,9 +1,9 @@
-"""Programs whose backward has collectives, and what one process computes on the union of their batches."""
+"""Runs with collectives in forward, loss and backward, which one process does on the union of the ranks' batches."""
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import cached_property, partial
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,229 +13,311 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.core.backward.synced import SyncNorm
 from tests.emulator import place
-from tests.support.inside import planned_rows
-from torch_join import Join
+from tests.needs import has
+from tests.support.front_ends import plain
+from tests.support.front_ends.plain import Loop
+from tests.support.run import Batch
 
-ROWS = 3  # of each rank, in a contrastive loss
+WIDTH, ROWS = 6, 3  # rows of each rank, in a contrastive loss
+NORMS = ("linear", "norm", "relu", "block", "linear")
+PLACES = ("linear", "linear", "relu", "norm", "norm in another group", "checkpointed norm", "sum", "rows", "own")
+if not has("hooks that a checkpoint's second run leaves"):  # what such a norm does there is refused
+    PLACES = tuple("norm" if place == "checkpointed norm" else place for place in PLACES)
+# What an option stands for.
+FIELDS: dict[str, dict[str, Any]] = {
+    "adam": {"optimizer": "adam"},
+    "scaler": {"scaler": 2.0**10},
+    "stream": {"iterable": True},
+    "heartbeat": {"may_break": True},
+    "rebalance": {"rebalance": True},
+    "accumulates": {"accumulate": 2},
+}
 
 
 @dataclass(frozen=True)
-class Program:
-    """What is trained; every name in `options` is looked for below."""
+class Program(Loop):
+    """A run of a model whose layers, or whose losses, the ranks compute together.
 
-    lengths: tuple[int, ...]
-    weighting: str = "world"
-    options: frozenset[str] = frozenset()
+    Every name in `options` is looked for below; so is every layer's, in `Net`.
+    """
+
     epochs: int = 2
-    wrapper: tuple[tuple[str, Any], ...] = ()  # arguments of DDP
-    seed: int = field(default=0)
+    optimizer: str = "sgd"
+    rest: str = "steps"
+    one_context: bool = True
+    options: frozenset[str] = frozenset()
+    layers: tuple[str, ...] = NORMS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in self.options & FIELDS.keys():
+            for name, value in FIELDS[option].items():
+                object.__setattr__(self, name, value)
+        if "subgroup" in self.options and "no switch" not in self.options:
+            object.__setattr__(self, "extra", {"backward_collectives": True})
+
+    def batch(self, rank: int, epoch: int, index: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * rank + index + 77 * epoch + 9999 * self.seed)
+        rows = ROWS + (rank + 2 * index) % 4
+        x, y = (torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+        return x, y
+
+    def build(self) -> Any:
+        """Return a model, or two; on ranks with groups of their own, where they are asked for."""
+        group = None
+        if dist.is_initialized() and "subgroup" in self.options:
+            group = [dist.new_group([0, 1]), dist.new_group(range(2, self.world_size))][dist.get_rank() >= 2]
+        elif dist.is_initialized() and ("group" in self.options or "norm in another group" in self.layers):
+            group = dist.new_group(range(self.world_size))
+        net = Net(self, group)
+        if not {"summed", "chained"} & self.options:
+            return net
+        second = Net(self)
+        for parameter in second.parameters():
+            parameter.data.mul_(0.7)
+        return nn.ModuleList([net, second])
+
+    def make_optimizer(self, parameters: Any, kind: str = "", sharded: bool = False) -> torch.optim.Optimizer:
+        if self.optimizer == "adam":
+            return torch.optim.Adam(parameters, 1e-2, eps=1e-2)
+        return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+    def wrap(self, net: Any) -> tuple[list[nn.Module], Any]:
+        """Have DDP, or FSDP of one generation, average the gradients."""
+        models = list(map(self._wrapped, net if isinstance(net, nn.ModuleList) else [net]))
+        return models, models
+
+    def _wrapped(self, net: "Net") -> Any:
+        if "fsdp2" in self.options:
+            for layer in net.layers:
+                if isinstance(layer, nn.Linear):
+                    fully_shard(layer)
+            return fully_shard(net)
+        if "fsdp1" in self.options:
+            return FullyShardedDataParallel(net, device_id=place(), use_orig_params=True)
+        model: Any = torch.compile(net, backend="aot_eager") if "compiled" in self.options else net
+        ddp = DistributedDataParallel(model, **{"bucket_cap_mb": 0.0005, **self.ddp})
+        if "hook" in self.options:
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        if "fp16 hook" in self.options:
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return ddp
+
+    # ------------------------------------------------------------ the losses, of one rank or of all
+
+    def losses_with(self, join: Any, model: Any, batch: Batch, rank: int, epoch: int, step: int) -> Iterator[Tensor]:
+        how = "functional" if "functional" in self.options else "ours" if "ours" in self.options else ""
+        if "evaluates" in self.options:
+            model[0].eval()
+            with torch.no_grad():
+                model[0](batch[0])
+            model[0].train()
+        yield self.loss_on(model, batch, Ranks(join, rank, how), step)
+
+    def loss_on(self, models: Any, batch: Batch, ranks: "Ranks", step: int) -> Tensor:
+        """The loss of one rank."""
+        x, y = batch
+        x.requires_grad_("penalty" in self.options)
+        outputs = self.outputs(models, [x], ranks, step)
+        return self.terms(outputs, [y], [x], ranks, [ranks.rank])[0]
+
+    def joint_losses(self, net: Any, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor]:
+        models = net if isinstance(net, nn.ModuleList) else [net]
+        active = sorted(batches)
+        teams = (
+            [[r for r in active if r < 2], [r for r in active if r >= 2]] if "subgroup" in self.options else [active]
+        )
+        inputs = [batches[rank][0].requires_grad_("penalty" in self.options) for rank in active]
+        outputs: list[Tensor] = []
+        for team in filter(None, teams):  # in order of the ranks
+            outputs += self.outputs(models, [batches[rank][0] for rank in team], Together(team), step)
+        losses = self.terms(outputs, [batches[rank][1] for rank in active], inputs, Together(active), active)
+        return dict(zip(active, losses, strict=True))
+
+    def outputs(self, models: Any, inputs: list[Tensor], ranks: Any, step: int) -> list[Tensor]:
+        outputs = models[0](inputs, ranks, step)
+        if "summed" in self.options:
+            return [a + b for a, b in zip(outputs, models[1](inputs, ranks, step), strict=True)]
+        return models[1](outputs, ranks, step) if "chained" in self.options else outputs  # type: ignore[no-any-return]
+
+    def terms(
+        self, outputs: list[Tensor], targets: list[Tensor], inputs: list[Tensor], ranks: Any, mine: list[int]
+    ) -> list[Tensor]:
+        losses = [(x - y).square().mean() for x, y in zip(outputs, targets, strict=True)]
+        if "penalty" in self.options:
+            for index, (out, x) in enumerate(zip(outputs, inputs, strict=True)):
+                (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+                losses[index] = losses[index] + gradient.square().mean()
+        if "contrast" in self.options:
+            everyone = torch.cat(ranks.rows([x[:ROWS] for x in outputs]))
+            for index, rank in enumerate(mine):
+                first = ranks.active.index(rank) * ROWS
+                labels = torch.arange(first, first + ROWS)
+                losses[index] = losses[index] + cross_entropy(outputs[index][:ROWS] @ everyone.T / 4, labels)
+        if "mean" in self.options:
+            mean = ranks.total([x.mean(0) for x in outputs]) / len(ranks.active)
+            losses = [loss + mean.square().sum() for loss in losses]
+        return losses
+
+
+class Ranks:
+    """What the ranks compute together: here each in a process of its own."""
+
+    def __init__(self, join: Any, rank: int, how: str = "") -> None:
+        self.join, self.rank, self.how = join, rank, how
 
     @property
-    def world_size(self) -> int:
-        return len(self.lengths)
+    def active(self) -> list[int]:
+        return list(self.join.active_ranks)
 
-    @cached_property
-    def rows(self) -> list[dict[int, tuple[int, int]]]:
-        """By step and rank that trains: whose batch, and which of its."""
-        if "rebalance" in self.options:
-            return planned_rows(self.lengths, [None] * self.world_size if "stream" in self.options else None)
-        lengths = [*enumerate(self.lengths)]
-        return [{r: (r, step) for r, length in lengths if length > step} for step in range(max(self.lengths))]
+    def total(self, parts: Sequence[Tensor]) -> Tensor:
+        return dnn.all_reduce(parts[0])  # type: ignore[no-any-return,no-untyped-call]
 
-    def active(self, step: int) -> list[int]:
-        return [*self.rows[step]]
+    def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if self.how == "ours":
+            return list(self.join.all_gather(parts[0], sync_grads=True))
+        if self.how == "functional":
+            gathered: Any = all_gather_tensor_autograd(parts[0].contiguous(), 0, dist.group.WORLD)
+            every = gathered.chunk(dist.get_world_size())
+        else:
+            every = dnn.all_gather(parts[0])  # type: ignore[no-untyped-call]
+        return [every[rank] for rank in self.active]
 
-    def batch(self, rank: int, step: int, epoch: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(1000 * rank + step + 77 * epoch + 9999 * self.seed)
-        rows = ROWS + (rank + 2 * step) % 4
-        make = partial(torch.randn, dtype=torch.float64, generator=generator)
-        return make(rows, 8), make(rows, 4)
+    def norm(self, norm: nn.Module, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [norm(parts[0])]
 
-    def syncs(self, step: int) -> bool:
-        return "accumulates" not in self.options or step % 2 == 1 or step + 1 == len(self.rows)
+    def own(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [_Own.apply(parts[0])]  # type: ignore[no-untyped-call]
+
+
+class _Own(torch.autograd.Function):
+    """A collective in forward and one in backward, whose sum is thrown away."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(x.new_ones(3))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        dist.all_reduce(gradient.new_ones(5))
+        return gradient
+
+
+class Together:
+    """The same in one process, for all of them at once."""
+
+    def __init__(self, active: list[int]) -> None:
+        self.active = active
+
+    def total(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts)).sum(0)
+
+    def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return list(parts)
+
+    def norm(self, norm: nn.Module, parts: Sequence[Tensor]) -> list[Tensor]:
+        return list(norm(torch.cat(list(parts))).split([len(part) for part in parts]))
+
+    def own(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return list(parts)
 
 
 class Net(nn.Module):
+    """Layers, one after the other, of the inputs of one rank or of all."""
+
     def __init__(self, program: Program, group: Any = None) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        options = self.options = program.options
-        norm = nn.Identity if "no norm" in options else partial(SyncNorm, group=group)
-        self.first, self.norm1 = nn.Linear(8, 16, bias=False), norm(16)
-        self.second, self.norm2 = nn.Linear(16, 16, bias=False), norm(16)
-        self.last = nn.Linear(16, 4)
-        self.extra = nn.Linear(4, 4) if "unused" in options else None
-        if "frozen" in options:
-            self.second.requires_grad_(False)
+        torch.manual_seed(1 + program.seed)
+        self.options = program.options
+        make = nn.Identity if "no norm" in program.options else SyncNorm
+        kinds: dict[str, Any] = {
+            "linear": lambda: nn.Linear(WIDTH, WIDTH),
+            "norm": partial(make, WIDTH, group if program.options & {"group", "subgroup"} else None),
+            "checkpointed norm": partial(SyncNorm, WIDTH),
+            "norm in another group": partial(SyncNorm, WIDTH, group),
+        }
+        self.kinds: list[str] = []
+        for kind in program.layers:  # a block is recomputed as a whole
+            self.kinds += ["linear", "norm", "relu"] if kind == "block" else [kind]
+        self.first_of_block = program.layers.index("block") if "block" in program.layers else -1
+        self.layers = nn.ModuleList(kinds.get(kind, nn.Identity)() for kind in self.kinds)
+        self.extra = nn.Linear(WIDTH, WIDTH) if "unused" in program.options else None
+        if "frozen" in program.options:
+            self.layers[self.first_of_block].requires_grad_(False)
         self.double()
 
-    def _block(self, x: Tensor) -> Tensor:
-        return self.norm2(self.second(x)).relu()  # type: ignore[no-any-return]
+    def forward(self, x: Any, ranks: Any = None, step: int = 0) -> Any:
+        """Return the outputs of some inputs, or of one."""
+        ranks = Ranks(None, 0) if ranks is None else ranks
+        parts, index = [x] if isinstance(x, Tensor) else list(x), 0
+        while index < len(self.kinds):
+            end = index + 1
+            if index == self.first_of_block and "checkpoint" in self.options:
+                end = index + 3
+                run = partial(self._run, ranks, index, end)
+                parts = list(checkpoint(lambda *xs, run=run: tuple(run(list(xs))), *parts, use_reentrant=False))
+            else:
+                parts = self._run(ranks, index, end, parts)
+            index = end
+        if self.extra is not None and step % 2:
+            parts = [self.extra(part) for part in parts]
+        return parts[0] if isinstance(x, Tensor) else parts
 
-    def forward(self, x: Tensor, step: int = 0) -> Tensor:
-        x = self.norm1(self.first(x)).relu()
-        x = checkpoint(self._block, x, use_reentrant=False) if "checkpoint" in self.options else self._block(x)
-        x = self.last(x)
-        return x if self.extra is None or step % 2 == 0 else self.extra(x)
-
-
-def optimizer_of(program: Program, net: nn.Module) -> torch.optim.Optimizer:
-    if "adam" in program.options:
-        return torch.optim.Adam(net.parameters(), 1e-2)
-    return torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-
-
-def second_of(program: Program) -> Net | None:
-    """Return another model, if the program has one."""
-    net = Net(program) if {"summed", "chained"} & program.options else None
-    for parameter in net.parameters() if net is not None else ():
-        parameter.data.mul_(0.7)
-    return net
-
-
-def outputs_of(program: Program, first: Any, second: Any, x: Tensor, step: int) -> Tensor:
-    out = first(x, step)
-    if "summed" in program.options:
-        out = out + second(x, step)
-    if "chained" in program.options:
-        out = second(torch.cat([out, out], 1), step)
-    return out  # type: ignore[no-any-return]
-
-
-def penalty_of(program: Program, out: Tensor, x: Tensor) -> Tensor:
-    if "penalty" not in program.options:
-        return torch.zeros((), dtype=torch.float64)
-    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    return gradient.square().mean()
-
-
-def contrast(mine: Tensor, everyone: Tensor, first: int) -> Tensor:
-    targets = torch.arange(first, first + len(mine))
-    return nn.functional.cross_entropy(mine @ everyone.t() / 4, targets)
-
-
-def reference(program: Program) -> Net:
-    """Train in one process: with batch norms over the union, and the ranks' weighted losses added up."""
-    net, second, options = Net(program), second_of(program), program.options
-    optimizer = optimizer_of(program, nn.ModuleList([net, second] if second is not None else [net]))
-    for epoch in range(program.epochs):
-        cleared = True
-        for step, row in enumerate(program.rows):
-            active = program.active(step)
-            batches = {rank: program.batch(*row[rank], epoch) for rank in active}
-            sizes = {rank: len(batches[rank][0]) for rank in active}
-            inputs = {rank: batches[rank][0].requires_grad_("penalty" in options) for rank in active}
-            if cleared:
-                optimizer.zero_grad()
-            if "evaluates" in options:
-                net.eval()
-                net(torch.cat([batches[rank][0] for rank in active]))
-                net.train()
-            teams = [[r for r in active if r < 2], [r for r in active if r >= 2]] if "subgroup" in options else [active]
-            outputs: dict[int, Tensor] = {}
-            for team in filter(None, teams):
-                joint = outputs_of(program, net, second, torch.cat([inputs[rank] for rank in team]), step)
-                outputs.update(zip(team, joint.split([sizes[rank] for rank in team]), strict=True))
-            total = torch.zeros((), dtype=torch.float64)
-            for position, rank in enumerate(active):
-                loss = (outputs[rank] - batches[rank][1]).square().mean()
-                loss = loss + penalty_of(program, outputs[rank], inputs[rank])
-                if "contrast" in options:
-                    everyone = torch.cat([outputs[other][:ROWS] for other in active])
-                    loss = loss + contrast(outputs[rank][:ROWS], everyone, position * ROWS)
-                if "mean" in options:
-                    loss = loss + (sum(outputs[r].mean(0) for r in active) / len(active)).square().sum()  # type: ignore[union-attr]
-                shares = {"world": 1 / program.world_size, "active": 1 / len(active)}
-                total = total + loss * shares.get(program.weighting, sizes[rank] / sum(sizes.values()))
-            total.backward()
-            if cleared := program.syncs(step):
-                optimizer.step()
-    return net
-
-
-def wrapped(net: Net, program: Program) -> Any:
-    """Have DDP, or FSDP of one generation, average the gradients."""
-    if "fsdp2" in program.options:
-        for layer in (net.first, net.second):
-            fully_shard(layer)
-        return fully_shard(net)
-    if "fsdp1" in program.options:
-        return FullyShardedDataParallel(net, device_id=place(), use_orig_params=True)
-    return DistributedDataParallel(net, **{"bucket_cap_mb": 0.0005, **dict(program.wrapper)})
-
-
-def whole_parameters(net: nn.Module, model: nn.Module) -> list[Tensor]:
-    """Gather a model's parameters; all ranks call this."""
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model):
-            return [p.detach().clone() for p in net.parameters()]
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in net.parameters()]
+    def _run(self, ranks: Any, start: int, end: int, parts: list[Tensor]) -> list[Tensor]:
+        for kind, layer in zip(self.kinds[start:end], self.layers[start:end], strict=True):
+            if kind == "linear":
+                parts = [layer(x) for x in parts]
+            elif kind == "relu":
+                parts = [x.relu() for x in parts]
+            elif kind == "checkpointed norm":
+                parts = list(checkpoint(lambda *xs, n=layer: tuple(ranks.norm(n, xs)), *parts, use_reentrant=False))
+            elif "norm" in kind:
+                parts = ranks.norm(layer, parts)
+            elif kind == "sum":
+                total = ranks.total([x.mean(0) for x in parts]) / len(ranks.active)
+                parts = [x + total for x in parts]
+            elif kind == "rows":
+                rows = ranks.rows([x.mean(0) for x in parts])
+                parts = [x * torch.stack(rows).square().mean(0).add(1).rsqrt() for x in parts]
+            else:
+                parts = ranks.own(parts)
+        return parts
 
 
 def train(rank: int, program: Program) -> list[Tensor]:
     """Train this rank's share; return parameters and buffers."""
-    options = program.options
-    group = dist.new_group(range(program.world_size)) if "group" in options else None
-    if "subgroup" in options:
-        pairs = [0, 1], list(range(2, program.world_size))
-        # Without the switch a rank is left alone in one.
-        limit = timedelta(seconds=5 if "no switch" in options else 30)
-        groups = [dist.new_group(pair, timeout=limit) for pair in pairs]
-        group = groups[rank >= 2]
-    net = Net(program, group)
-    ddp = wrapped(torch.compile(net, backend="aot_eager") if "compiled" in options else net, program)
-    other = None if (second := second_of(program)) is None else wrapped(second, program)
-    models = [model for model in (ddp, other) if model is not None]
-    optimizer = optimizer_of(program, nn.ModuleList(models))
-    scaler = torch.amp.GradScaler(place().type, init_scale=2.0**10) if "scaler" in options else None  # type: ignore[attr-defined]
-    if "hook" in options:
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    if "fp16 hook" in options:
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    given = [*models, optimizer, *([] if scaler is None else [scaler])]
-    switches = {name: name in options for name in ("may_break", "rebalance")}
-    with Join(given, weighting=program.weighting, **switches) as join:  # type: ignore[arg-type]
-        join.backward_collectives = "subgroup" in options and "no switch" not in options
-        for epoch in range(program.epochs):
-            batches = [program.batch(rank, step, epoch) for step in range(program.lengths[rank])]
-            cleared = True
-            for x, y in join.batches(iter(batches) if "stream" in options else batches):
-                step, active = join.step, list(join.active_ranks)
-                if cleared:
-                    optimizer.zero_grad()
-                if "evaluates" in options:
-                    net.eval()
-                    with torch.no_grad():
-                        ddp(x)
-                    net.train()
-                cleared = program.syncs(step)
-                with nullcontext() if cleared else ddp.no_sync():
-                    x.requires_grad_("penalty" in options)
-                    output = outputs_of(program, ddp, other, x, step)
-                    loss = (output - y).square().mean() + penalty_of(program, output, x)
-                    if "contrast" in options:
-                        if "functional" in options:
-                            every = all_gather_tensor_autograd(output[:ROWS].contiguous(), 0, dist.group.WORLD)
-                            everyone = torch.cat([every[r * ROWS : (r + 1) * ROWS] for r in active])
-                        elif "ours" in options:
-                            everyone = join.all_gather(output[:ROWS], sync_grads=True).flatten(0, 1)
-                        else:
-                            parts = dnn.all_gather(output[:ROWS])  # type: ignore[no-untyped-call]
-                            everyone = torch.cat([parts[r] for r in active])
-                        loss = loss + contrast(output[:ROWS], everyone, active.index(rank) * ROWS)
-                    if "mean" in options:
-                        mean = dnn.all_reduce(output.mean(0)) / len(active)  # type: ignore[no-untyped-call]
-                        loss = loss + mean.square().sum()
-                    (loss if scaler is None else scaler.scale(loss)).backward()
-                if cleared and scaler is not None:
-                    scaler.step(optimizer)
-                    scaler.update()
-                elif cleared:
-                    optimizer.step()
-    return [*whole_parameters(net, ddp), *(b.detach().clone() for b in net.buffers())]
+    outcome = plain.train(rank, program)
+    return [*outcome.parameters, *outcome.buffers]
+
+
+def draw(seed: int) -> Program:
+    """Draw a program."""
+    pick = random.Random(seed)
+    world_size = pick.choice((2, 2, 3, 3, 4))
+    lengths = [pick.randrange(6) for _ in range(world_size)]
+    lengths[pick.randrange(world_size)] = pick.randrange(2, 6)
+    middle = [pick.choice(PLACES) for _ in range(pick.randrange(1, 6))]
+    api = pick.choice(("ddp",) * 6 + ("fsdp2", "fsdp1"))
+    options = {*pick.sample(["contrast", "mean"], pick.randrange(3)), api, pick.choice(("ours", "functional", ""))}
+    options |= {name for name, chance in (("stream", 0.3), ("heartbeat", 0.2), ("adam", 0.5)) if pick.random() < chance}
+    wrapper: dict[str, Any] = {"bucket_cap_mb": pick.choice((0.0002, 0.0005, 25))}
+    if api == "ddp":
+        options |= {"accumulates"} if pick.random() < 0.33 else set()
+        if pick.random() < 0.25:
+            options |= {"unused"}
+            wrapper["find_unused_parameters"] = True
+        elif pick.random() < 0.15 and "accumulates" not in options:
+            wrapper["static_graph"] = True
+        if pick.random() < 0.3:
+            wrapper["gradient_as_bucket_view"] = True
+    weighting = pick.choice(("world", "active", "samples") if api == "ddp" else ("world", "active"))
+    layers = ("linear", *middle, "linear")
+    program = Program(tuple(lengths), weighting=weighting, options=frozenset(options), layers=layers, seed=seed)
+    return replace(program, ddp=wrapper)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.backward.programs import Net, Program, reference, train
+from tests.core.backward.programs import Program, train
 from tests.core.backward.synced import SyncNorm
 from tests.needs import has
+from tests.support.run import TOLERANCE, difference, reference, same_bits
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -49,13 +50,11 @@ LENGTHS = ((2, 5), (0, 4, 2), (3, 3, 3))
 
 
 def assert_exact(program: Program, results: list[list[Tensor]], buffers: bool = True) -> None:
-    net = reference(program)
-    want = [*net.parameters(), *(net.buffers() if buffers else ())]
+    expected = reference(program)
+    want = [*expected.parameters, *(expected.buffers if buffers else ())]
     for mine in results:
-        for ours, theirs in zip(mine, want, strict=False):
-            assert (ours - theirs).abs().max() <= 1e-10
-    for mine in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(mine[: len(want)], results[0], strict=False))
+        assert difference(mine[: len(want)], want) <= TOLERANCE
+        assert same_bits(mine[: len(want)], results[0][: len(want)])
 
 
 @pytest.mark.covering(1)
@@ -66,7 +65,7 @@ def test_parameters_are_those_of_one_process(
     workers: Workers, kind: str, weighting: str, lengths: tuple[int, ...]
 ) -> None:
     options, wrapper = KINDS[kind]
-    program = Program(lengths, weighting, frozenset(options), wrapper=wrapper)
+    program = Program(lengths, weighting=weighting, options=frozenset(options), ddp=dict(wrapper))
     if loses_hooks(program) and (weighting == "samples" or len({*lengths}) > 1):
         for outcome in workers.outcomes(program.world_size, train, program, timeout=3.0):
             assert "has lost the hooks of a parameter" in outcome.error, outcome
@@ -82,8 +81,8 @@ def test_a_hook_that_compresses(workers: Workers) -> None:
     program = Program((2, 5, 3), options=frozenset({"fp16 hook"}))
     results = workers.run(3, train, program)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
-    for ours, theirs in zip(results[0], reference(program).parameters(), strict=False):
-        assert (ours - theirs).abs().max() < 2e-2
+    parameters = reference(program).parameters
+    assert difference(results[0][: len(parameters)], parameters) < 2e-2
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_a_hook_that_compresses(workers: Workers) -> None:
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_sharded_models(workers: Workers, api: str, weighting: str, options: tuple[str, ...]) -> None:
     for lengths in LENGTHS:
-        program = Program(lengths, weighting, frozenset({api, *options}))
+        program = Program(lengths, weighting=weighting, options=frozenset({api, *options}))
         if loses_hooks(program) and api == "fsdp2" and weighting == "active" and len({*lengths}) > 1:
             assert all("has lost the hooks" in each.error for each in workers.outcomes(len(lengths), train, program))
             continue
@@ -216,6 +215,5 @@ def test_torchs_own_join_refuses_synced_norms(workers: Workers) -> None:
 
 def test_the_reference_tells_synced_norms_from_plain_ones() -> None:
     program = Program((2, 5))
-    with_norms, without = reference(program), reference(Program((2, 5), options=frozenset({"no norm"})))
-    assert isinstance(with_norms, Net)
-    assert (with_norms.first.weight - without.first.weight).abs().max() > 1e-3
+    with_norms, without = reference(program), reference(program.but(options=frozenset({"no norm"})))
+    assert (with_norms.parameters[0] - without.parameters[0]).abs().max() > 1e-3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.core.backward import programs, recipes
+from tests.core.backward import programs
 from tests.core.backward.programs import Program
 from tests.covering import others_long
 from tests.needs import needs
@@ -42,7 +42,7 @@ PROGRAMS: dict[str, tuple[Any, Any]] = {
     "two models": (programs.train, Program((2, 5, 4), options=frozenset({"summed", "mean"}))),
     "accumulation": (programs.train, Program((5, 1), options=frozenset({"accumulates", "group"}))),
     "FSDP": (programs.train, Program((2, 5, 0), options=frozenset({"fsdp2", "group", "mean"}))),
-    **{f"random {seed}": (recipes.train, recipes.draw(seed)) for seed in range(100, 108)},
+    **{f"random {seed}": (programs.train, programs.draw(seed)) for seed in range(100, 108)},
 }
 
 

@@ -1,7 +1,8 @@
 """A rank that joins amid an accumulation, when nobody has looked yet at which gradients others have."""
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.emulator import place
-from tests.support.cases import difference
-from tests.support.small import train_alone
+from tests.support.front_ends.plain import Loop, assert_exact, train
+from tests.support.run import Batch, reference
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -39,29 +40,31 @@ def batches(choices: list[int], rank: int) -> list[tuple[int, Tensor]]:
     return [(expert, torch.randn(4, 3, dtype=torch.float64)) for expert in choices]
 
 
-def train(rank: int, choices: tuple[list[int], ...], loop: str, set_to_none: bool, clear_first: bool) -> list[Tensor]:
-    ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    loader: Iterable[tuple[int, Tensor]] = batches(choices[rank], rank)
-    with Join([ddp, optimizer], weighting="world", may_break=loop == "heartbeat") as join:
-        for step, batch in enumerate(loader if loop == "plain" else join.batches(loader)):
-            if clear_first and step % 2 == 0:
-                optimizer.zero_grad(set_to_none)
-            with ddp.no_sync() if step % 2 == 0 else nullcontext():
-                ddp(batch).pow(2).mean().backward()
-            if step % 2:
-                optimizer.step()
-                if not clear_first:
-                    optimizer.zero_grad(set_to_none)
-    return [p.detach() for p in ddp.parameters()]
+@dataclass(frozen=True)
+class Choosing(Loop):
+    """A loop over batches, each of which takes an expert."""
+
+    optimizer: str = "sgd"
+    accumulate: int = 2
+    one_context: bool = True
+    ddp: dict[str, Any] = field(default_factory=lambda: {"find_unused_parameters": True, "broadcast_buffers": False})
+    choices: Sequence[Sequence[list[int]]] = ()  # by epoch and rank
+
+    def batch(self, rank: int, epoch: int, index: int) -> Any:
+        return batches(self.choices[epoch][rank], rank)[index][::-1]
+
+    def build(self) -> Experts:
+        return Experts()
+
+    def losses(self, model: Any, batch: Any, rank: int, *_: Any) -> Iterator[Tensor]:
+        yield model(batch[::-1]).pow(2).mean() * float(rank != self.masked)
 
 
-def reference(choices: tuple[list[int], ...]) -> list[Tensor]:
-    model = Experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    shards = [batches(its, rank) for rank, its in enumerate(choices)]
-    lengths = [len(shard) for shard in shards]
-    return train_alone(optimizer, lengths, lambda rank, step: model(shards[rank][step]).pow(2).mean(), window=2)
+def check(workers: Workers, *choices: Sequence[list[int]], **options: Any) -> None:
+    """Train on the experts of each epoch."""
+    lengths = tuple(tuple(map(len, shards)) for shards in choices)
+    run = Choosing(lengths, len(lengths), choices=choices, **options)
+    assert_exact(workers.run(run.world_size, train, run), reference(run))
 
 
 @pytest.mark.covering(2)
@@ -72,25 +75,8 @@ def reference(choices: tuple[list[int], ...]) -> list[Tensor]:
 def test_a_joined_ranks_share_of_a_window_counts(
     workers: Workers, choices: tuple[list[int], ...], loop: str, set_to_none: bool, clear_first: bool
 ) -> None:
-    expected = reference(choices)
-    for parameters in workers.run(2, train, choices, loop, set_to_none, clear_first):
-        assert difference(parameters, expected) < 1e-10
-
-
-def train_over_two_loops(rank: int, loops: tuple[tuple[list[int], ...], ...], loop: str) -> list[Tensor]:
-    ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    step = 0
-    with Join([ddp, optimizer], weighting="world", may_break=loop == "heartbeat") as join:
-        for choices in loops:
-            for number, batch in enumerate(join.batches(batches(choices[rank], rank)), step):
-                with ddp.no_sync() if number % 2 == 0 else nullcontext():
-                    ddp(batch).pow(2).mean().backward()
-                if number % 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            step += max(map(len, choices))
-    return [p.detach() for p in ddp.parameters()]
+    clear = ("before" if clear_first else "after") + ("" if set_to_none else ", zeros")
+    check(workers, choices, loop=loop, clear=clear)
 
 
 @pytest.mark.covering(2)
@@ -102,35 +88,8 @@ def test_a_window_may_go_on_in_the_next_loop(
 ) -> None:
     # The second loop begins with a tail, when only rank 1 of these has a share of expert 0.
     first, second = ([0, 1, 1], [0, 1, 0], third), ([1], [], [])
-    loops = tuple(tuple(shards[rank] for rank in order) for shards in (first, second))
-    model = Experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = 0
-    for choices in loops:
-        shards = [batches(its, rank) for rank, its in enumerate(choices)]
-        for number in range(max(map(len, shards))):
-            for shard in shards:
-                if number < len(shard):
-                    (model(shard[number]).pow(2).mean() / 3).backward()
-            if (step + number) % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        step += max(map(len, shards))
-    for parameters in workers.run(3, train_over_two_loops, loops, loop):
-        assert difference(parameters, list(model.parameters())) < 1e-10
-
-
-def train_in_halves(rank: int, lengths: tuple[int, ...], window: int, loop: str, set_to_none: bool) -> list[Tensor]:
-    ddp = DistributedDataParallel(Halves())
-    optimizers = optimizers_of(ddp.module)
-    loader = batches([0] * lengths[rank], rank)
-    with Join([ddp, *optimizers], weighting="world", may_break=loop == "heartbeat") as join:
-        for step, (_, x) in enumerate(loader if loop == "plain" else join.batches(loader)):
-            clear_halves(step, window, optimizers, set_to_none)
-            with nullcontext() if (step + 1) % window == 0 else ddp.no_sync():
-                ddp(x).pow(2).mean().backward()
-            step_halves(step, window, optimizers)
-    return [p.detach() for p in ddp.parameters()]
+    loops = [tuple(shards[rank] for rank in order) for shards in (first, second)]
+    check(workers, *loops, loop=loop, clear="after", rest="goes on")
 
 
 class Halves(nn.Sequential):
@@ -140,23 +99,27 @@ class Halves(nn.Sequential):
         self.double()
 
 
-def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model.children()]
+@dataclass(frozen=True)
+class InHalves(Loop):
+    """One half of the model is stepped after each window of batches, the other one after every second."""
 
+    epochs: int = 1
+    optimizer: str = "sgd+sgd"
 
-# One half of the model is stepped after each window of batches, the other one after every second.
+    def build(self) -> Halves:
+        return Halves()
 
+    def optimizers(self, net: Any, sharded: bool = False) -> list[torch.optim.Optimizer]:
+        return [self.make_optimizer(part.parameters(), "sgd") for part in net.children()]
 
-def clear_halves(step: int, window: int, optimizers: list[torch.optim.Optimizer], set_to_none: bool) -> None:
-    for number, optimizer in enumerate(optimizers, 1):
-        if step % (number * window) == 0:
-            optimizer.zero_grad(set_to_none)
+    def losses(self, model: Any, batch: Batch, *_: Any) -> Iterator[Tensor]:
+        yield model(batch[0][:, :3]).pow(2).mean()
 
+    def in_turn(self, optimizers: list[Any], step: int) -> list[Any]:
+        return [each for n, each in enumerate(optimizers, 1) if (step + 1) % (n * self.accumulate) == 0]
 
-def step_halves(step: int, window: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    for number, optimizer in enumerate(optimizers, 1):
-        if (step + 1) % (number * window) == 0:
-            optimizer.step()
+    def in_turn_to_clear(self, optimizers: list[Any], step: int) -> list[Any]:
+        return [each for n, each in enumerate(optimizers, 1) if step % (n * self.accumulate) == 0]
 
 
 @pytest.mark.covering(2)
@@ -166,45 +129,16 @@ def step_halves(step: int, window: int, optimizers: list[torch.optim.Optimizer])
 def test_half_of_a_model_may_keep_its_gradients(
     workers: Workers, lengths: tuple[int, ...], window: int, loop: str, set_to_none: bool
 ) -> None:
-    model = Halves()
-    optimizers = optimizers_of(model)
-    shards = [batches([0] * length, rank) for rank, length in enumerate(lengths)]
-    for step in range(max(lengths)):
-        clear_halves(step, window, optimizers, set_to_none)
-        for shard in shards:
-            if step < len(shard):
-                (model(shard[step][1]).pow(2).mean() / len(lengths)).backward()
-        step_halves(step, window, optimizers)
-    for parameters in workers.run(2, train_in_halves, lengths, window, loop, set_to_none):
-        assert difference(parameters, list(model.parameters())) < 1e-10
-
-
-def mask(rank: int, loop: str, own: int) -> list[Tensor]:
-    """Only rank 1 uses the expert `own`, with a loss of zero, and joins: zeros are stepped, none is not."""
-    ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.5)
-    with Join([ddp, optimizer], may_break=loop == "heartbeat") as join:
-        loader = batches([1 - own] * 2 if rank == 0 else [own], rank)
-        for step, batch in enumerate(loader if loop == "plain" else join.batches(loader)):
-            with ddp.no_sync() if step == 0 else nullcontext():
-                (ddp(batch).pow(2).mean() * (1 - rank)).backward()
-            if step == 1:
-                optimizer.step()
-    return [p.detach() for p in ddp.parameters()]
+    run = InHalves(lengths, accumulate=window, loop=loop, clear="before" if set_to_none else "before, zeros")
+    assert_exact(workers.run(2, train, run), reference(run))
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize("loop", ["sized", "plain", "heartbeat"])
 def test_a_joined_ranks_zeros_are_kept(workers: Workers, loop: str, own: int) -> None:
-    model = Experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    for batch in batches([1 - own] * 2, 0):
-        (model(batch).pow(2).mean() / 2).backward()
-    (model(batches([own], 1)[0]).pow(2).mean() * 0.0).backward()
-    optimizer.step()
-    for parameters in workers.run(2, mask, loop, own):
-        assert difference(parameters, list(model.parameters())) < 1e-10
+    # Only rank 1 uses the expert `own`, with a loss of zero, and joins: zeros are stepped, none is not.
+    check(workers, ([1 - own] * 2, [own]), masked=1, loop=loop)
 
 
 def overflow(rank: int) -> Tensor:

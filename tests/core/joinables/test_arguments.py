@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.joinables import WorldJoinable
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinTypeError, JoinValueError

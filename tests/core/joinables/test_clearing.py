@@ -6,7 +6,7 @@ Each run is compared with one process in float64. Rank 0 joins first; in the sec
 import copy
 import io
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.covering import others_long
 from tests.emulator import place
-from tests.support.cases import difference
+from tests.support.front_ends.plain import Loop, train
+from tests.support.run import Batch, difference, reference
 from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import Join
@@ -93,31 +94,55 @@ IDIOMS: dict[str, Clear] = {
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """What a step does: windows of `window` micro-batches, of which the last one syncs.
+class Pattern(Loop):
+    """A loop whose gradients are cleared in one of the ways.
 
     On rank 1 the first micro-batch of each window is masked (a gradient of zero) or skipped.
     """
 
-    window: int = 1
-    view: bool = False
-    masked: bool = False
-    skipped: bool = False
-    clears_after: bool = False  # at a window's end, not at its begin
-    clears_amid: bool = False  # after a window's first micro-batch, not before
+    lengths: Any = LENGTHS
+    epochs: int = 2
+    optimizer: str = "sgd"
+    rest: str = "added"
+    idiom: str = "none"
+    masks: bool = False
+    skips: bool = False
+    amid: bool = False  # cleared after a window's first micro-batch, not before
+
+    def build(self) -> nn.Module:
+        return new_model()
+
+    def batch(self, rank: int, epoch: int, index: int) -> Batch:
+        return (batch(epoch, rank, index),)
+
+    def zero(self, net: Any, optimizers: list[Any]) -> None:
+        IDIOMS[self.idiom](list(net.parameters()), optimizers[0])
+
+    def begins_window(self, epoch: int, step: int) -> bool:
+        return step % self.accumulate == self.amid
+
+    def losses(self, model: Any, batch: Batch, rank: int, epoch: int, step: int) -> Iterator[Tensor]:
+        loss: Tensor = model(batch[0]).pow(2).mean()
+        is_first = self.is_first(rank, step)
+        if not (is_first and self.skips):
+            yield loss * 0.0 if is_first and self.masks else loss
+
+    def is_first(self, rank: int, step: int) -> bool:
+        return rank == 1 and step % 2 == 0
 
 
+VIEW = {"gradient_as_bucket_view": True}
 PATTERNS = {
     "each": Pattern(),
-    "each, views": Pattern(view=True),
-    "each, after": Pattern(clears_after=True),
-    "window": Pattern(2),
-    "window, views": Pattern(2, view=True),
-    "window, after": Pattern(2, clears_after=True),
-    "masked": Pattern(2, masked=True),
-    "masked, views": Pattern(2, view=True, masked=True),
-    "skipped": Pattern(2, skipped=True),
-    "skipped, after": Pattern(2, skipped=True, clears_after=True),
+    "each, views": Pattern(ddp=VIEW),
+    "each, after": Pattern(clear="after"),
+    "window": Pattern(accumulate=2),
+    "window, views": Pattern(accumulate=2, ddp=VIEW),
+    "window, after": Pattern(accumulate=2, clear="after"),
+    "masked": Pattern(accumulate=2, masks=True),
+    "masked, views": Pattern(accumulate=2, ddp=VIEW, masks=True),
+    "skipped": Pattern(accumulate=2, skips=True),
+    "skipped, after": Pattern(accumulate=2, skips=True, clear="after"),
 }
 
 
@@ -131,94 +156,32 @@ def batch(epoch: int, rank: int, step: int) -> Tensor:
     return torch.randn(3, 4, generator=generator, dtype=torch.float64)
 
 
-def loss_of(model: Any, x: Tensor, pattern: Pattern, rank: int, step: int) -> Tensor | None:
-    loss: Tensor = model(x).pow(2).mean()
-    if rank == 1 and step % 2 == 0:
-        return None if pattern.skipped else loss * 0.0 if pattern.masked else loss
-    return loss
-
-
-def train(rank: int, idiom: str, pattern: Pattern, loop: str, epochs: Any) -> list[Tensor]:
-    model = new_model()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=pattern.view)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    clear = lambda: IDIOMS[idiom](list(model.parameters()), optimizer)  # noqa: E731
-    for epoch, lengths in enumerate(epochs):
-        loader: Iterable[Tensor] = [batch(epoch, rank, step) for step in range(lengths[rank])]
-        with Join([ddp, optimizer], may_break=loop == "heartbeat") as join:
-            for step, x in enumerate(loader if loop == "plain" else join.batches(loader)):
-                begins, ends = step % pattern.window == pattern.clears_amid, step % pattern.window == pattern.window - 1
-                if begins and not pattern.clears_after:
-                    clear()
-                with nullcontext() if ends else ddp.no_sync():
-                    if (loss := loss_of(ddp, x, pattern, rank, step)) is not None:
-                        loss.backward()
-                if ends:
-                    optimizer.step()
-                    if pattern.clears_after:
-                        clear()
-    return [p.detach() for p in model.parameters()]
-
-
-def reference(idiom: str, pattern: Pattern, epochs: Any) -> list[Tensor]:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for epoch, lengths in enumerate(epochs):
-        for step in range(max(lengths)):
-            begins, ends = step % pattern.window == pattern.clears_amid, step % pattern.window == pattern.window - 1
-            if begins and not pattern.clears_after:
-                IDIOMS[idiom](list(model.parameters()), optimizer)
-            for rank, length in enumerate(lengths):
-                if step < length:
-                    loss = loss_of(model, batch(epoch, rank, step), pattern, rank, step)
-                    if loss is not None:
-                        (loss / len(lengths)).backward()
-            if ends:
-                optimizer.step()
-                if pattern.clears_after:
-                    IDIOMS[idiom](list(model.parameters()), optimizer)
-    return [p.detach() for p in model.parameters()]
-
-
 @pytest.mark.parametrize("turn", others_long(range(len(LOOPS)), 0))
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_way_of_clearing_is_seen(workers: Workers, pattern: str, turn: int) -> None:
     # Where rank 1 cannot tell, rank 2 can.
     for found in workers.run(3, train_with_all, pattern, turn):
         for idiom, parameters in found.items():
-            assert difference(parameters, reference(idiom, PATTERNS[pattern], LENGTHS)) < 1e-10, idiom
+            assert difference(parameters, reference(PATTERNS[pattern].but(idiom=idiom)).parameters) < 1e-10, idiom
 
 
-def first_only(model: Any, x: Tensor, pattern: Pattern, rank: int, step: int) -> Tensor | None:
-    loss: Tensor = model(x).pow(2).mean()
-    if (rank, step) == (1, 0):
-        return None if pattern.skipped else loss * 0.0
-    return loss
+@dataclass(frozen=True)
+class Late(Pattern):
+    """Masked, or skipped, in the first step only; on ranks, the second step of rank 2 is late."""
+
+    def is_first(self, rank: int, step: int) -> bool:
+        if dist.is_initialized() and (rank, step) == (2, 1):
+            time.sleep(0.7)  # the leader is at the next backward by then, the one that averages, and has announced it
+        return (rank, step) == (1, 0)
 
 
-def train_late(rank: int, pattern: Pattern, epochs: Any, seconds: float) -> list[Tensor]:
-    def late(model: Any, x: Tensor, pattern: Pattern, rank: int, step: int) -> Tensor | None:
-        if (rank, step) == (2, 1):
-            time.sleep(
-                seconds
-            )  # the leader is at the next backward by then, the one that averages, and has announced it
-        return first_only(model, x, pattern, rank, step)
-
-    with mock.patch(f"{__name__}.loss_of", late):
-        return train(rank, "none", pattern, "sized", epochs)
-
-
-@pytest.mark.parametrize(
-    ("skips", "clears_amid", "seconds"),
-    [("masked", False, 7.0), ("masked", True, 0.7), ("skipped", False, 0.7), ("skipped", True, 0.7)],
-)
-def test_a_rank_that_can_tell_may_be_late(workers: Workers, skips: str, clears_amid: bool, seconds: float) -> None:
+@pytest.mark.parametrize("clears_amid", [False, True])
+@pytest.mark.parametrize("skips", ["masks", "skips"])
+def test_a_rank_that_can_tell_may_be_late(workers: Workers, skips: str, clears_amid: bool) -> None:
     # Rank 1 leads from step 1 on and cannot tell there whether it has cleared; rank 2 can.
-    pattern, epochs = Pattern(3, clears_amid=clears_amid, **{skips: True}), ((1, 3, 3), (3, 3, 3))
-    with mock.patch(f"{__name__}.loss_of", first_only):
-        expected = reference("none", pattern, epochs)
-    for parameters in workers.run(3, train_late, pattern, epochs, seconds):
-        assert difference(parameters, expected) < 1e-10
+    run = Late(((1, 3, 3), (3, 3, 3)), accumulate=3, amid=clears_amid, **{skips: True})
+    for outcome in workers.run(3, train, run):
+        assert difference(outcome.parameters, reference(run).parameters) < 1e-10
 
 
 def run_ahead(rank: int, lengths: tuple[int, ...]) -> None:
@@ -318,8 +281,9 @@ ALONE = ((1, 4), (2, 2))
 def test_the_optimizers_zero_grad_tells_where_no_gradient_does(
     workers: Workers, pattern: str, idiom: str, loop: str
 ) -> None:
-    for parameters in workers.run(2, train, idiom, PATTERNS[pattern], loop, ALONE):
-        assert difference(parameters, reference(idiom, PATTERNS[pattern], ALONE)) < 1e-10
+    run = PATTERNS[pattern].but(idiom=idiom, loop=loop, lengths=ALONE)
+    for outcome in workers.run(2, train, run):
+        assert difference(outcome.parameters, reference(run).parameters) < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -327,7 +291,7 @@ def test_the_optimizers_zero_grad_tells_where_no_gradient_does(
 )
 def test_where_nobody_can_tell_all_ranks_raise(workers: Workers, pattern: str, idiom: str, loop: str) -> None:
     # The one that is in the all-reduce hears of it when the process group's timeout ends that.
-    outcomes = workers.outcomes(2, train, idiom, PATTERNS[pattern], loop, ALONE, timeout=2.0)
+    outcomes = workers.outcomes(2, train, PATTERNS[pattern].but(idiom=idiom, loop=loop, lengths=ALONE), timeout=2.0)
     assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
 
 
@@ -335,7 +299,8 @@ def train_with_all(rank: int, pattern: str, turn: int) -> dict[str, list[Tensor]
     """Train with each idiom, in loops that take turns: with all patterns, each idiom comes to be in each loop."""
     idioms = [idiom for idiom in IDIOMS if idiom != "numpy" or place().type == "cpu"]  # whose memory it shares
     loops = {idiom: LOOPS[(turn + number + [*PATTERNS].index(pattern)) % 3] for number, idiom in enumerate(idioms)}
-    return {idiom: train(rank, idiom, PATTERNS[pattern], loop, LENGTHS) for idiom, loop in loops.items()}
+    runs = {idiom: PATTERNS[pattern].but(idiom=idiom, loop=loop) for idiom, loop in loops.items()}
+    return {idiom: train(rank, run).parameters for idiom, run in runs.items()}
 
 
 def leave_out(rank: int) -> None:

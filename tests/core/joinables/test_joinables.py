@@ -12,12 +12,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.joinables.test_metrics import CASES, assert_value, history
-from tests.core.loops.test_join import assert_same_bits
 from tests.core.loops.test_join_protocol import AllReducer, state_of
 from tests.emulator import place
-from tests.support.cases import Batch, difference
-from tests.support.loops import Program, reference, train
-from tests.support.small import train_alone
+from tests.support.front_ends.plain import Loop, assert_same_bits, train
+from tests.support.run import difference, reference
 from tests.support.workers import Workers, connect
 from torch_join import (
     Join,
@@ -31,26 +29,26 @@ from torch_join import (
 
 TORCHS = "torch's with joinables"
 PROGRAMS = {
-    "adam": Program((3, 6)),
-    "adam-empty": Program((0, 4, 7), clip=0.3, scheduler="step"),
-    "adam-turns": Program(((2, 5, 3), (4, 1, 4), (0, 3, 6)), weighting="active", scheduler="plateau"),
-    "sgd": Program((6, 3), optimizer="sgd", weighting="active", clear="after"),
-    "sgd-samples, even at first": Program((2, 5, 3), optimizer="sgd", weighting="samples"),
-    "sgd-samples": Program((2, 5, 0), optimizer="sgd", weighting="samples"),
-    "zero": Program((3, 6), optimizer="zero", clip=0.3, scheduler="step"),
-    "zero-empty": Program((6, 0, 3), optimizer="zero", weighting="active"),
-    "zero-turns": Program(((5, 2), (1, 4), (3, 3)), optimizer="zero", clear="after, zeros"),
-    "zero-window": Program((5, 2), optimizer="zero", accumulate=2),
-    "zero-window-left": Program((7, 0, 4), optimizer="zero", accumulate=3),
-    "window": Program((4, 7, 0), accumulate=3, optimizer="sgd", clip=0.3),
-    "norm": Program((2, 5, 5), norm=True),
-    "penalty": Program((3, 6), loss="penalty"),
-    "two-forwards": Program((2, 5, 0), loss="two forwards", optimizer="zero"),
-    "two-backwards": Program((2, 5), loss="two backwards", optimizer="zero"),
-    "two-models": Program((3, 0, 5), loss="two models", optimizer="zero"),
-    "even": Program((4, 4), optimizer="zero", scheduler="step"),
-    "nothing": Program((0, 0)),
-    "one": Program((3,)),
+    "adam": Loop((3, 6)),
+    "adam-empty": Loop((0, 4, 7), clip=0.3, scheduler="step"),
+    "adam-turns": Loop(((2, 5, 3), (4, 1, 4), (0, 3, 6)), weighting="active", scheduler="plateau"),
+    "sgd": Loop((6, 3), optimizer="sgd", weighting="active", clear="after"),
+    "sgd-samples, even at first": Loop((2, 5, 3), optimizer="sgd", weighting="samples"),
+    "sgd-samples": Loop((2, 5, 0), optimizer="sgd", weighting="samples"),
+    "zero": Loop((3, 6), optimizer="zero", clip=0.3, scheduler="step"),
+    "zero-empty": Loop((6, 0, 3), optimizer="zero", weighting="active"),
+    "zero-turns": Loop(((5, 2), (1, 4), (3, 3)), optimizer="zero", clear="after, zeros"),
+    "zero-window": Loop((5, 2), optimizer="zero", accumulate=2),
+    "zero-window-left": Loop((7, 0, 4), optimizer="zero", accumulate=3),
+    "window": Loop((4, 7, 0), accumulate=3, optimizer="sgd", clip=0.3),
+    "norm": Loop((2, 5, 5), model="norm"),
+    "penalty": Loop((3, 6), loss="penalty"),
+    "two-forwards": Loop((2, 5, 0), loss="two forwards", optimizer="zero"),
+    "two-backwards": Loop((2, 5), loss="two backwards", optimizer="zero"),
+    "two-models": Loop((3, 0, 5), loss="two models", optimizer="zero"),
+    "even": Loop((4, 4), optimizer="zero", scheduler="step"),
+    "nothing": Loop((0, 0)),
+    "one": Loop((3,)),
 }
 
 
@@ -60,29 +58,29 @@ PROGRAMS = {
 def test_parameters_are_those_of_a_single_process(workers: Workers, name: str, joins: str) -> None:
     program = PROGRAMS[name]
     outcomes = workers.run(program.world_size, train, program, joins)
-    expected, rest = reference(program)
+    expected = reference(program)
     assert_same_bits(outcomes)
-    assert difference(outcomes[0].parameters, list(expected.parameters())) < 1e-10
-    assert outcomes[0].lr == rest.lr
-    if program.norm:
-        assert difference(outcomes[0].buffers, list(expected.buffers())) < 1e-10
+    assert difference(outcomes[0].parameters, expected.parameters) < 1e-10
+    assert outcomes[0].lr == expected.training.rates
+    if program.model == "norm":
+        assert difference(outcomes[0].buffers, expected.buffers) < 1e-10
 
 
 def test_without_them_torchs_join_is_off(workers: Workers) -> None:
     program = PROGRAMS["adam-turns"]
-    expected, _ = reference(program)
-    off = difference(workers.run(3, train, program, "torch")[0].parameters, list(expected.parameters()))
+    expected = reference(program)
+    off = difference(workers.run(3, train, program, "torch")[0].parameters, expected.parameters)
     assert off > 1e-3
 
 
 def _plain_ddp(rank: int, lengths: Sequence[int], joinable: bool) -> list[torch.Tensor]:
-    program = Program(lengths)
+    program = Loop(lengths)
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 3).double())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for epoch in range(3):
         with TorchJoin([model, *([JoinableOptimizer(optimizer)] if joinable else [])]):
-            for x, y in program.data.batches(rank, epoch):
+            for x, y in program.batches(rank, epoch):
                 optimizer.zero_grad()
                 (model(x) - y).pow(2).mean().backward()
                 optimizer.step()
@@ -334,10 +332,10 @@ def _in_subgroup(rank: int, joins: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 3).double(), process_group=group)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    program = Program((2, 5))
+    program = Loop((2, 5))
     for epoch in range(2):
         with joins([JoinableModel(model), JoinableOptimizer(optimizer, group)]):
-            for x, y in program.data.batches(2 - rank, epoch):
+            for x, y in program.batches(2 - rank, epoch):
                 optimizer.zero_grad()
                 (model(x) - y).pow(2).mean().backward()
                 optimizer.step()
@@ -348,16 +346,14 @@ def _in_subgroup(rank: int, joins: Any) -> list[torch.Tensor]:
 def test_a_group_of_some_ranks(workers: Workers, joins: Any) -> None:
     _, first, second = workers.run(3, _in_subgroup, joins)
     torch.manual_seed(0)
-    model, program = nn.Linear(4, 3).double(), Program((2, 5))
+    model, program = nn.Linear(4, 3).double(), Loop((2, 5))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for epoch in range(2):
-        batches = [program.data.batches(rank, epoch) for rank in range(2)]
-
-        def loss(rank: int, step: int, batches: list[list[Batch]] = batches) -> torch.Tensor:
-            x, y = batches[rank][step]
-            return (model(x) - y).pow(2).mean()  # type: ignore[no-any-return]
-
-        train_alone(optimizer, program.lengths, loss)
+        for step in range(5):
+            optimizer.zero_grad()
+            for x, y in (batches[step] for r in range(2) if step < len(batches := program.batches(r, epoch))):
+                ((model(x) - y).pow(2).mean() / 2).backward()
+            optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert difference(first, list(model.parameters())) < 1e-10
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.cases import difference
+from tests.support.run import difference
 from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import Join

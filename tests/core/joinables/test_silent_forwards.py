@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.cases import difference
 from tests.support.inside import gradient_hook
+from tests.support.run import difference
 from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import EarlyTerminationError, Join

@@ -1,15 +1,17 @@
 """A rank that leaves out a micro-batch, forward and all, in the steps before DDP has rebuilt its buckets."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.core.joinables.test_clearing import batch, new_model
-from tests.support.cases import difference
-from tests.support.small import train_alone
+from tests.core.joinables.test_clearing import Pattern, batch, new_model
+from tests.support.front_ends.plain import train
+from tests.support.run import Batch, difference, reference
 from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
@@ -19,44 +21,24 @@ Epochs = list[tuple[int, ...]]
 Skipped = set[tuple[int, int]]  # ranks and steps, of the first epoch
 
 
-def train(rank: int, epochs: Epochs, skipped: Skipped, loop: str, view: bool) -> list[Tensor]:
-    model = new_model()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with Join([ddp, optimizer], may_break=loop == "heartbeat") as join:
-        for epoch, lengths in enumerate(epochs):
-            batches = [batch(epoch, rank, step) for step in range(lengths[rank])]
-            for step, x in enumerate(join.batches(iter(batches) if loop == "unsized" else batches)):
-                ends = step % WINDOW == WINDOW - 1
-                if step % WINDOW == 0:
-                    optimizer.zero_grad()
-                if epoch == 0 and (rank, step) in skipped:
-                    continue
-                with nullcontext() if ends else ddp.no_sync():
-                    ddp(x).pow(2).mean().backward()
-                if ends:
-                    optimizer.step()
-    return [p.detach() for p in model.parameters()]
+@dataclass(frozen=True)
+class Skipping(Pattern):
+    """A loop in which ranks leave out batches of the first epoch."""
 
+    accumulate: int = WINDOW
+    idiom: str = "zero_grad"
+    one_context: bool = True
+    left_out: frozenset[tuple[int, int]] = frozenset()
 
-def reference(epochs: Epochs, skipped: Skipped) -> list[Tensor]:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parameters: list[Tensor] = []
-    for epoch, lengths in enumerate(epochs):
-
-        def loss(rank: int, step: int, epoch: int = epoch) -> Tensor | None:
-            out: Tensor = model(batch(epoch, rank, step))
-            return None if epoch == 0 and (rank, step) in skipped else out.pow(2).mean()
-
-        parameters = train_alone(optimizer, lengths, loss, WINDOW)
-    return parameters
+    def losses(self, model: Any, batch: Batch, rank: int, epoch: int, step: int) -> Iterator[Tensor]:
+        if epoch or (rank, step) not in self.left_out:
+            yield from super().losses(model, batch, rank, epoch, step)
 
 
 # DDP rebuilds its buckets in the forward that follows the first sync, step 2 here, and waits in there for all ranks.
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("loop", ["sized", "unsized", "heartbeat"])
+@pytest.mark.parametrize("loop", ["sized", "iterable", "heartbeat"])
 @pytest.mark.parametrize(
     ("epochs", "skipped"),
     [
@@ -68,8 +50,9 @@ def reference(epochs: Epochs, skipped: Skipped) -> list[Tensor]:
     ],
 )
 def test_a_forward_that_is_left_out(workers: Workers, epochs: Epochs, skipped: Skipped, loop: str, view: bool) -> None:
-    for parameters in workers.run(len(epochs[0]), train, epochs, skipped, loop, view):
-        assert difference(parameters, reference(epochs, skipped)) < 1e-10
+    run = Skipping(epochs, len(epochs), left_out=frozenset(skipped), loop=loop, ddp={"gradient_as_bucket_view": view})
+    for outcome in workers.run(run.world_size, train, run):
+        assert difference(outcome.parameters, reference(run).parameters) < 1e-10
 
 
 def end_amid_a_window(rank: int) -> list[str]:

@@ -1,7 +1,7 @@
 """`Join` in plain loops: the parameters are those of a single process. And the same loops under torch's Join."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -10,9 +10,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.covering import others_long
-from tests.support.cases import Batch, difference
+from tests.support.front_ends.plain import (
+    Loop,
+    Outcome,
+    assert_exact,
+    assert_same_bits,
+    go_on,
+    outcome_of,
+    train,
+)
 from tests.support.inside import channel_of, delay_next_wait
-from tests.support.loops import Expected, Models, Outcome, Program, Training, outcome_of, reference, tensors_of, train
+from tests.support.run import Batch, Training, difference, reference
 from tests.support.workers import Workers, connect
 from torch_join import Join
 
@@ -30,8 +38,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "zeros": {"clear": "after, zeros", "scheduler": "step"},
     "zeros-first": {"clear": "before, zeros"},
     "model-zero": {"clear": "model", "clip": 0.3},
-    "scaler": {"scaler": True},
-    "scaler-clip": {"scaler": True, "clip": 0.3, "clear": "after"},
+    "scaler": {"scaler": 8.0},
+    "scaler-clip": {"scaler": 8.0, "clip": 0.3, "clear": "after"},
     "in-turns": {"lengths": ((2, 5, 3), (4, 1, 4), (0, 3, 6))},
     "no-grad": {"evaluation": "no_grad"},
     "inference": {"evaluation": "inference", "one_context": True},
@@ -43,7 +51,7 @@ WEIGHTINGS = ("world", "active", "samples")
 LOOPS = ("sized", "plain", "iterable", "heartbeat", "wrong length")
 
 
-def crossed() -> dict[str, Program]:
+def crossed() -> dict[str, Loop]:
     """Each feature with each optimizer; lengths, weightings and loops take turns."""
     programs = {}
     for i, (name, feature) in enumerate(FEATURES.items()):
@@ -53,39 +61,39 @@ def crossed() -> dict[str, Program]:
             # What follows a plain `for` in the same `with` would not wait for the other ranks.
             if options["loop"] == "plain" and (feature.get("evaluation") or feature.get("one_context")):
                 options["loop"] = "sized"
-            programs[f"{optimizer}-{name}"] = Program(**options)
+            programs[f"{optimizer}-{name}"] = Loop(**options)
     return programs
 
 
 PROGRAMS = {
-    "plain-sgd": Program((3, 6), optimizer="plain"),
-    "sgd": Program((3, 6), optimizer="sgd"),
-    "adam": Program((3, 6)),
-    "adamw": Program((3, 6), optimizer="adamw"),
-    "zero": Program((3, 6), optimizer="zero"),
-    "zero-plain": Program((6, 0, 3), optimizer="zero", loop="plain", clear="after"),
-    "two-backwards-zeros": Program(
+    "plain-sgd": Loop((3, 6), optimizer="plain"),
+    "sgd": Loop((3, 6), optimizer="sgd"),
+    "adam": Loop((3, 6)),
+    "adamw": Loop((3, 6), optimizer="adamw"),
+    "zero": Loop((3, 6), optimizer="zero"),
+    "zero-plain": Loop((6, 0, 3), optimizer="zero", loop="plain", clear="after"),
+    "two-backwards-zeros": Loop(
         (5, 0, 2), loss="two backwards", clear="after, zeros", weighting="samples", loop="iterable"
     ),
-    "norm": Program((2, 5), norm=True),
-    "norm-plain": Program((2, 5, 3), norm=True, loop="plain", optimizer="sgd"),
-    "norm-evaluated": Program((0, 4, 3), norm=True, evaluation="no_grad"),
-    "sgd-and-adam": Program((3, 6), optimizer="sgd+adam", scheduler="step"),
-    "adam-and-zero": Program((6, 0, 3), optimizer="adam+zero", clip=0.3, scaler=True, loss="two models"),
-    "wrong-length-window": Program((3, 6, 0), accumulate=5, loop="wrong length", weighting="active"),
-    "wrong-length-evaluated": Program((5, 6, 3), loop="wrong length", evaluation="no_grad"),
-    "window-in-one-context": Program((4, 7), accumulate=3, one_context=True, optimizer="sgd"),
-    "two-models-window": Program((5, 2), loss="two models", accumulate=2, loop="plain", weighting="active"),
+    "norm": Loop((2, 5), model="norm"),
+    "norm-plain": Loop((2, 5, 3), model="norm", loop="plain", optimizer="sgd"),
+    "norm-evaluated": Loop((0, 4, 3), model="norm", evaluation="no_grad"),
+    "sgd-and-adam": Loop((3, 6), optimizer="sgd+adam", scheduler="step"),
+    "adam-and-zero": Loop((6, 0, 3), optimizer="adam+zero", clip=0.3, scaler=8.0, loss="two models"),
+    "wrong-length-window": Loop((3, 6, 0), accumulate=5, loop="wrong length", weighting="active"),
+    "wrong-length-evaluated": Loop((5, 6, 3), loop="wrong length", evaluation="no_grad"),
+    "window-in-one-context": Loop((4, 7), accumulate=3, one_context=True, optimizer="sgd"),
+    "two-models-window": Loop((5, 2), loss="two models", accumulate=2, loop="plain", weighting="active"),
     # A rank that leaves its loop serves the others at the beginning of the next one.
-    "served-in-inference": Program(
+    "served-in-inference": Loop(
         ((4, 1), (3, 5), (7, 2)), accumulate=3, loop="heartbeat", leaves=True, evaluation="inference"
     ),
-    "zero-served-in-inference": Program(
+    "zero-served-in-inference": Loop(
         ((4, 1), (0, 5), (3, 2)), optimizer="zero", loop="heartbeat", leaves=True, evaluation="inference"
     ),
-    "even": Program((4, 4), scheduler="step"),
-    "empty": Program((0, 0), optimizer="sgd"),
-    "one": Program((3,), clip=0.3),
+    "even": Loop((4, 4), scheduler="step"),
+    "empty": Loop((0, 0), optimizer="sgd"),
+    "one": Loop((3,), clip=0.3),
     **crossed(),
 }
 # Optimizers take turns.
@@ -93,45 +101,20 @@ SOME = [f"{OPTIMIZERS[i % 4]}-{feature}" for i, feature in enumerate(FEATURES)]
 SOME += [name for name in PROGRAMS if name not in crossed()]
 
 
-def assert_same_bits(outcomes: Sequence[Outcome], buffers: bool = True) -> None:
-    first = outcomes[0]
-    for other in outcomes[1:]:
-        mine, its = tensors_of(first), tensors_of(other)
-        if buffers:
-            mine, its = [*mine, *first.buffers], [*its, *other.buffers]
-        assert len(mine) == len(its)
-        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
-        assert first.lr == other.lr
-        assert first.scheduler == other.scheduler
-        assert first.scaler == other.scaler
-
-
-def assert_exact(program: Program, outcomes: Sequence[Outcome], models: Models, expected: Expected) -> None:
-    # After a last step of all ranks each has its own buffers until the next forward, as in plain DDP.
-    assert_same_bits(outcomes, buffers=not program.rebalance)
-    assert difference(outcomes[0].parameters, list(models.parameters())) < 1e-10
-    assert outcomes[0].lr == expected.lr
-    assert outcomes[0].scaler == expected.scaler
-    if program.norm:
-        assert difference(outcomes[0].buffers, list(models.buffers())) < 1e-10
-    for outcome, values in zip(outcomes, expected.evaluated, strict=True):
-        assert outcome.evaluated == pytest.approx(values, rel=1e-10)
-
-
 @pytest.mark.parametrize("name", others_long(PROGRAMS, *SOME))
 def test_parameters_are_those_of_a_single_process(workers: Workers, name: str) -> None:
     program = PROGRAMS[name]
     outcomes = workers.run(program.world_size, train, program, "ours", True)
-    models, expected = reference(program)
-    assert_exact(program, outcomes, models, expected)
+    expected = reference(program)
+    assert_exact(outcomes, expected)
     # Then three epochs of plain DDP. Of its buffers each rank has its own until the next forward.
     plain = [outcome.plain for outcome in outcomes]
     assert_same_bits(plain, buffers=False)
-    assert difference(plain[0].parameters, expected.plain) < 1e-10
+    assert difference(plain[0].parameters, go_on(expected)) < 1e-10
 
 
 def test_the_programs_do_what_they_are_there_for() -> None:
-    scalers = [reference(program)[1].scaler for program in PROGRAMS.values() if program.scaler]
+    scalers = [reference(program).scaler for program in PROGRAMS.values() if program.scaler]
     assert any(state["scale"] > 8 for state in scalers)
     assert any(state["scale"] < 8 for state in scalers)
     assert any(state["_growth_tracker"] for state in scalers)
@@ -154,22 +137,22 @@ class Late:
 
 
 def train_without(rank: int, lengths: tuple[int, ...]) -> Outcome:
-    training = Training(Program(lengths), sharded=True)
-    ddp = DistributedDataParallel(training.models)
-    batches = Program(lengths).data.batches(rank, 0)
+    training = Training(Loop(lengths), sharded=True)
+    ddp = DistributedDataParallel(training.net)
+    batches = Loop(lengths).batches(rank, 0)
     with Join([ddp, *training.optimizers]) as join:
         for step, batch in enumerate(join.batches(batches or Late())):
-            training.begin_step(step)
+            training.begin_step(0, step)
             (ddp(batch[0]) - batch[1]).pow(2).mean().backward()
-            training.finish_step(step)
+            training.end_step(0, step)
     return outcome_of(rank, training)
 
 
 def test_a_loader_that_turns_out_empty_is_exact(workers: Workers) -> None:
     outcomes = workers.outcomes(3, train_without, (0, 4, 1), deadline=20.0, timeout=3.0)
     assert not any(outcome.error for outcome in outcomes), outcomes
-    program = Program((0, 4, 1), epochs=1)
-    assert_exact(program, [outcome.value for outcome in outcomes], *reference(program))
+    program = Loop((0, 4, 1), epochs=1)
+    assert_exact([outcome.value for outcome in outcomes], reference(program))
 
 
 def evaluate_slowly(rank: int, lengths: tuple[int, ...]) -> int:
@@ -218,7 +201,7 @@ LEFT_OUT = [
 ]
 
 
-def under_torch(workers: Workers, program: Program) -> list[Any]:
+def under_torch(workers: Workers, program: Loop) -> list[Any]:
     return workers.outcomes(program.world_size, train, program, "torch", deadline=20.0, timeout=2.0)
 
 
@@ -231,14 +214,14 @@ def test_torchs_join_is_off_but_for_the_simplest_loops(workers: Workers, name: s
     program = PROGRAMS[name]
     outcomes = under_torch(workers, program)
     assert not any(outcome.error for outcome in outcomes), outcomes
-    models, expected = reference(program)
-    worst = max(difference(outcome.value.parameters, list(models.parameters())) for outcome in outcomes)
+    expected = reference(program)
+    worst = max(difference(outcome.value.parameters, expected.parameters) for outcome in outcomes)
     if name in RIGHT:
         assert worst < 1e-10
     else:
         assert worst > 1e-4
     if program.scheduler and name not in RIGHT:
-        assert any(outcome.value.lr != expected.lr for outcome in outcomes)
+        assert any(outcome.value.lr != expected.training.rates for outcome in outcomes)
 
 
 @pytest.mark.parametrize("name", others_long(FAILS, "adam-two-models", "norm-evaluated"))

@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.core.loops.test_join import assert_same_bits
 from tests.covering import others_long
-from tests.support.cases import Batch, difference
+from tests.support.front_ends.plain import Claims, Loop, Stream, assert_same_bits
+from tests.support.front_ends.plain import Outcome as Trained
 from tests.support.joinables import Counter
-from tests.support.loops import Claims, Models, Program, Stream, reference
-from tests.support.loops import Outcome as Trained
+from tests.support.run import Batch, difference, reference
 from tests.support.workers import Outcome, Workers, connect
 from torch_join import Join
 from torch_join._base import compat_c10d as _dispatch
@@ -75,7 +74,7 @@ class Training:
     def __init__(self, rank: int, fault: Fault) -> None:
         connect()
         self.rank, self.fault = rank, fault
-        self.models = Models(Program(fault.lengths))
+        self.models = Loop(fault.lengths).build()
         self.ddp = DistributedDataParallel(self.models)
         self.optimizer = ZeroRedundancyOptimizer(self.models.parameters(), torch.optim.Adam, lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
@@ -87,7 +86,7 @@ class Training:
 
     def run(self) -> None:
         fault = self.fault
-        batches = Program(fault.lengths).data.batches(self.rank, 0)
+        batches = Loop(fault.lengths).batches(self.rank, 0)
         joinables = [self.ddp, self.optimizer, self.scheduler, self.counter]
         if fault.where == "lists" and self.rank == fault.rank:
             joinables.pop()
@@ -109,7 +108,7 @@ class Training:
     def step(self, step: int, batch: Batch) -> None:
         self.optimizer.zero_grad()
         x, y = batch
-        inner = self.models.head.register_forward_pre_hook(lambda *_: self.at(step, "forward"))
+        inner = self.models.last.register_forward_pre_hook(lambda *_: self.at(step, "forward"))
         loss = (self.ddp(x) - y).pow(2).mean()
         inner.remove()
         self.at(step, "body")
@@ -401,10 +400,10 @@ def test_different_lists_are_told(workers: Workers) -> None:
 
 def sync_at_own_end(rank: int, lengths: tuple[int, ...], loops: str) -> None:
     connect()
-    models = Models(Program(lengths))
+    models = Loop(lengths).build()
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.SGD(models.parameters(), lr=0.05)
-    batches = Program(lengths).data.batches(rank, 0)
+    batches = Loop(lengths).batches(rank, 0)
     with Join([ddp, optimizer], timeout=timedelta(seconds=TIMEOUT)) as join:
         for i, (x, y) in enumerate(batches if loops == "plain" else join.batches(batches)):
             with nullcontext() if (i + 1) % 2 == 0 or i + 1 == len(batches) else ddp.no_sync():
@@ -423,11 +422,11 @@ def test_unequal_counts_of_synced_backwards_end(workers: Workers, lengths: tuple
 
 def change_by_hand(rank: int, lengths: tuple[int, ...]) -> None:
     connect()
-    models = Models(Program(lengths))
+    models = Loop(lengths).build()
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.SGD(models.parameters(), lr=0.05)
     with Join([ddp, optimizer], timeout=timedelta(seconds=TIMEOUT)) as join:
-        for x, y in join.batches(Program(lengths).data.batches(rank, 0)):
+        for x, y in join.batches(Loop(lengths).batches(rank, 0)):
             (ddp(x) - y).pow(2).mean().backward()
             torch.nn.utils.clip_grad_norm_(models.parameters(), 0.1)
             optimizer.step()
@@ -450,11 +449,11 @@ def uneven(
 ) -> Trained:
     """Train on what the loaders really hold, or leave the loop before `leaves[rank]` batches."""
     connect()
-    models = Models(Program(real))
+    models = Loop(real).build()
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.Adam(models.parameters(), lr=0.05)
     with Join([ddp, optimizer], may_break=leaves is not None, timeout=timedelta(seconds=TIMEOUT)) as join:
-        for step, (x, y) in enumerate(join.batches(Claims(Program(real).data.batches(rank, 0), claimed[rank]))):
+        for step, (x, y) in enumerate(join.batches(Claims(Loop(real).batches(rank, 0), claimed[rank]))):
             if leaves is not None and not late and step == leaves[rank]:
                 break
             optimizer.zero_grad()
@@ -468,9 +467,9 @@ def uneven(
 
 def assert_exact(outcomes: list[Outcome], lengths: tuple[int, ...]) -> None:
     assert not any(outcome.error for outcome in outcomes), "\n".join(outcome.trace for outcome in outcomes)
-    expected, _ = reference(Program(lengths, epochs=1))
+    expected = reference(Loop(lengths, epochs=1))
     assert_same_bits([outcome.value for outcome in outcomes])
-    assert difference(outcomes[0].value.parameters, list(expected.parameters())) < 1e-10
+    assert difference(outcomes[0].value.parameters, expected.parameters) < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from tests.support.cases import difference
+from tests.support.front_ends.plain import Loop
 from tests.support.inside import channel_of, keys_of, unwritten
 from tests.support.joinables import Counter
-from tests.support.loops import Models, Program, reference
+from tests.support.run import difference, reference
 from tests.support.workers import Workers, connect
 from torch_join import EarlyTerminationError, Join
 
@@ -28,10 +28,10 @@ class Training:
     """A model under DDP and Adam, whose forward takes its input by keyword."""
 
     def __init__(self, lengths: tuple[int, ...], rank: int) -> None:
-        self.models = Models(Program(lengths))
+        self.models = Loop(lengths).build()
         self.ddp = DistributedDataParallel(self.models)
         self.optimizer = torch.optim.Adam(self.models.parameters(), lr=0.05)
-        self.batches = Program(lengths).data.batches(rank, 0)
+        self.batches = Loop(lengths).batches(rank, 0)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
         self.optimizer.zero_grad()
@@ -44,11 +44,11 @@ class Training:
 
 
 def check_exact(found: list[list[Tensor]], lengths: tuple[int, ...], weighting: str = "world") -> None:
-    expected, _ = reference(Program(lengths, epochs=1, weighting=weighting))
+    expected = reference(Loop(lengths, epochs=1, weighting=weighting))
     for parameters in found:
         assert all(torch.equal(a, b) for a, b in zip(parameters, found[0], strict=True))
     # `reference` clears before a step, as this training does.
-    assert difference(found[0], list(expected.parameters())) < 1e-10
+    assert difference(found[0], expected.parameters) < 1e-10
 
 
 def leave(rank: int, lengths: tuple[int, ...], stops: tuple[int, ...], how: str) -> tuple[list[Tensor], float, float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import join_uneven_inputs
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.inside import accelerate_loops
 from tests.support.small import Training, alone, batch, batches_of, loss, network, steps_of
 from tests.support.workers import Workers

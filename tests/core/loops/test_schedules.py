@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.small import Training, batch, batches_of, loss, network, steps_of
 from tests.support.workers import Workers
 from torch_join import Join

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 from torch_join import Join
 

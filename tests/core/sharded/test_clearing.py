@@ -9,24 +9,24 @@ from itertools import product
 import pytest
 
 from tests.core.sharded.test_exactness import trained
+from tests.support.front_ends.sharded import train_padded
 from tests.support.sharded import Recipe, differences
-from tests.support.sharding import train_padded
 from tests.support.workers import Workers
 
 IDIOMS = ["zero_grad", "zero_grad to zero", "model.zero_grad", "None", "data.zero_", "zero_", "zeros"]
 PLACES = ["before", "between", "after"]
 ACCUMULATIONS = {
     "each": Recipe((5, 2)),
-    "synced": Recipe((2, 5), window=2, optimizer="sgd"),
-    "unsynced": Recipe((4, 7, 0), window=3, no_sync=True),
+    "synced": Recipe((2, 5), accumulate=2, optimizer="sgd"),
+    "unsynced": Recipe((4, 7, 0), accumulate=3, no_sync=True),
     "masked": Recipe((2, 5), masked=1, optimizer="sgd"),
-    "masked unsynced": Recipe((5, 3, 6), window=2, no_sync=True, masked=2),
+    "masked unsynced": Recipe((5, 3, 6), accumulate=2, no_sync=True, masked=2),
 }
 
 
 def recipes(api: str, accumulation: str) -> dict[str, Recipe]:
     recipe = ACCUMULATIONS[accumulation].but(api=api)
-    return {f"{how} {where}": recipe.but(clears=how, where=where) for how, where in product(IDIOMS, PLACES)}
+    return {f"{how} {where}": recipe.but(clears=how, clear=where) for how, where in product(IDIOMS, PLACES)}
 
 
 def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 180.0) -> None:
@@ -49,7 +49,7 @@ def test_a_selection(workers: Workers, api: str) -> None:
 
 def test_zeros_where_a_module_does_not_run(workers: Workers) -> None:
     # FSDP1 takes such zeros over when it gathers the module.
-    check(workers, {"zeros": Recipe((2, 5), api="fsdp1", kind="either", clears="zeros")})
+    check(workers, {"zeros": Recipe((2, 5), api="fsdp1", model="either", clears="zeros")})
 
 
 @pytest.mark.long

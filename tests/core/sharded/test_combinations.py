@@ -12,13 +12,13 @@ KINDS = ["mlp", "checkpointed", "either", "skipping", "repeating", "frozen", "un
 LENGTHS = {2: [(5, 2), (0, 4), (3, 6)], 3: [(4, 7, 0), (0, 3, 5), (5, 5, 2)], 4: [(2, 5, 0, 4), (0, 6, 3, 1)]}
 WAYS = {
     "each": Recipe(),
-    "windows": Recipe(window=2),
-    "no sync": Recipe(window=3, no_sync=True),
-    "iterable": Recipe(loop="iterable", forwards=2),
-    "plain": Recipe(loop="plain", window=2, no_sync=True),
-    "heartbeat": Recipe(may_break=True, clip=0.3, scheduled=True),
-    "evaluates": Recipe(evaluates="same with", optimizer="sgd", doubled=True),
-    "masked": Recipe(masked=1, window=2, no_sync=True, optimizer="sgd"),
+    "windows": Recipe(accumulate=2),
+    "no sync": Recipe(accumulate=3, no_sync=True),
+    "iterable": Recipe(iterable=True, loss="two forwards"),
+    "plain": Recipe(loop="plain", accumulate=2, no_sync=True),
+    "heartbeat": Recipe(may_break=True, clip=0.3, scheduler="step"),
+    "evaluates": Recipe(evaluation="same with", optimizer="sgd", loss="two backwards"),
+    "masked": Recipe(masked=1, accumulate=2, no_sync=True, optimizer="sgd"),
 }
 
 
@@ -31,7 +31,7 @@ def combinations(api: str, world_size: int) -> dict[str, Recipe]:
             continue
         lengths = LENGTHS[world_size][number % len(LENGTHS[world_size])]
         weighting = weightings[number // 2 % 3]
-        found[f"{kind} {name}"] = recipe.but(api=api, lengths=lengths, kind=kind, weighting=weighting)
+        found[f"{kind} {name}"] = recipe.but(api=api, lengths=lengths, model=kind, weighting=weighting)
     return found
 
 

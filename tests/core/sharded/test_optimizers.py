@@ -1,15 +1,16 @@
 """Two optimizers of one sharded model, of which one steps every second time with what has been accumulated."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.sharded import EPOCHS, Batch, Recipe, weights
-from tests.support.sharding import PATIENCE, Training
+from tests.support.front_ends.sharded import PATIENCE, Training, train
+from tests.support.sharded import Recipe, differences, reference
 from tests.support.workers import Workers
-from torch_join import Join
 
 SPLITS: dict[str, Callable[[str], bool]] = {
     "units": lambda name: "blocks.1" in name,
@@ -17,76 +18,45 @@ SPLITS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def two_optimizers(named: Iterable[tuple[str, nn.Parameter]], split: str) -> list[torch.optim.Optimizer]:
-    found: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for name, p in named:
-        found[SPLITS[split](name)].append(p)
-    return [torch.optim.AdamW(found[0], lr=0.02), torch.optim.RMSprop(found[1], lr=0.01, momentum=0.5)]
+@dataclass(frozen=True)
+class OfTwo(Recipe):
+    """The second one is cleared before every second step, and steps after it."""
 
+    by: str = "units"
 
-class OfTwo(Training):
-    def __init__(self, rank: int, recipe: Recipe, split: str) -> None:
-        super().__init__(rank, recipe)
-        self.optimizer, self.other = two_optimizers(self.model.named_parameters(), split)
+    def optimizers(self, net: nn.Module, sharded: bool = False) -> list[torch.optim.Optimizer]:
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for name, p in net.named_parameters():
+            found[SPLITS[self.by](name)].append(p)
+        return [torch.optim.AdamW(found[0], lr=0.02), torch.optim.RMSprop(found[1], lr=0.01, momentum=0.5)]
 
-    def joined(self) -> Join:
-        return Join([self.model, self.other, self.optimizer], weighting=self.recipe.weighting)  # type: ignore[arg-type]
+    def in_turn(self, optimizers: list[Any], step: int) -> list[Any]:
+        return optimizers[: 1 + step % 2]
 
-    def step(self, epoch: int, step: int, batch: Batch) -> None:
-        if step % 2 == 0:
-            self.other.zero_grad()
-        super().step(epoch, step, batch)
-
-    def update(self, epoch: int, step: int) -> None:
-        super().update(epoch, step)
-        if step % 2:
-            self.other.step()
-
-
-def train_two(rank: int, recipe: Recipe, split: str) -> dict[str, Tensor]:
-    return OfTwo(rank, recipe, split).run().state
-
-
-def reference_of_two(recipe: Recipe, split: str) -> dict[str, Tensor]:
-    net = recipe.model()
-    one, other = two_optimizers(net.named_parameters(), split)
-    for epoch in range(EPOCHS):
-        data = [recipe.batches(epoch, rank) for rank in range(recipe.world_size)]
-        for step in range(max(recipe.lengths)):
-            here = {rank: mine[step] for rank, mine in enumerate(data) if step < len(mine)}
-            counts = weights(recipe.weighting, recipe.world_size, {rank: len(x) for rank, (x, _) in here.items()})
-            if step % 2 == 0:
-                other.zero_grad()
-            one.zero_grad()
-            for rank, batch in here.items():
-                for loss in recipe.losses(net, batch, rank):
-                    (counts[rank] * loss).backward()
-            one.step()
-            if step % 2:
-                other.step()
-    return {name: value.detach() for name, value in net.state_dict().items()}
+    def in_turn_to_clear(self, optimizers: list[Any], step: int) -> list[Any]:
+        return optimizers[: 2 - step % 2]
 
 
 @pytest.mark.parametrize(("api", "split"), [("fsdp2", "units"), ("fsdp2", "biases"), ("fsdp1", "units")])
 def test_two_optimizers(workers: Workers, api: str, split: str) -> None:
-    for recipe in (Recipe((2, 5)), Recipe((0, 4), weighting="samples"), Recipe((5, 2, 0))):
-        wanted = reference_of_two(recipe, split)
-        for mine in workers.run(recipe.world_size, train_two, recipe.but(api=api), split, **PATIENCE):
-            for name, value in wanted.items():
-                assert float((mine[name] - value).abs().max()) <= recipe.tolerance, name
+    for recipe in (OfTwo((2, 5)), OfTwo((0, 4), weighting="samples"), OfTwo((5, 2, 0))):
+        recipe = recipe.but(api=api, by=split)
+        wanted = reference(recipe)
+        for rank, mine in enumerate(workers.run(recipe.world_size, train, [recipe], **PATIENCE)):
+            assert max(differences(mine[0], rank, wanted, recipe).values()) <= recipe.tolerance
 
 
-def train_one_epoch(rank: int, recipe: Recipe, split: str) -> None:
-    training = OfTwo(rank, recipe, split)
+def train_one_epoch(rank: int, recipe: Recipe) -> None:
+    training = Training(rank, recipe)
     with training.joined() as join:
-        for step, batch in enumerate(join.batches(recipe.batches(0, rank))):
+        for step, batch in enumerate(join.batches(recipe.batches(rank, 0))):
             training.step(0, step, batch)
 
 
 @pytest.mark.parametrize("lengths", [(2, 5), (5, 0, 0)], ids=["seen", "not in the shard"])
 def test_a_flat_gradient_that_is_cleared_in_part(workers: Workers, lengths: tuple[int, ...]) -> None:
     # In the second case the one active rank's shard holds no bias.
-    recipe = Recipe(lengths, api="fsdp1")
-    for outcome in workers.outcomes(len(lengths), train_one_epoch, recipe, "biases", **PATIENCE):
+    recipe = OfTwo(lengths, api="fsdp1", by="biases")
+    for outcome in workers.outcomes(len(lengths), train_one_epoch, recipe, **PATIENCE):
         with pytest.raises(RuntimeError, match="A gradient was changed by hand"):
             raise RuntimeError(outcome.error)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.covering import others_long
+from tests.support.front_ends.sharded import PATIENCE, Padded, Training, train, train_padded
 from tests.support.sharded import Batch, Recipe, Trained, differences, reference
-from tests.support.sharding import PATIENCE, Padded, Training, train, train_padded
 from tests.support.workers import Workers
 
 LOW, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -41,22 +41,22 @@ def test_mixed_precision_is_the_same_bit_for_bit(workers: Workers, api: str, fir
     recipe = Recipe((4, 7, 0), api=api, dtype=FULL)
     policies = [{"precision": policy} for policy in (SECOND if api == "fsdp2" else FIRST)]
     synced = [recipe.but(options=options) for options in policies]
-    windows = [recipe.but(options=options, window=3, no_sync=True) for options in policies]
+    windows = [recipe.but(options=options, accumulate=3, no_sync=True) for options in policies]
     check_bits(workers, synced[first::2] + windows[1 - first :: 2])
 
 
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_steps_that_a_scaler_skips(workers: Workers, api: str) -> None:
-    recipe = Recipe((4, 7, 0), api=api, dtype=FULL, scaled=2.0**127, optimizer="sgd")  # infinite here and there
-    check_bits(workers, [recipe, recipe.but(clip=0.3), recipe.but(window=3, no_sync=True)])
+    recipe = Recipe((4, 7, 0), api=api, dtype=FULL, scaler=2.0**127, optimizer="sgd")  # infinite here and there
+    check_bits(workers, [recipe, recipe.but(clip=0.3), recipe.but(accumulate=3, no_sync=True)])
 
 
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_scaler_and_clipping_in_float32(workers: Workers, api: str) -> None:
     recipes = [
-        Recipe((2, 5), api=api, dtype=FULL, scaled=4096.0, optimizer="sgd"),
+        Recipe((2, 5), api=api, dtype=FULL, scaler=4096.0, optimizer="sgd"),
         Recipe((5, 2), api=api, dtype=FULL, clip=0.3, optimizer="sgd"),  # FSDP1 clips no float64
-        Recipe((0, 4), api=api, dtype=FULL, scaled=4096.0, clip=0.3, optimizer="sgd", window=2),
+        Recipe((0, 4), api=api, dtype=FULL, scaler=4096.0, clip=0.3, optimizer="sgd", accumulate=2),
     ]
     outcomes = workers.run(2, train, recipes, **PATIENCE)
     for index, recipe in enumerate(recipes):
@@ -86,13 +86,13 @@ class PaddedFused(Fused, Padded):
 
 
 def train_fused(rank: int, recipe: Recipe) -> tuple[Trained, Trained]:
-    return Fused(rank, recipe).run(), PaddedFused(rank, recipe).run()
+    return Fused(rank, recipe).run_epochs(), PaddedFused(rank, recipe).run_epochs()
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.3], ids=["not unscaled", "unscaled"])
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_fused_optimizers_under_a_scaler(workers: Workers, api: str, clip: float) -> None:
-    recipe = Recipe((7, 4), api=api, dtype=FULL, scaled=4096.0, clip=clip)
+    recipe = Recipe((7, 4), api=api, dtype=FULL, scaler=4096.0, clip=clip)
     for mine, wanted in workers.run(2, train_fused, recipe, **PATIENCE):
         for name, value in wanted.state.items():
             assert bool(value.isfinite().all())

@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 from tests.core._collectives.test_join_collectives import Mode
 from tests.emulator import place
 from tests.needs import needs
+from tests.support.front_ends.sharded import PATIENCE, Training, shard
 from tests.support.sharded import Recipe
-from tests.support.sharding import PATIENCE, Training, shard
 from tests.support.workers import Workers
 from torch_join import Join, JoinableOptimizer, JoinableState
 
@@ -27,7 +27,7 @@ from torch_join import Join, JoinableOptimizer, JoinableState
 
 
 def ignored(_: int, api: str) -> None:
-    net = Recipe().model()
+    net = Recipe().build()
     left_out = {*net.first.parameters()}
     model: Any = (
         fully_shard(net, ignored_params=left_out)
@@ -48,7 +48,7 @@ def without_the_model(rank: int, api: str) -> None:
 
 def averaged(rank: int, api: str, *given: Any) -> None:
     recipe = Recipe(api=api)
-    average = AveragedModel(recipe.model())  # torch copies no sharded model
+    average = AveragedModel(recipe.build())  # torch copies no sharded model
     average.module = shard(average.module, recipe)
     Join([*given, average])
 
@@ -71,7 +71,7 @@ def tensor_parallel(rank: int, _: str) -> None:
 
 def over_some_ranks(rank: int, _: str) -> None:
     own = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
-    Join([FullyShardedDataParallel(Recipe().model(), process_group=own, device_id=place())])
+    Join([FullyShardedDataParallel(Recipe().build(), process_group=own, device_id=place())])
 
 
 def in_torchs_own(rank: int, api: str) -> None:
@@ -174,7 +174,7 @@ class Wrong(Training):
 
 def do_wrong(rank: int, api: str, what: str, lengths: tuple[int, ...]) -> None:
     # Also where nothing comes after it: the tail is of the last step only.
-    Wrong(rank, Recipe(lengths, api=api), what).run()
+    Wrong(rank, Recipe(lengths, api=api), what).run_epochs()
 
 
 GRADIENT, PARAMETER = "gradient.* was changed by hand", "parameters were changed outside of the optimizer's step"
@@ -231,7 +231,7 @@ class ScalesSome(Training):
 def scale_some(rank: int) -> None:
     training = ScalesSome(rank, Recipe((0, 0, 0, 5)))
     with training.joined() as join:
-        for step, batch in enumerate(join.batches(training.recipe.batches(0, rank))):
+        for step, batch in enumerate(join.batches(training.recipe.batches(rank, 0))):
             training.step(0, step, batch)
 
 
@@ -252,7 +252,7 @@ class ClipsFirst(Training):
 
 
 def clip_first(rank: int, options: dict[str, Any]) -> None:
-    ClipsFirst(rank, Recipe((4, 3), **options)).run()
+    ClipsFirst(rank, Recipe((4, 3), **options)).run_epochs()
 
 
 @pytest.mark.parametrize("options", [{"loop": "plain"}, {"may_break": True}, {"weighting": "samples"}, {}])
@@ -290,7 +290,7 @@ class ClosureTwice(Training):
 
 
 def run_closure_twice(rank: int, api: str) -> None:
-    ClosureTwice(rank, Recipe((2, 5), api=api)).run()
+    ClosureTwice(rank, Recipe((2, 5), api=api)).run_epochs()
 
 
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
@@ -308,7 +308,7 @@ def test_other_steps(workers: Workers, function: Callable[..., None], match: str
 
 def leave_a_share_out(rank: int) -> None:
     # In the first epoch rank 0 accumulates in a module that rank 1 does not use in the second, in which it syncs.
-    Training(rank, Recipe((1, 0), kind="either", window=2, no_sync=True, cut=True)).run()
+    Training(rank, Recipe((1, 0), model="either", accumulate=2, no_sync=True, rest="goes on")).run_epochs()
 
 
 def test_a_share_that_no_active_rank_syncs(workers: Workers) -> None:
@@ -347,7 +347,7 @@ def test_a_share_that_the_last_backward_leaves_out(workers: Workers) -> None:
 
 
 def checkpoint_reentrantly(rank: int) -> None:
-    Training(rank, Recipe((2, 5), api="fsdp1", kind="checkpointed reentrant")).run()
+    Training(rank, Recipe((2, 5), api="fsdp1", model="checkpointed reentrant")).run_epochs()
 
 
 def test_reentrant_checkpoints_of_the_first_generation(workers: Workers) -> None:

@@ -10,8 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.sharded import EPOCHS, TOLERANCE, Recipe, weights
-from tests.support.sharding import LIMIT, PATIENCE, full_state, shard
+from tests.support.front_ends.sharded import LIMIT, PATIENCE, full_state, shard
+from tests.support.run import TOLERANCE, weights_of
+from tests.support.sharded import EPOCHS, Recipe
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -21,7 +22,7 @@ BATCHES = Recipe((2, 5, 0))  # whose batches and two models are used
 
 def nets() -> list[nn.Module]:
     torch.manual_seed(3)
-    return [Recipe(kind="skipping").model(), nn.Linear(6, 6).double(), Recipe(kind="mlp").model()]
+    return [Recipe(model="skipping").build(), nn.Linear(6, 6).double(), Recipe(model="mlp").build()]
 
 
 def optimizers_of(groups: list[list[nn.Parameter]]) -> list[torch.optim.Optimizer]:
@@ -39,10 +40,10 @@ def reference(weighting: str, clip: float) -> States:
     models = nets()
     optimizers = optimizers_of([list(model.parameters()) for model in models])
     for epoch in range(EPOCHS):
-        data = [BATCHES.batches(epoch, rank) for rank in range(3)]
+        data = [BATCHES.batches(rank, epoch) for rank in range(3)]
         for number in range(5):
             here = {rank: mine[number] for rank, mine in enumerate(data) if number < len(mine)}
-            counts = weights(weighting, 3, {rank: len(x) for rank, (x, _) in here.items()})
+            counts = weights_of(weighting, 3, {rank: len(x) for rank, (x, _) in here.items()})
             for optimizer in optimizers:
                 optimizer.zero_grad()
             torch.stack([counts[rank] * step(models, batch, number) for rank, batch in here.items()]).sum().backward()
@@ -84,7 +85,7 @@ def train(rank: int, setup: str, api: str, weighting: str, one_optimizer: bool, 
     optimizers = optimizers_of([[p for group in groups for p in group]] if one_optimizer else groups)
     for epoch in range(EPOCHS):
         with Join([*given, *optimizers], weighting=weighting, timeout=LIMIT) as join:  # type: ignore[arg-type]
-            for number, batch in enumerate(join.batches(BATCHES.batches(epoch, rank))):
+            for number, batch in enumerate(join.batches(BATCHES.batches(rank, epoch))):
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 step(models, batch, number).backward()
@@ -133,7 +134,7 @@ def train_pupil(rank: int, api: str) -> dict[str, Tensor]:
     teacher, pupil = (shard(model, Recipe(api=api)) for model in (teacher, pupil))
     optimizer = torch.optim.Adagrad(pupil.parameters(), lr=0.1)
     with Join([teacher, pupil, optimizer], timeout=LIMIT) as join:
-        for batch in join.batches(BATCHES.batches(0, rank)):
+        for batch in join.batches(BATCHES.batches(rank, 0)):
             optimizer.zero_grad()
             distil(teacher, pupil, batch).backward()
             optimizer.step()
@@ -144,7 +145,7 @@ def train_pupil(rank: int, api: str) -> dict[str, Tensor]:
 def test_a_model_that_does_not_train(workers: Workers, api: str) -> None:
     teacher, _, pupil = nets()
     optimizer = torch.optim.Adagrad(pupil.parameters(), lr=0.1)
-    data = [BATCHES.batches(0, rank) for rank in range(3)]
+    data = [BATCHES.batches(rank, 0) for rank in range(3)]
     for number in range(5):
         optimizer.zero_grad()
         for mine in data:

@@ -1,21 +1,21 @@
 """Units that are gathered for nothing, that begin to train in the middle of a loop, and what a joined rank keeps."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.core.sharded.test_exactness import check
+from tests.support.front_ends.sharded import PATIENCE, Training
 from tests.support.inside import channel_of, keys_of
-from tests.support.sharded import EPOCHS, Batch, Recipe, weights
-from tests.support.sharding import PATIENCE, Training
+from tests.support.sharded import Recipe, Trained, differences, reference
 from tests.support.workers import Workers
 
 
 def test_what_was_gathered_ahead_and_is_not_used(workers: Workers) -> None:
-    recipe = Recipe((5, 2), kind="skipping")
+    recipe = Recipe((5, 2), model="skipping")
     check(workers, {f"reshard={it}": recipe.but(options={"prefetch": True, "reshard": it}) for it in (False, True)})
 
 
@@ -24,7 +24,7 @@ def keys_in_the_tail(rank: int, api: str) -> list[int]:
     training = Training(rank, recipe)
     counts = []
     with training.joined() as join:
-        for step, batch in enumerate(join.batches(recipe.batches(0, rank))):
+        for step, batch in enumerate(join.batches(recipe.batches(rank, 0))):
             training.step(0, step, batch)
             if step in (10, 59):
                 counts.append(keys_of(channel_of(join)))
@@ -46,56 +46,35 @@ FREEZES: dict[str, Callable[[int, int], bool | None]] = {
 }
 
 
-class Freezing(Training):
+@dataclass(frozen=True)
+class Freezing(Recipe):
     """The active ranks freeze and unfreeze a block, and change its mode alike."""
 
-    def __init__(self, rank: int, recipe: Recipe, how: str) -> None:
-        super().__init__(rank, recipe)
-        self.how = how
-        self.set(self.model, how == "freezes in the tail")
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+    optimizer: str = "plain"
+    how: str = "unfreezes"
 
-    def set(self, model: Any, trains: bool | None) -> None:
+    def before_step(self, net: Any, epoch: int, step: int) -> None:
+        trains = FREEZES[self.how](epoch, step) if step >= 0 else None
+        if (epoch, step) == (0, -1):
+            trains = self.how == "freezes in the tail"
         if trains is not None:
-            model.blocks[1].requires_grad_(trains).train(trains)
+            net.blocks[1].requires_grad_(trains).train(trains)
 
-    def step(self, epoch: int, step: int, batch: Batch) -> None:
-        self.set(self.model, FREEZES[self.how](epoch, step))
-        super().step(epoch, step, batch)
+    def make_optimizer(self, parameters: Any, kind: str = "", sharded: bool = False) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05)  # of what is frozen at first, too
 
 
-def train_freezing(rank: int, recipe: Recipe, hows: list[str]) -> list[tuple[dict[str, Tensor], list[bool]]]:
+def train_freezing(rank: int, recipe: Freezing, hows: list[str]) -> list[tuple[Trained, list[bool]]]:
     found = []
     for how in hows:
-        training = Freezing(rank, recipe, how)
-        state = training.run().state
+        training = Training(rank, recipe.but(how=how))
+        trained = training.run_epochs()
         block = training.model.blocks[1]
-        found.append((state, [block.training, *(p.requires_grad for p in block.parameters())]))
+        found.append((trained, [block.training, *(p.requires_grad for p in block.parameters())]))
     return found
 
 
-def reference_freezing(recipe: Recipe, how: str) -> dict[str, Tensor]:
-    net = recipe.model()
-    net.blocks[1].requires_grad_(how == "freezes in the tail")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    for epoch in range(EPOCHS):
-        data = [recipe.batches(epoch, rank) for rank in range(recipe.world_size)]
-        for step in range(max(recipe.lengths)):
-            if (trains := FREEZES[how](epoch, step)) is not None:
-                net.blocks[1].requires_grad_(trains)
-            here = {rank: mine[step] for rank, mine in enumerate(data) if step < len(mine)}
-            counts = weights(recipe.weighting, recipe.world_size, {rank: len(x) for rank, (x, _) in here.items()})
-            optimizer.zero_grad()
-            for rank, batch in here.items():
-                for loss in recipe.losses(net, batch, rank):
-                    (counts[rank] * loss).backward()
-            if recipe.clip:
-                torch.nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)
-            optimizer.step()
-    return net.state_dict()
-
-
-SECOND = Recipe((6, 3))
+SECOND = Freezing((6, 3))
 FROZEN = {
     "FSDP2": SECOND,
     "FSDP2 clip": SECOND.but(lengths=(0, 5, 2), weighting="samples", clip=0.3),
@@ -112,10 +91,10 @@ def test_a_block_that_is_frozen_and_unfrozen_in_the_loop(workers: Workers, name:
     hows = ["unfreezes"] if name == "FSDP1 flat" else [*FREEZES]
     ranks = workers.run(recipe.world_size, train_freezing, recipe, hows, **PATIENCE)
     for index, how in enumerate(hows):
-        wanted = reference_freezing(recipe, how)
-        for found in ranks:
-            state, flags = found[index]
-            assert max(float((state[key] - wanted[key]).abs().max()) for key in wanted) <= recipe.tolerance, how
+        wanted = reference(recipe.but(how=how))
+        for rank, found in enumerate(ranks):
+            trained, flags = found[index]
+            assert max(differences(trained, rank, wanted, recipe).values()) <= recipe.tolerance, how
             assert flags == ranks[0][index][1], how
 
 
@@ -123,7 +102,7 @@ def holds_gathered(rank: int) -> bool:
     recipe = Recipe((5, 2))
     training = Training(rank, recipe)
     with training.joined() as join:
-        for step, batch in enumerate(join.batches(recipe.batches(0, rank))):
+        for step, batch in enumerate(join.batches(recipe.batches(rank, 0))):
             training.step(0, step, batch)
     return training.model._get_fsdp_state()._comm_ctx.all_gather_state is not None
 

@@ -13,8 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.core.sharded.test_exactness import check
 from tests.emulator import place
 from tests.needs import needs
+from tests.support import run
+from tests.support.front_ends.sharded import PATIENCE, Training, whole
 from tests.support.sharded import Recipe, Trained, differences, reference
-from tests.support.sharding import PATIENCE, Training, whole
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -25,7 +26,7 @@ class InBackward(Training):
     def __init__(self, rank: int, recipe: Recipe) -> None:
         super().__init__(rank, recipe)
         self.each = [recipe.make_optimizer(iter([p])) for p in self.model.parameters()]
-        self.schedulers = [recipe.make_scheduler(optimizer) for optimizer in self.each]
+        self.schedulers = [made for each in self.each if (made := recipe.make_scheduler(each)) is not None]
         for p, optimizer in zip(self.model.parameters(), self.each, strict=True):
             if recipe.api == "fsdp1":  # as `_apply_optimizer_in_backward` does: FSDP steps it itself
                 p._in_backward_optimizers = [optimizer]
@@ -33,14 +34,13 @@ class InBackward(Training):
                 p.register_post_accumulate_grad_hook(_stepping(optimizer))
 
     def joined(self) -> Join:
-        return Join([self.model, *self.each, *filter(None, self.schedulers)], weighting=self.recipe.weighting)  # type: ignore[arg-type]
+        return Join([self.model, *self.each, *self.schedulers], weighting=self.recipe.weighting)  # type: ignore[arg-type]
 
     def update(self, epoch: int, step: int) -> None:
-        for scheduler in filter(None, self.schedulers):
-            scheduler.step()
+        pass
 
     def trained(self) -> Trained:
-        self.optimizer = self.each[0]
+        self.optimizers = self.each
         return super().trained()
 
 
@@ -53,21 +53,21 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def train_in_backward(rank: int, recipe: Recipe) -> Trained:
-    return InBackward(rank, recipe).run()
+    return InBackward(rank, recipe).run_epochs()
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe((2, 5), scheduled=True),
-        Recipe((2, 0, 5), weighting="samples", scheduled=True, optimizer="sgd"),
+        Recipe((2, 5), scheduler="step"),
+        Recipe((2, 0, 5), weighting="samples", scheduler="step", optimizer="sgd"),
         pytest.param(
-            Recipe((5, 3), window=2, no_sync=True, kind="either"),
+            Recipe((5, 3), accumulate=2, no_sync=True, model="either"),
             marks=needs("fully_shard's reduction of what the last backward does not come to"),
         ),
-        Recipe((2, 5), api="fsdp1", scheduled=True),
-        Recipe((2, 0, 5), api="fsdp1", weighting="samples", scheduled=True, optimizer="sgd"),
-        Recipe((5, 3), api="fsdp1", window=2, no_sync=True),
+        Recipe((2, 5), api="fsdp1", scheduler="step"),
+        Recipe((2, 0, 5), api="fsdp1", weighting="samples", scheduler="step", optimizer="sgd"),
+        Recipe((5, 3), api="fsdp1", accumulate=2, no_sync=True),
     ],
     ids=["two", "three", "accumulating", "FSDP1", "FSDP1 three", "FSDP1 accumulating"],
 )
@@ -83,31 +83,30 @@ class Parallel(Training):
     def __init__(self, rank: int, recipe: Recipe) -> None:
         self.rank, self.recipe = rank // 2, recipe
         mesh: Any = init_device_mesh(place().type, (2, 2), mesh_dim_names=("data", "tensor"))
-        model = recipe.model()
+        model = recipe.build()
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
             fully_shard(block, mesh=mesh["data"])
-        self.model: Any = fully_shard(model, mesh=mesh["data"])
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=0.02, foreach=False)
-        self.scheduler = self.scaler = None
-        self.norms, self.losses = {}, {}
+        run.Training.__init__(self, recipe, fully_shard(model, mesh=mesh["data"]))
+        for group in self.optimizer.param_groups:
+            group["foreach"] = False
+        self.losses = {}
 
     def trained(self) -> Trained:
         state = {name: whole(value) for name, value in self.model.state_dict().items()}
-        return Trained(state, {}, self.norms, self.losses, self.optimizer.param_groups[0]["lr"])
+        return Trained(state, {}, self.norms, self.losses, self.rates[0])
 
 
 def train_parallel(rank: int, recipes: list[Recipe]) -> list[Trained]:
-    return [Parallel(rank, recipe).run() for recipe in recipes]
+    return [Parallel(rank, recipe).run_epochs() for recipe in recipes]
 
 
 def test_tensor_parallelism(workers: Workers) -> None:
     recipes = [
-        Recipe((5, 2), kind="of even width"),
-        Recipe((0, 4), kind="of even width", weighting="active"),
-        Recipe((2, 5), kind="of even width", weighting="samples", window=2, no_sync=True),
-        Recipe((0, 5), kind="of even width", window=3, optimizer="adamw"),
+        Recipe((5, 2), model="of even width"),
+        Recipe((0, 4), model="of even width", weighting="active"),
+        Recipe((2, 5), model="of even width", weighting="samples", accumulate=2, no_sync=True),
+        Recipe((0, 5), model="of even width", accumulate=3, optimizer="adamw"),
     ]
     found = workers.run(4, train_parallel, recipes, **PATIENCE)
     for index, recipe in enumerate(recipes):
@@ -118,7 +117,7 @@ def test_tensor_parallelism(workers: Workers) -> None:
 
 
 def train_uneven_team(rank: int) -> None:
-    Parallel(rank, Recipe((4 if rank == 1 else 5, 5), kind="of even width")).run()
+    Parallel(rank, Recipe((4 if rank == 1 else 5, 5), model="of even width")).run_epochs()
 
 
 def test_a_team_with_different_batches(workers: Workers) -> None:
@@ -139,7 +138,7 @@ class Compiled(Training):
 
 
 def train_compiled(rank: int, recipe: Recipe) -> Trained:
-    return Compiled(rank, recipe).run()
+    return Compiled(rank, recipe).run_epochs()
 
 
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])

@@ -14,7 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.cases import Batch, Case, Module, assert_same_bits, build_trainer, fit
+from tests.support.front_ends.lightning import Fit, Module, assert_same_bits, build_trainer, fit
+from tests.support.run import Batch
 from tests.support.workers import Workers
 
 REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {"mean": mean, "sum": sum, "min": min, "max": max}
@@ -50,7 +51,7 @@ def size(rank: int, epoch: int, index: int) -> int:
 class Logs(Module):
     """Logs the same values in steps and batch hooks, in training and validation."""
 
-    def __init__(self, case: Case, sizes: list[tuple[int, ...]], streams: bool = False) -> None:
+    def __init__(self, case: Fit, sizes: list[tuple[int, ...]], streams: bool = False) -> None:
         super().__init__(case)
         self.sizes, self.streams = sizes, streams
         self.bars: list[Values] = []
@@ -108,7 +109,7 @@ def rows_of(folder: str) -> list[tuple[int, Values]]:
         ]
 
 
-def fit_logging(rank: int, case: Case, folder: str, *args: Any) -> tuple[list[Any], Values, Values]:
+def fit_logging(rank: int, case: Fit, folder: str, *args: Any) -> tuple[list[Any], Values, Values]:
     module = Logs(case, *args)
     options = {"logger": CSVLogger(folder), "log_every_n_steps": 1, "num_sanity_val_steps": 0}
     trainer = build_trainer(case, **options)
@@ -165,14 +166,14 @@ def all_places(lengths: Any, epoch: int) -> list[Place]:
 
 
 TRAINED = [
-    Case(((2, 4), (4, 1)), epochs=2),
-    Case(((0, 2, 3), (3, 1, 2)), epochs=2),
-    Case((1, 4, 0), epochs=2, iterable=True),
+    Fit(((2, 4), (4, 1)), epochs=2),
+    Fit(((0, 2, 3), (3, 1, 2)), epochs=2),
+    Fit((1, 4, 0), epochs=2, iterable=True),
 ]
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=str)
-def test_values_of_training(workers: Workers, case: Case, tmp_path: Path) -> None:
+def test_values_of_training(workers: Workers, case: Fit, tmp_path: Path) -> None:
     results = workers.run(case.world_size, fit_logging, case, str(tmp_path), LOADERS["empty"])
     rows = results[0][0]
     step = 0
@@ -211,7 +212,7 @@ LOADERS = {"one": [(1, 3, 2)], "empty": [(0, 2, 3)], "two": [(2, 0, 3), (3, 1, 0
 
 
 def evaluate(rank: int, folder: str, loaders: str, streams: bool) -> Any:
-    case = Case((1, 1, 1), epochs=1)
+    case = Fit((1, 1, 1), epochs=1)
     rows, metrics = [], []
     for stage in ("validate", "test"):
         module = Logs(case, LOADERS[loaders], streams)
@@ -280,7 +281,7 @@ class Rates(EarlyStopping):
         self.steps.append((trainer.optimizers[0].param_groups[0]["lr"], float(trainer.callback_metrics.get("even", 0))))
 
 
-def fit_deciding(rank: int, case: Case, folder: str) -> Any:
+def fit_deciding(rank: int, case: Fit, folder: str) -> Any:
     rates = Rates()
     best = ModelCheckpoint(folder, monitor="at_step", save_top_k=2, every_n_train_steps=1, filename="{step}")
     trainer = build_trainer(case, callbacks=[rates, best], enable_checkpointing=True, log_every_n_steps=1)
@@ -290,9 +291,9 @@ def fit_deciding(rank: int, case: Case, folder: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "case", [Case((2, 5), epochs=6), Case(((0, 2, 4), (4, 1, 4)) * 3, epochs=6, accumulate=2)], ids=str
+    "case", [Fit((2, 5), epochs=6), Fit(((0, 2, 4), (4, 1, 4)) * 3, epochs=6, accumulate=2)], ids=str
 )
-def test_callbacks_decide_alike(workers: Workers, case: Case, tmp_path: Path) -> None:
+def test_callbacks_decide_alike(workers: Workers, case: Fit, tmp_path: Path) -> None:
     results = workers.run(case.world_size, fit_deciding, case, str(tmp_path))
     assert results == [results[0]] * case.world_size
 
@@ -335,7 +336,7 @@ class LogsAlone(Module):
 
 
 def test_a_value_that_one_rank_alone_syncs_is_named(workers: Workers) -> None:
-    for outcome in workers.outcomes(3, fit, Case((1, 4, 4)), LogsAlone, timeout=3.0):
+    for outcome in workers.outcomes(3, fit, Fit((1, 4, 4)), LogsAlone, timeout=3.0):
         assert (
             "rank 2 had announced 5, the last: log `self.log('alone', on_step=True, sync_dist=True)`" in outcome.error
         )
@@ -377,10 +378,10 @@ class Plateau(Module):
 @pytest.mark.parametrize(("interval", "where"), [("step", "own_step"), ("epoch", "own_epoch"), ("by hand", "")])
 def test_learning_rates_that_differ_raise_on_all_ranks(workers: Workers, interval: str, where: str) -> None:
     given = {"interval": interval, "automatic_optimization": interval != "by hand"}
-    for outcome in workers.outcomes(2, fit, Case((2, 4)), Plateau, {**given, "worse_on": 0}):
+    for outcome in workers.outcomes(2, fit, Fit((2, 4)), Plateau, {**given, "worse_on": 0}):
         said = "UnsupportedError: The learning rates differ (rank 0: 0.025; rank 1: 0.05)"
         assert said in outcome.error, outcome.trace
         assert (f"monitors {where!r}" in outcome.error and "sync_dist=True" in outcome.error) or not where
     assert_same_bits(
-        workers.run(2, fit, Case((3, 3)), Plateau, {**given, "worse_on": -1})
+        workers.run(2, fit, Fit((3, 3)), Plateau, {**given, "worse_on": -1})
     )  # values of their own, and the same decisions

@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from tests.support.cases import Batch, Case, Module, build_trainer, fit
+from tests.support.front_ends.lightning import Fit, Module, build_trainer, fit
+from tests.support.run import Batch
 from tests.support.workers import Workers
 
 
 class Logs(Module):
     """Logs one metric per step and one per epoch, in training and validation."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.seen, self.each, self.valid = MeanMetric(), MeanMetric(dist_sync_on_step=True), MeanMetric()
 
@@ -48,7 +49,7 @@ class Logs(Module):
 
 @pytest.mark.parametrize("lengths", [((0, 3), (2, 3)), ((1, 4), (3, 2)), ((2, 0, 3), (3, 1, 0))])
 def test_a_rank_may_log_in_some_epochs_only(workers: Workers, lengths: Any, tmp_path: Path) -> None:
-    case = Case(lengths, epochs=2, reload=1)
+    case = Fit(lengths, epochs=2, reload=1)
     loggers = [CSVLogger(tmp_path, name="", version=""), TensorBoardLogger(tmp_path, name="", version="events")]
     options = {"logger": loggers, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
     ranks = [result.noted for result in workers.run(len(lengths[0]), fit, case, Logs, {}, options)]
@@ -92,7 +93,7 @@ class Stops(Module):
 
 
 def validate_stopping(rank: int) -> None:
-    build_trainer(Case((1, 5))).validate(Stops(Case((1, 5))), verbose=False)
+    build_trainer(Fit((1, 5))).validate(Stops(Fit((1, 5))), verbose=False)
 
 
 def test_a_stop_iteration_in_a_step_is_an_error_on_all_ranks(workers: Workers) -> None:

@@ -16,8 +16,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from torchmetrics.wrappers import MinMaxMetric
 
 from tests.core.joinables.test_metrics import CASES, CLASSES, History, collection
-from tests.support.cases import Batch, Case, Module, build_trainer, fit
+from tests.support.front_ends.lightning import Fit, Module, build_trainer, fit
 from tests.support.inside import Override
+from tests.support.run import Batch
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets:UserWarning")
@@ -55,7 +56,7 @@ def batch_of(name: str, rank: int, step: int) -> tuple[Tensor, ...]:
 class Measured(Module):
     """Updates every kind of metric in each step; writes down what it computes."""
 
-    def __init__(self, case: Case, validated: tuple[int, ...]) -> None:
+    def __init__(self, case: Fit, validated: tuple[int, ...]) -> None:
         super().__init__(case)
         self.validated = validated
         builds = {**BUILDS, "scalars": scalars}
@@ -132,7 +133,7 @@ def scalars(**options: Any) -> MetricCollection:
     return MetricCollection(kinds, prefix="group_")
 
 
-def fit_measured(rank: int, case: Case, validated: tuple[int, ...]) -> Any:
+def fit_measured(rank: int, case: Fit, validated: tuple[int, ...]) -> Any:
     module = Measured(case, validated)
     trainer = build_trainer(case, num_sanity_val_steps=0)
     with warnings.catch_warnings(record=True) as caught:
@@ -175,7 +176,7 @@ def test_metrics_equal_those_of_a_single_process(
     workers: Workers, lengths: tuple[int, ...], validated: tuple[int, ...]
 ) -> None:
     world_size, longest = len(lengths), max(lengths)
-    results = workers.run(world_size, fit_measured, Case(lengths, epochs=2), validated)
+    results = workers.run(world_size, fit_measured, Fit(lengths, epochs=2), validated)
     builds = {**BUILDS, "scalars": scalars}
     for rank, (values, logged, steps, copies, left, warned, counts) in enumerate(results):
         assert not left
@@ -214,7 +215,7 @@ class SyncsItself(SumMetric):
 class LeftAlone(Module):
     """Has a metric that syncs in a way of its own."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.metric = SyncsItself()
 
@@ -228,7 +229,7 @@ class LeftAlone(Module):
 
 
 def test_a_metric_that_cannot_be_served_raises_only_where_it_is_needed(workers: Workers) -> None:
-    case = Case((1, 3), epochs=2)
+    case = Fit((1, 3), epochs=2)
     assert [result.noted for result in workers.run(2, fit, case, LeftAlone)] == [4.0, 4.0]
     joined, active = workers.outcomes(2, fit, case, LeftAlone, {"metric": SyncsItself(dist_sync_on_step=True)})
     assert "UnsupportedError: SyncsItself syncs in a way of its own" in active.error

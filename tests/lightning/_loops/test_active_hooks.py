@@ -11,7 +11,8 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.support.cases import Batch, Case, Module, assert_exact, build_trainer, difference, fit, result_of
+from tests.support.front_ends.lightning import Fit, Module, assert_exact, build_trainer, fit, result_of
+from tests.support.run import Batch, difference
 from tests.support.workers import Workers
 
 PATIENT = {"timeout": timedelta(seconds=20)}
@@ -27,7 +28,7 @@ def total(value: float) -> float:
 class CountsSamples(Module):
     """Counts the samples of all ranks in one of the hooks that transfer a batch, in training and in validation."""
 
-    def __init__(self, case: Case, hook: str) -> None:
+    def __init__(self, case: Fit, hook: str) -> None:
         super().__init__(case)
         self.hook, self.counts = hook, []  # type: ignore[var-annotated]
         self.heard: list[float] = []
@@ -85,7 +86,7 @@ class InCallbacks(Callback):
         self.sums.append(total(1.0))
 
 
-def fit_counting(rank: int, case: Case, hook: str) -> Any:
+def fit_counting(rank: int, case: Fit, hook: str) -> Any:
     module, callback = CountsSamples(case, hook), InCallbacks()
     plugin = Counts()
     plugin.module = module
@@ -97,7 +98,7 @@ def fit_counting(rank: int, case: Case, hook: str) -> Any:
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("lengths", [(2, 5), (0, 3)])
 def test_a_collective_where_a_batch_is_transferred(workers: Workers, hook: str, lengths: tuple[int, int]) -> None:
-    case = Case(lengths, epochs=2, ragged=True, ddp=PATIENT)
+    case = Fit(lengths, epochs=2, ragged=True, ddp=PATIENT)
     results = workers.run(2, fit_counting, case, hook)
     assert_exact(case, [result for result, *_ in results])
     data = [case.batches(rank, 0) for rank in range(2)]
@@ -121,7 +122,7 @@ class LeavesOut(Module):
 
     steps: tuple[int, ...] = ()
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.net.extra = nn.Linear(4, 3).double()
 
@@ -155,7 +156,7 @@ def test_ddps_error_comes_on_all_ranks_at_once(
     workers: Workers, lengths: tuple[int, ...], steps: tuple[int, ...], manual: bool
 ) -> None:
     given = {"steps": steps, "automatic_optimization": not manual}
-    outcomes = workers.outcomes(len(lengths), fit, Case(lengths, epochs=1, ddp=PATIENT), LeavesOut, given, timeout=25.0)
+    outcomes = workers.outcomes(len(lengths), fit, Fit(lengths, epochs=1, ddp=PATIENT), LeavesOut, given, timeout=25.0)
     for outcome, length in zip(outcomes, lengths, strict=True):
         assert "has parameters that were not used in producing the loss" in outcome.error, outcome.trace
         assert "strategy='ddp_join_find_unused_parameters_true'" in outcome.error, outcome.trace
@@ -170,7 +171,7 @@ class OnOneRank(LeavesOut):
 
 
 def test_a_parameter_that_one_rank_leaves_out_of_an_even_step(workers: Workers) -> None:
-    case = Case((3, 3), epochs=1, ddp=PATIENT)
+    case = Fit((3, 3), epochs=1, ddp=PATIENT)
     culprit, other = workers.outcomes(2, fit, case, OnOneRank, timeout=25.0)
     assert culprit.error.startswith("RuntimeError: It looks like your LightningModule has parameters"), culprit.error
     assert "PeerFailedError" in other.error, other.trace
@@ -180,5 +181,5 @@ def test_a_parameter_that_one_rank_leaves_out_of_an_even_step(workers: Workers) 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_buckets_are_agreed_on_where_the_first_step_is_in_the_tail(workers: Workers, manual: bool) -> None:
     given = {"automatic_optimization": not manual}
-    first, second = workers.run(2, fit, Case((0, 3), epochs=2), LeavesOut, given)
+    first, second = workers.run(2, fit, Fit((0, 3), epochs=2), LeavesOut, given)
     assert difference(first.parameters, second.parameters) == 0

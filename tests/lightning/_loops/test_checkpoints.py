@@ -9,17 +9,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.needs import known
-from tests.support.cases import (
-    Case,
-    Module,
-    assert_exact,
-    assert_same_bits,
-    difference,
-    fit,
-    flatten,
-    longest,
-    reference,
-)
+from tests.support.front_ends.lightning import Fit, Module, assert_exact, assert_same_bits, fit
+from tests.support.run import difference, flatten, reference
 from tests.support.workers import Workers
 
 
@@ -37,15 +28,15 @@ def files_in(folder: Path) -> dict[int, Path]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case((2, 6), optimizer="sgd", scheduler="step"),
-        Case((0, 4, 6), optimizer="adam", iterable=True),
-        Case((2, 4), optimizer="zero"),
-        Case((2, 6), model="norm", optimizer="adamw", scheduler="epoch"),
-        Case((1, 4), model="norm", iterable=True, scheduler="epoch"),
-        Case((3, 8), optimizer="adam", accumulate=2, clip=0.3),
-        Case((1, 7), optimizer="adam", accumulate=2, iterable=True),
-        Case((6, 2), optimizer="sgd", reload=1),
-        Case(((2, 4), (3, 6), (4, 1)), optimizer="sgd"),
+        Fit((2, 6), optimizer="sgd", scheduler="step"),
+        Fit((0, 4, 6), optimizer="adam", iterable=True),
+        Fit((2, 4), optimizer="zero"),
+        Fit((2, 6), model="norm", optimizer="adamw", scheduler="epoch"),
+        Fit((1, 4), model="norm", iterable=True, scheduler="epoch"),
+        Fit((3, 8), optimizer="adam", accumulate=2, clip=0.3),
+        Fit((1, 7), optimizer="adam", accumulate=2, iterable=True),
+        Fit((6, 2), optimizer="sgd", reload=1),
+        Fit(((2, 4), (3, 6), (4, 1)), optimizer="sgd"),
     ],
     ids=[
         "sgd",
@@ -59,11 +50,11 @@ def files_in(folder: Path) -> dict[int, Path]:
         "grows",
     ],
 )
-def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Case, tmp_path: Path) -> None:
+def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Fit, tmp_path: Path) -> None:
     whole = workers.run(case.world_size, fit, case, Module, {}, saving(tmp_path, every_n_train_steps=2))
     assert_exact(case, whole)
     expected = reference(case)
-    epochs = [-(-longest(case, epoch) // case.accumulate) for epoch in range(case.epochs)]
+    epochs = [-(-case.length(epoch) // case.accumulate) for epoch in range(case.epochs)]
     ends = {sum(epochs[: epoch + 1]): epoch + 1 for epoch in range(case.epochs)}  # by step, the next epoch
     files = files_in(tmp_path)
     assert sorted(files) == list(range(2, expected.steps + 1, 2))
@@ -104,7 +95,7 @@ VALIDATES = {"val_check_interval": 3, "num_sanity_val_steps": 0}
 def test_resuming_from_a_validation_trains_what_was_left(
     workers: Workers, tmp_path: Path, world: tuple[int, ...], iterable: bool
 ) -> None:
-    case = Case(world, epochs=2, iterable=iterable)
+    case = Fit(world, epochs=2, iterable=iterable)
     options = {**VALIDATES, **saving(tmp_path, save_on_train_epoch_end=False)}
     whole = workers.run(len(world), fit, case, SavesAtValidation, {}, options)
     assert sorted(files_in(tmp_path)) == [3, 6, 9, 12]
@@ -138,7 +129,7 @@ def test_saving_on_an_exception_is_skipped_with_a_warning(
 ) -> None:
     on_exception = known(ModelCheckpoint, save_on_exception=True)
     options = saving(tmp_path, OnExceptionCheckpoint(tmp_path), **on_exception)
-    results = workers.run(len(lengths), fit, Case(lengths, epochs=1), NotesCallbacks, {}, options)
+    results = workers.run(len(lengths), fit, Fit(lengths, epochs=1), NotesCallbacks, {}, options)
     alone = len(lengths) == 1  # which may save as ever
     assert all(("OnExceptionCheckpoint" in result.noted) == alone for result in results)
     for text, saves in (("OnExceptionCheckpoint", True), ("ModelCheckpoint(save_on_exception=True)", on_exception)):

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Sampler
 from torchmetrics.aggregation import CatMetric
 
 from tests.lightning._loops.test_validation import Endless
-from tests.support.cases import Batch, Case, Module, build_trainer
+from tests.support.front_ends.lightning import Fit, Module, build_trainer
+from tests.support.run import Batch
 from tests.support.workers import Workers
 
 Sizes = tuple[tuple[int, ...], ...]  # numbers of batches, by dataloader and rank
@@ -107,7 +108,7 @@ def evaluate(rank: int) -> dict[str, tuple[list[Any], list[Any], list[dict[str, 
         loaders: Any = make_loaders(sizes, rank, streams)
         if mode != "sequential":
             loaders = CombinedLoader(loaders, mode)  # type: ignore[arg-type]
-        trainer = build_trainer(Case((1, 1, 1)), **options)
+        trainer = build_trainer(Fit((1, 1, 1)), **options)
         found = trainer.validate(module, loaders, verbose=False)
         results[setting] = module.seen, module.together, [dict(each) for each in found]
     return results
@@ -141,12 +142,12 @@ def test_validation_of_every_kind_of_loader(workers: Workers) -> None:
 def predict(rank: int, world_size: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for samples in (7, 2, 1, 0):
-        trainer = build_trainer(Case((1,) * world_size), use_distributed_sampler=True)
+        trainer = build_trainer(Fit((1,) * world_size), use_distributed_sampler=True)
         dataset: Any = [number(0, 0, k) for k in range(samples)]
         found = trainer.predict(Evaluated(), DataLoader(dataset, batch_size=2), return_predictions=True)
         results[f"{samples} samples"] = found
     for streams in ("dd", "ss"):
-        trainer = build_trainer(Case((1,) * world_size))
+        trainer = build_trainer(Fit((1,) * world_size))
         results[streams] = trainer.predict(Evaluated(), make_loaders(TWO, rank, streams), return_predictions=True)
     return results
 
@@ -186,7 +187,7 @@ def validate_badly(rank: int, kind: str) -> None:
     loaders: Any = DataLoader(dataset, batch_size=None, sampler=Lying() if rank == 1 else None)
     if kind == "cycle":
         loaders = CombinedLoader(make_loaders(((3, 3), (2, 0)), rank, "dd"), "max_size_cycle")
-    build_trainer(Case((1, 1))).validate(Evaluated(), loaders, verbose=False)
+    build_trainer(Fit((1, 1))).validate(Evaluated(), loaders, verbose=False)
 
 
 def test_a_dataloader_that_is_shorter_than_it_said(workers: Workers) -> None:
@@ -207,7 +208,7 @@ def test_an_empty_dataloader_cannot_be_cycled(workers: Workers) -> None:
 class ValidatesInTail(Module):
     """Ranks that have joined in training are active in the validation, and the other way round."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.sums: list[float] = []
 
@@ -229,7 +230,7 @@ class ValidatesInTail(Module):
 
 
 def fit_in_tail(rank: int) -> list[float]:
-    module = ValidatesInTail(Case((0, 7, 2), epochs=2))
+    module = ValidatesInTail(Fit((0, 7, 2), epochs=2))
     module.validation_step = lambda batch, batch_idx, dataloader_idx: ValidatesInTail.validation_step(module)  # type: ignore[method-assign,misc]
     build_trainer(module.case, num_sanity_val_steps=1, val_check_interval=3).fit(module)
     return module.sums

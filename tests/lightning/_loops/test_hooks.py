@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, SumMetric
 
-from tests.support.cases import Batch, Case, Module, build_trainer, fit
+from tests.support.front_ends.lightning import Fit, Module, build_trainer, fit
+from tests.support.run import Batch
 from tests.support.workers import Workers
 
 
@@ -28,7 +29,7 @@ class Watch(pl.Callback):
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_hooks_run_in_every_step_on_every_rank(workers: Workers, iterable: bool) -> None:
-    case = Case((0, 2, 4), epochs=2, iterable=iterable)
+    case = Fit((0, 2, 4), epochs=2, iterable=iterable)
     results = workers.run(3, fit, case, Module, {}, {"callbacks": [Watch()]})
     for rank, result in enumerate(results):
         length, calls = case.lengths[rank], result.noted
@@ -64,7 +65,7 @@ class Recorder(Logger):
 
 
 class Logs(Module):
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.seen = SumMetric()
         self.all = CatMetric()
@@ -83,7 +84,7 @@ class Logs(Module):
         self.all.update(torch.tensor([1.0]))
 
 
-def fit_logging(rank: int, case: Case) -> tuple[Any, float, int, dict[str, float]]:
+def fit_logging(rank: int, case: Fit) -> tuple[Any, float, int, dict[str, float]]:
     module, recorder = Logs(case), Recorder()
     trainer = build_trainer(case, logger=recorder, log_every_n_steps=1)
     trainer.fit(module)
@@ -92,7 +93,7 @@ def fit_logging(rank: int, case: Case) -> tuple[Any, float, int, dict[str, float
 
 
 def test_shadow_steps_leave_no_trace(workers: Workers) -> None:
-    case = Case((2, 4), epochs=1)
+    case = Fit((2, 4), epochs=1)
     results = workers.run(2, fit_logging, case)
     rows = results[0][0]  # a logger writes on rank 0, which joined first
     assert [step for step, row in rows if "loss" in row] == [0, 1], "a stale loss was written again"
@@ -126,7 +127,7 @@ class Validates(Logs):
 @pytest.mark.parametrize("bar", [False, True])
 def test_a_rank_that_reads_epoch_values_early(workers: Workers, bar: bool) -> None:
     options = {"callbacks": [TQDMProgressBar() if bar else ReadsEarly()], "enable_progress_bar": bar}
-    for result in workers.run(2, fit, Case((0, 3), epochs=2), Validates, {}, options):
+    for result in workers.run(2, fit, Fit((0, 3), epochs=2), Validates, {}, options):
         metrics = result.metrics
         assert metrics["mean"] == pytest.approx(2.0)
         assert metrics["rank"] == 1.0
@@ -134,5 +135,5 @@ def test_a_rank_that_reads_epoch_values_early(workers: Workers, bar: bool) -> No
 
 
 def test_epoch_values_of_a_rank_that_never_logged(workers: Workers) -> None:
-    for *_, metrics in workers.run(3, fit_logging, Case((0, 1, 3), epochs=2)):
+    for *_, metrics in workers.run(3, fit_logging, Fit((0, 1, 3), epochs=2)):
         assert metrics["mean"] == pytest.approx((2 + 3 * 3) / 4, abs=1e-6)

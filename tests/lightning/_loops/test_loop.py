@@ -12,26 +12,23 @@ from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.support.cases import (
-    Batch,
-    Case,
+from tests.support.batches import Batches
+from tests.support.front_ends.lightning import (
     EpochSampler,
+    Fit,
     Module,
     Result,
-    Shard,
     assert_exact,
     assert_same_bits,
     build_trainer,
-    difference,
     fit,
-    longest,
-    reference,
     result_of,
 )
+from tests.support.run import Batch, difference, reference
 from tests.support.workers import Workers
 
 
-def assert_reference(result: Result, case: Case, steps: int | None = None) -> None:
+def assert_reference(result: Result, case: Fit, steps: int | None = None) -> None:
     """The parameters are the reference's at the end, or after a number of optimizer steps."""
     expected = reference(case)
     state = expected.net.state_dict() if steps is None else expected.history[steps]
@@ -55,14 +52,14 @@ SHOWN = {"callbacks": [Totals()], "enable_progress_bar": True}
 
 @pytest.mark.parametrize("lengths", [(0, 4, 7), ((3, 2), (5, 6), (4, 0))])
 def test_totals_follow_the_longest_rank(workers: Workers, lengths: Any) -> None:
-    case = Case(lengths)
-    most = [longest(case, epoch) for epoch in range(case.epochs)]
+    case = Fit(lengths)
+    most = [case.length(epoch) for epoch in range(case.epochs)]
     for result in workers.run(case.world_size, fit, case, Module, {}, SHOWN):
         assert (result.noted, result.batches, result.global_step) == (most, most[-1], sum(most))
 
 
 def test_totals_of_streams_are_unknown(workers: Workers) -> None:
-    for result in workers.run(2, fit, Case((2, 3), iterable=True), Module, {}, SHOWN):
+    for result in workers.run(2, fit, Fit((2, 3), iterable=True), Module, {}, SHOWN):
         assert [*result.noted, result.batches] == [float("inf")] * 4
 
 
@@ -70,7 +67,7 @@ def test_totals_of_streams_are_unknown(workers: Workers) -> None:
 
 
 class Liar(EpochSampler):
-    def __init__(self, case: Case, rank: int, claims: int) -> None:
+    def __init__(self, case: Fit, rank: int, claims: int) -> None:
         super().__init__(case, rank)
         self.claims = claims
 
@@ -86,13 +83,13 @@ class Lied(Module):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         rank = self.trainer.global_rank
-        return DataLoader(Shard(self.case, rank), batch_size=None, sampler=Liar(self.case, rank, self.claims[rank]))
+        return DataLoader(Batches(self.case, rank), batch_size=None, sampler=Liar(self.case, rank, self.claims[rank]))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("claims", [(3, 7), (9, 7), (9, 5)])
 def test_a_loader_shorter_than_its_length(workers: Workers, claims: tuple[int, ...], accumulate: int) -> None:
-    case = Case((3, 5), accumulate=accumulate)
+    case = Fit((3, 5), accumulate=accumulate)
     results = workers.run(2, fit, case, Lied, {"claims": claims})
     assert_same_bits(results)
     assert_reference(results[0], case)
@@ -116,7 +113,7 @@ class Skipping(Module):
 def test_ranks_that_skip_the_rest_of_the_epoch_join(
     workers: Workers, skips: tuple[int | None, ...], weighting: str
 ) -> None:
-    had = Case((6, 5), weighting=weighting, ragged=True, scheduler="step")
+    had = Fit((6, 5), weighting=weighting, ragged=True, scheduler="step")
     lengths = [length if skip is None else skip for length, skip in zip(had.lengths, skips, strict=True)]
     left = replace(had, lengths=lengths)
     results = workers.run(2, fit, had, Skipping, {"skips": skips})
@@ -129,14 +126,14 @@ def test_ranks_that_skip_the_rest_of_the_epoch_join(
 
 
 def test_a_skip_that_makes_the_step_the_last_ends_the_window(workers: Workers) -> None:
-    had, left = Case((6, 3), accumulate=2), Case((2, 3), accumulate=2)
+    had, left = Fit((6, 3), accumulate=2), Fit((2, 3), accumulate=2)
     for result in workers.run(2, fit, had, Skipping, {"skips": (2, None)}):
         assert_reference(result, left)
         assert result.global_step == 6
 
 
 def test_a_step_in_which_nobody_had_a_batch_moves_nothing(workers: Workers) -> None:
-    had, left = (Case(lengths, scheduler="step", optimizer="sgd") for lengths in ((5, 5), (2, 2)))
+    had, left = (Fit(lengths, scheduler="step", optimizer="sgd") for lengths in ((5, 5), (2, 2)))
     for result in workers.run(2, fit, had, Skipping, {"skips": (2, 2)}):
         assert_reference(result, left)
         assert result.lr == reference(left).lr
@@ -187,7 +184,7 @@ class Stopping(Module):
 def test_should_stop_set_on_some_ranks_stops_all(
     workers: Workers, ranks: tuple[int, ...], hook: str, step: int, stops_at: int
 ) -> None:
-    case = Case((3, 6))
+    case = Fit((3, 6))
     results = workers.run(2, fit, case, Stopping, {"ranks": ranks, "hook": hook, "step": step})
     assert_same_bits(results)
     assert [result.global_step for result in results] == [stops_at] * 2
@@ -210,7 +207,7 @@ class Validated(Module):
 @pytest.mark.parametrize(("lengths", "strategy"), [((6, 6), "ddp"), ((6, 6), "ddp_join"), ((1, 6), "ddp_join")])
 def test_early_stopping_stops_where_plain_ddp_does(workers: Workers, lengths: Any, strategy: str) -> None:
     options = {"callbacks": [EarlyStopping("loss", patience=1)], "val_check_interval": 2, "strategy": strategy}
-    assert [result.global_step for result in workers.run(2, fit, Case(lengths), Validated, {}, options)] == [4, 4]
+    assert [result.global_step for result in workers.run(2, fit, Fit(lengths), Validated, {}, options)] == [4, 4]
 
 
 # ---------------------------------------------------------------- SIGTERM
@@ -238,7 +235,7 @@ class TerminatedUnevenly(Terminated):
         return DataLoader(batches, batch_size=None)
 
 
-def fit_terminated(rank: int, case: Case, make: type[Terminated], where: str, interval: float = 4) -> tuple[str, int]:
+def fit_terminated(rank: int, case: Fit, make: type[Terminated], where: str, interval: float = 4) -> tuple[str, int]:
     module = make(case)
     module.where = where
     trainer = build_trainer(case, val_check_interval=interval)
@@ -253,7 +250,7 @@ def fit_terminated(rank: int, case: Case, make: type[Terminated], where: str, in
 def test_sigterm_before_a_validation_ends_all_with_one_exception(
     workers: Workers, interval: float, where: str, step: int
 ) -> None:
-    found = workers.run(2, fit_terminated, Case((2, 4), epochs=2), TerminatedUnevenly, where, interval)
+    found = workers.run(2, fit_terminated, Fit((2, 4), epochs=2), TerminatedUnevenly, where, interval)
     assert found == [("SIGTERMException", step)] * 2
 
 
@@ -262,12 +259,12 @@ def test_sigterm_before_a_validation_ends_all_with_one_exception(
     ("where", "step"), [("step 1", 3), ("step 2", 3), ("step 4", 5), ("step 6", 7), ("validation", 4)]
 )
 def test_sigterm_on_one_rank_ends_all_at_the_same_step(workers: Workers, where: str, step: int) -> None:
-    assert workers.run(2, fit_terminated, Case((3, 7)), Terminated, where) == [("SIGTERMException", step)] * 2
+    assert workers.run(2, fit_terminated, Fit((3, 7)), Terminated, where) == [("SIGTERMException", step)] * 2
 
 
 @pytest.mark.parametrize(("where", "step"), [("step 1", 3), ("step 2", 4), ("step 3", 4), ("step 6", 7)])
 def test_sigterm_on_one_rank_ends_all_where_all_have_a_batch(workers: Workers, where: str, step: int) -> None:
-    assert workers.run(3, fit_terminated, Case((7, 7, 7)), Terminated, where) == [("SIGTERMException", step)] * 3
+    assert workers.run(3, fit_terminated, Fit((7, 7, 7)), Terminated, where) == [("SIGTERMException", step)] * 3
 
 
 # ---------------------------------------------------------------- the same as plain ddp, where that works
@@ -275,7 +272,7 @@ def test_sigterm_on_one_rank_ends_all_where_all_have_a_batch(workers: Workers, w
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_even_inputs_give_the_bits_of_plain_ddp(workers: Workers, iterable: bool) -> None:
-    case = Case((4, 4), iterable=iterable, accumulate=3, clip=0.3, scheduler="step", model="norm")
+    case = Fit((4, 4), iterable=iterable, accumulate=3, clip=0.3, scheduler="step", model="norm")
     plain, join = (workers.run(2, fit, case, Module, {}, {"strategy": name}) for name in ("ddp", "ddp_join"))
     assert_same_bits([plain[0], *join])
     assert [r.trained for r in plain] == [r.trained for r in join]
@@ -286,8 +283,8 @@ class NotesItsLoop(Module):
         self.noted = type(self.trainer.fit_loop).__name__
 
 
-def test_enable_false_is_plain_ddp(workers: Workers) -> None:
-    case = Case((4, 4), ddp={"enable": False})
+def test_enable_join_false_is_plain_ddp(workers: Workers) -> None:
+    case = Fit((4, 4), ddp={"enable_join": False})
     results = workers.run(2, fit, case, NotesItsLoop)
     assert [result.noted for result in results] == ["_FitLoop"] * 2
     assert_reference(results[0], case)
@@ -301,14 +298,14 @@ class Undecided(Stopping):
 def test_should_stop_may_be_taken_back(workers: Workers) -> None:
     def steps(lengths: tuple[int, ...], strategy: str) -> list[int]:
         given = {"ranks": (0, 1), "hook": "on_train_batch_end", "step": 2}
-        results = workers.run(len(lengths), fit, Case(lengths), Undecided, given, {"strategy": strategy})
+        results = workers.run(len(lengths), fit, Fit(lengths), Undecided, given, {"strategy": strategy})
         return [result.global_step for result in results]
 
     assert steps((4,), "ddp_join") == steps((4,), "ddp")
     assert steps((4, 1), "ddp_join") == [10, 10]
 
 
-def fit_twice(rank: int, case: Case) -> Result:
+def fit_twice(rank: int, case: Fit) -> Result:
     module = Validated(case)
     trainer = build_trainer(case, max_epochs=1)
     loop = trainer.fit_loop
@@ -321,7 +318,7 @@ def fit_twice(rank: int, case: Case) -> Result:
 
 
 def test_fit_validate_and_fit_again(workers: Workers) -> None:
-    case = Case((3, 5), optimizer="plain")
+    case = Fit((3, 5), optimizer="plain")
     assert_exact(case, workers.run(2, fit_twice, case))
 
 
@@ -333,10 +330,10 @@ class Watchful(Module):
 
 
 def fit_again_with_an_empty_rank(rank: int) -> list[bool]:
-    module = Watchful(Case((4, 4)))
+    module = Watchful(Fit((4, 4)))
     trainer = build_trainer(module.case, max_steps=2)
     trainer.fit(module)
-    module.case = Case((0, 3))
+    module.case = Fit((0, 3))
     trainer.fit_loop.epoch_loop.max_steps = 5
     trainer.fit(module)
     return module.noted  # type: ignore[no-any-return]
@@ -354,12 +351,12 @@ class Short(Validated):
 
 
 def test_an_epoch_shorter_than_the_validation_interval(workers: Workers) -> None:
-    results = workers.run(2, fit, Case(((2, 5), (3, 2), (5, 5))), Short, {}, {"val_check_interval": 4})
+    results = workers.run(2, fit, Fit(((2, 5), (3, 2), (5, 5))), Short, {}, {"val_check_interval": 4})
     assert [result.global_step for result in results] == [13, 13]
 
 
 def test_the_jobs_own_store_is_used_where_it_is_a_tcp_store(workers: Workers) -> None:
-    case = Case((0, 4, 7))
+    case = Fit((0, 4, 7))
     outcomes = workers.outcomes(3, fit, case, store="tcp")
     assert [o.error for o in outcomes] == [""] * 3
     assert_exact(case, [o.value for o in outcomes])

@@ -16,17 +16,9 @@ import torchmetrics
 from torch import Tensor
 
 from tests.needs import needs
-from tests.support.cases import (
-    Batch,
-    Case,
-    Module,
-    assert_exact,
-    assert_same_bits,
-    difference,
-    fit,
-    reference,
-)
+from tests.support.front_ends.lightning import Fit, Module, assert_exact, assert_same_bits, fit
 from tests.support.inside import links_of
+from tests.support.run import Batch, difference, reference
 from tests.support.workers import Workers
 
 PATIENT = {"timeout": timedelta(seconds=20)}
@@ -58,16 +50,16 @@ class GoesAhead(Module):
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        (Case((5, 5)), 5),
-        (Case((5, 5), iterable=True), 5),
-        (Case((5, 5), iterable=True, weighting="samples", ragged=True), 5),
-        (Case((4, 7), iterable=True, weighting="active"), 4),  # where the first one joins they wait
-        (Case((7, 4, 7), weighting="samples", ragged=True), 4),
-        (Case((6, 6), model="norm", ddp={"broadcast_buffers": False}, epochs=1), 6),
-        (Case((6, 6), model="norm", epochs=1), 0),  # a forward broadcasts buffers: they wait
+        (Fit((5, 5)), 5),
+        (Fit((5, 5), iterable=True), 5),
+        (Fit((5, 5), iterable=True, weighting="samples", ragged=True), 5),
+        (Fit((4, 7), iterable=True, weighting="active"), 4),  # where the first one joins they wait
+        (Fit((7, 4, 7), weighting="samples", ragged=True), 4),
+        (Fit((6, 6), model="norm", ddp={"broadcast_buffers": False}, epochs=1), 6),
+        (Fit((6, 6), model="norm", epochs=1), 0),  # a forward broadcasts buffers: they wait
     ],
 )
-def test_a_rank_goes_on_where_all_have_a_batch(workers: Workers, tmp_path: Path, case: Case, steps: int) -> None:
+def test_a_rank_goes_on_where_all_have_a_batch(workers: Workers, tmp_path: Path, case: Fit, steps: int) -> None:
     results = workers.run(case.world_size, fit, case, GoesAhead, {"folder": tmp_path, "steps": steps})
     assert_exact(case, results) if case.model != "norm" else assert_same_bits(results)
 
@@ -105,7 +97,7 @@ class Asking(Module):
 def test_should_stop_where_all_have_a_batch(
     workers: Workers, ranks: tuple[int, ...], step: int, stops_at: int, overrides: dict[str, Any], takes_back: int
 ) -> None:
-    case = Case((6, 6, 6), epochs=2)
+    case = Fit((6, 6, 6), epochs=2)
     results = workers.run(3, fit, case, Asking, {"ranks": ranks, "step": step, "takes_back": takes_back}, overrides)
     assert_same_bits(results)
     assert [result.global_step for result in results] == [stops_at] * 3
@@ -137,7 +129,7 @@ class Validating(Module):
 )
 @pytest.mark.parametrize("lengths", [(14, 14, 14), (3, 14)])
 def test_all_validate_at_the_same_steps(workers: Workers, lengths: Any, interval: Any, iterable: bool) -> None:
-    case, options = Case(lengths, epochs=2, iterable=iterable), {"val_check_interval": interval}
+    case, options = Fit(lengths, epochs=2, iterable=iterable), {"val_check_interval": interval}
     results = workers.run(len(lengths), fit, case, Validating, {}, {**options, "num_sanity_val_steps": 0})
     assert all(result.noted == results[0].noted for result in results)
     steps = [step for step, _ in results[0].noted]
@@ -183,9 +175,9 @@ class Looking(Module):
 
 @pytest.mark.parametrize("place", ["training_step", "on_before_zero_grad", "on_after_backward", "on_train_batch_end"])
 @pytest.mark.parametrize(
-    "case", [Case((4, 4), iterable=True), Case((4, 4)), Case((5, 5), iterable=True, accumulate=2), Case((2, 5))]
+    "case", [Fit((4, 4), iterable=True), Fit((4, 4)), Fit((5, 5), iterable=True, accumulate=2), Fit((2, 5))]
 )
-def test_is_last_batch_is_right_wherever_one_rank_looks(workers: Workers, case: Case, place: str) -> None:
+def test_is_last_batch_is_right_wherever_one_rank_looks(workers: Workers, case: Fit, place: str) -> None:
     results = workers.run(2, fit, case, Looking, {"place": place})
     assert_exact(case, results)
     steps = max(case.lengths)
@@ -206,7 +198,7 @@ class LeavingAfterALook(Module):
 
 
 def test_is_last_batch_after_others_have_left(workers: Workers) -> None:
-    results = workers.run(2, fit, Case((6, 4), epochs=1, iterable=True), LeavingAfterALook)
+    results = workers.run(2, fit, Fit((6, 4), epochs=1, iterable=True), LeavingAfterALook)
     assert [result.noted for result in results] == [[False] * 3, [False] * 3 + [True]]
 
 
@@ -240,7 +232,7 @@ class LookingMeanwhile(Module):
 
 @pytest.mark.parametrize("by_signal", [False, True], ids=["thread", "signal"])
 def test_is_last_batch_while_its_rank_waits(workers: Workers, by_signal: bool) -> None:
-    case = Case((5, 5), epochs=2, iterable=True, scheduler="epoch", ddp=PATIENT)
+    case = Fit((5, 5), epochs=2, iterable=True, scheduler="epoch", ddp=PATIENT)
     results = workers.run(2, fit, case, LookingMeanwhile, {"by_signal": by_signal})
     assert_exact(case, results)
     assert len(results[0].noted) == 2
@@ -264,7 +256,7 @@ class LookingOften(Module):
 
 
 def test_is_last_batch_wherever_a_signal_comes(workers: Workers) -> None:
-    case = Case((400, 400), epochs=1, iterable=True, ddp=PATIENT)
+    case = Fit((400, 400), epochs=1, iterable=True, ddp=PATIENT)
     results = workers.run(2, fit, case, LookingOften)
     assert_exact(case, results)
     assert min(result.noted for result in results) > 100
@@ -287,7 +279,7 @@ class Nothing(Module):
 
 @pytest.mark.parametrize("without", [(0,), (1,), (0, 1)])
 def test_an_even_step_without_a_loss_waits_for_no_thread(workers: Workers, without: tuple[int, ...]) -> None:
-    results = workers.run(2, fit, Case((40, 40), epochs=1, iterable=True), Nothing, {"without": without})
+    results = workers.run(2, fit, Fit((40, 40), epochs=1, iterable=True), Nothing, {"without": without})
     assert max(statistics.median(result.noted) for result in results) < 0.05
 
 
@@ -314,7 +306,7 @@ class Reading(Module):
 
 
 def test_a_process_reads_itself_from_a_step_to_the_next_forward(workers: Workers) -> None:
-    case = Case((12, 12), epochs=1, iterable=True)
+    case = Fit((12, 12), epochs=1, iterable=True)
     results = workers.run(2, fit, case, Reading)
     assert_exact(case, results)
     for result in results:
@@ -343,7 +335,7 @@ class SavingAtASignal(Module):
 
 
 def test_a_signal_may_have_all_ranks_save_a_checkpoint(workers: Workers, tmp_path: Path) -> None:
-    case, path = Case((5, 5), epochs=1, iterable=True, ddp=PATIENT), tmp_path / "a.ckpt"
+    case, path = Fit((5, 5), epochs=1, iterable=True, ddp=PATIENT), tmp_path / "a.ckpt"
     assert_exact(case, workers.run(2, fit, case, SavingAtASignal, {"path": path}))
     progress = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     assert (progress["current"]["ready"], progress["is_last_batch"]) == (5, False)
@@ -360,7 +352,7 @@ class Saving(Module):
 def test_a_checkpoint_after_a_step_knows_whether_it_was_the_last(
     workers: Workers, tmp_path: Path, iterable: bool
 ) -> None:
-    workers.run(2, fit, Case((3, 3), epochs=1, iterable=iterable), Saving, {"folder": tmp_path})
+    workers.run(2, fit, Fit((3, 3), epochs=1, iterable=iterable), Saving, {"folder": tmp_path})
     for index in range(3):
         state = torch.load(tmp_path / f"{index}.ckpt", weights_only=False)["loops"]["fit_loop"]
         assert state["epoch_loop.batch_progress"]["is_last_batch"] == (index == 2)
@@ -369,7 +361,7 @@ def test_a_checkpoint_after_a_step_knows_whether_it_was_the_last(
 class Computing(Module):
     """All ranks compute a metric amid each step, over the channel on which they have said their part."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.mean = torchmetrics.MeanMetric()
 
@@ -380,7 +372,7 @@ class Computing(Module):
 
 
 def test_a_metric_may_be_computed_before_the_others_are_heard(workers: Workers) -> None:
-    case = Case((4, 4), iterable=True, epochs=1)
+    case = Fit((4, 4), iterable=True, epochs=1)
     results = workers.run(2, fit, case, Computing)
     assert_exact(case, results)
     assert results[0].noted == results[1].noted
@@ -409,7 +401,7 @@ class Failing(Module):
 @pytest.mark.parametrize("model", ["mlp", "norm"])
 @pytest.mark.parametrize("place", ["on_train_batch_end", "on_before_optimizer_step"])
 def test_whoever_has_gone_ahead_hears_of_a_failure(workers: Workers, place: str, model: str) -> None:
-    case = Case((5, 5, 5), iterable=True, model=model, ddp=PATIENT)
+    case = Fit((5, 5, 5), iterable=True, model=model, ddp=PATIENT)
     outcomes = workers.outcomes(3, fit, case, Failing, {"place": place}, timeout=20.0)
     for rank in (0, 2):
         assert "PeerFailedError" in outcomes[rank].error, outcomes[rank].trace

@@ -17,16 +17,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from tests.covering import others_long
-from tests.support.cases import (
+from tests.support.front_ends.lightning import (
     ANY_CHECKPOINT,
-    Case,
+    Fit,
     Module,
     Result,
     assert_same_bits,
     build_trainer,
-    loss_of,
     result_of,
 )
+from tests.support.run import loss_of
 from tests.support.workers import Workers
 from torch_join import JoinError
 
@@ -36,7 +36,7 @@ Sample = tuple[Tensor, Tensor, int]
 class Samples(Dataset[Sample | None]):
     """A rank's batches, each with its number."""
 
-    def __init__(self, case: Case, rank: int, gaps: bool = False) -> None:
+    def __init__(self, case: Fit, rank: int, gaps: bool = False) -> None:
         self.case, self.rank, self.gaps = case, rank, gaps
 
     def __len__(self) -> int:
@@ -70,10 +70,10 @@ class Stream(IterableDataset[Sample | None]):
 
 
 @dataclass(frozen=True)
-class Run:
+class Reading:
     """How a case is read."""
 
-    case: Case
+    case: Fit
     early: bool = False  # the data is set up before the checkpoint is loaded
     stateful: bool = True
     mode: str | None = None  # how it is combined with a loader that is shorter
@@ -85,7 +85,7 @@ class Run:
 class Reader(Module):
     """Notes the epoch, step and number of every batch that it trains on."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Reading) -> None:
         super().__init__(run.case)
         self.reads = run
         self.seen: list[tuple[int, ...]] = []
@@ -99,7 +99,7 @@ class Reader(Module):
         loader = self.loader(Samples(self.case, rank, self.reads.gaps))
         if self.reads.mode is None:
             return loader
-        shorter = Case([length // 2 for length in self.case.lengths_in(0)], iterable=self.case.iterable)
+        shorter = Fit([length // 2 for length in self.case.lengths_in(0)], iterable=self.case.iterable)
         return CombinedLoader([self.loader(Samples(shorter, rank)), loader], self.reads.mode)
 
     def loader(self, data: Samples) -> DataLoader[Any]:
@@ -147,13 +147,13 @@ class SavesEverywhere(pl.Callback):
         self.save(trainer, "end")
 
 
-def build(run: Run, **options: Any) -> pl.Trainer:
+def build(run: Reading, **options: Any) -> pl.Trainer:
     if run.validates:
         options = {"val_check_interval": 2, "num_sanity_val_steps": 0, **options}
     return build_trainer(run.case, strategy=run.strategy, **options)
 
 
-def fit_whole(rank: int, run: Run, folder: str) -> tuple[Result, list[tuple[int, ...]]]:
+def fit_whole(rank: int, run: Reading, folder: str) -> tuple[Result, list[tuple[int, ...]]]:
     module = Reader(run)
     trainer = build(run, callbacks=[SavesEverywhere(folder)])
     trainer.fit(module)
@@ -161,34 +161,34 @@ def fit_whole(rank: int, run: Run, folder: str) -> tuple[Result, list[tuple[int,
     return result_of(trainer, module), module.seen
 
 
-def fit_from(run: Run, path: str) -> tuple[Result, list[tuple[int, ...]]]:
+def fit_from(run: Reading, path: str) -> tuple[Result, list[tuple[int, ...]]]:
     module = Reader(run)
     trainer = build(run)
     trainer.fit(module, ckpt_path=path, **ANY_CHECKPOINT)
     return result_of(trainer, module), module.seen
 
 
-def whole_and_resumed(rank: int, run: Run, folder: str, names: list[str]) -> list[Any]:
+def whole_and_resumed(rank: int, run: Reading, folder: str, names: list[str]) -> list[Any]:
     return [fit_whole(rank, run, folder), *(fit_from(run, f"{folder}/{name}.ckpt") for name in names)]
 
 
 CASES = [
-    Run(Case((2, 4), epochs=2, optimizer=optimizer, scheduler="step", iterable=iterable), early)
+    Reading(Fit((2, 4), epochs=2, optimizer=optimizer, scheduler="step", iterable=iterable), early)
     for iterable, optimizer in ((False, "adam"), (True, "sgd"))
     for early in (False, True)
 ]
 CASES += [
-    Run(Case((4, 2), epochs=2, optimizer="sgd", scheduler="step", weighting="samples", ragged=True)),
-    Run(Case((4, 2), epochs=2, scheduler="epoch", iterable=True, weighting="samples", ragged=True)),
-    Run(Case((3, 0, 4), epochs=2, optimizer="sgd", scheduler="step"), early=True),
-    Run(Case((0, 4, 1), epochs=2, scheduler="step", iterable=True)),
-    Run(Case((2, 6), epochs=2, iterable=True), mode="max_size_cycle"),
-    Run(Case((6, 2), epochs=2, iterable=True), mode="max_size"),
-    Run(Case((6, 2), epochs=2), mode="max_size"),
-    Run(Case((6, 4), epochs=2, iterable=True), gaps=True),
-    Run(Case((6, 4), epochs=2, optimizer="sgd"), gaps=True, early=True),
-    Run(Case((2, 4), epochs=2), validates=True),
-    Run(Case((4, 2), epochs=2, iterable=True), validates=True),
+    Reading(Fit((4, 2), epochs=2, optimizer="sgd", scheduler="step", weighting="samples", ragged=True)),
+    Reading(Fit((4, 2), epochs=2, scheduler="epoch", iterable=True, weighting="samples", ragged=True)),
+    Reading(Fit((3, 0, 4), epochs=2, optimizer="sgd", scheduler="step"), early=True),
+    Reading(Fit((0, 4, 1), epochs=2, scheduler="step", iterable=True)),
+    Reading(Fit((2, 6), epochs=2, iterable=True), mode="max_size_cycle"),
+    Reading(Fit((6, 2), epochs=2, iterable=True), mode="max_size"),
+    Reading(Fit((6, 2), epochs=2), mode="max_size"),
+    Reading(Fit((6, 4), epochs=2, iterable=True), gaps=True),
+    Reading(Fit((6, 4), epochs=2, optimizer="sgd"), gaps=True, early=True),
+    Reading(Fit((2, 4), epochs=2), validates=True),
+    Reading(Fit((4, 2), epochs=2, iterable=True), validates=True),
 ]
 
 
@@ -211,20 +211,20 @@ def test_what_was_left(workers: Workers, tmp_path: Path, number: int) -> None:
         assert_same_bits([of_rank[number][0] for of_rank in results])
 
 
-def fit_after_the_end(rank: int, run: Run, longer: Run, path: str) -> tuple[Any, Any]:
+def fit_after_the_end(rank: int, run: Reading, longer: Reading, path: str) -> tuple[Any, Any]:
     fit_whole(rank, run, path)
     return fit_from(longer, f"{path}/fitted.ckpt"), fit_whole(rank, longer, f"{path}/longer")
 
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_a_checkpoint_that_is_saved_after_the_fit(workers: Workers, tmp_path: Path, iterable: bool) -> None:
-    run, longer = (Run(Case((2, 1), epochs=epochs, iterable=iterable)) for epochs in (1, 2))
+    run, longer = (Reading(Fit((2, 1), epochs=epochs, iterable=iterable)) for epochs in (1, 2))
     for (resumed, seen), (whole, everything) in workers.run(2, fit_after_the_end, run, longer, str(tmp_path)):
         assert seen == [it for it in everything if it[0] == 1]
         assert_same_bits([whole, resumed])
 
 
-def fit_warning(rank: int, run: Run, path: str) -> tuple[list[tuple[int, ...]], int, str]:
+def fit_warning(rank: int, run: Reading, path: str) -> tuple[list[tuple[int, ...]], int, str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result, seen = fit_from(run, path)
@@ -234,7 +234,7 @@ def fit_warning(rank: int, run: Run, path: str) -> tuple[list[tuple[int, ...]], 
 @pytest.mark.parametrize("world", [(4,), (2, 4), (4, 0)])
 @pytest.mark.parametrize("iterable", [False, True])
 def test_loaders_without_a_state(workers: Workers, tmp_path: Path, world: tuple[int, ...], iterable: bool) -> None:
-    run = Run(Case(world, epochs=2, iterable=iterable), stateful=False)
+    run = Reading(Fit(world, epochs=2, iterable=iterable), stateful=False)
     workers.run(len(world), fit_whole, run, str(tmp_path))
     for step in (1, 3):
         path = f"{tmp_path}/after-0-{step - 1}.ckpt"
@@ -251,7 +251,7 @@ def test_loaders_without_a_state(workers: Workers, tmp_path: Path, world: tuple[
             assert ("not resumable" in alone[2]) == (not iterable)
 
 
-def resuming_fails(rank: int, run: Run, path: str) -> str:
+def resuming_fails(rank: int, run: Reading, path: str) -> str:
     with pytest.raises(JoinError) as error:
         fit_from(run, path)
     return str(error.value)
@@ -272,25 +272,25 @@ class ReadsAgain(Reader):
         return StatefulDataLoader(Unplaced(data), batch_size=None)
 
 
-def fit_reading_again(rank: int, case: Case, folder: str, path: str | None) -> str:
-    trainer = build(Run(case), callbacks=[SavesEverywhere(folder)] if path is None else [])
+def fit_reading_again(rank: int, case: Fit, folder: str, path: str | None) -> str:
+    trainer = build(Reading(case), callbacks=[SavesEverywhere(folder)] if path is None else [])
     try:
-        trainer.fit(ReadsAgain(Run(case)), ckpt_path=path)
+        trainer.fit(ReadsAgain(Reading(case)), ckpt_path=path)
     except JoinError as error:
         return str(error)
     return ""
 
 
 def test_a_stream_that_has_become_shorter_than_what_was_trained_of_it(workers: Workers, tmp_path: Path) -> None:
-    assert workers.run(2, fit_reading_again, Case((4, 6), epochs=1), str(tmp_path), None) == ["", ""]
+    assert workers.run(2, fit_reading_again, Fit((4, 6), epochs=1), str(tmp_path), None) == ["", ""]
     path = f"{tmp_path}/after-0-2.ckpt"
-    for message in workers.run(2, fit_reading_again, Case((1, 6), epochs=1), str(tmp_path), path):
+    for message in workers.run(2, fit_reading_again, Fit((1, 6), epochs=1), str(tmp_path), path):
         assert "has come to its end before the place in the epoch" in message
 
 
 def test_another_world(workers: Workers, tmp_path: Path) -> None:
-    workers.run(2, fit_whole, Run(Case((2, 3), epochs=2)), str(tmp_path))
-    run = Run(Case((3, 1, 2), epochs=2))
+    workers.run(2, fit_whole, Reading(Fit((2, 3), epochs=2)), str(tmp_path))
+    run = Reading(Fit((3, 1, 2), epochs=2))
     for message in workers.run(3, resuming_fails, run, f"{tmp_path}/after-0-1.ckpt"):
         assert "written in the middle of an epoch by 2 ranks" in message
         assert "this job has 3. Resume with 2 ranks" in message
@@ -301,7 +301,7 @@ def test_another_world(workers: Workers, tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_plain_ddp_and_for_it(workers: Workers, tmp_path: Path) -> None:
-    run = Run(Case((4, 4), epochs=2))
+    run = Reading(Fit((4, 4), epochs=2))
     plain = dataclasses.replace(run, strategy="ddp")
     workers.run(2, fit_whole, plain, str(tmp_path))
     results = workers.run(2, fit_warning, run, f"{tmp_path}/after-0-1.ckpt")
@@ -310,7 +310,7 @@ def test_checkpoints_of_plain_ddp_and_for_it(workers: Workers, tmp_path: Path) -
     assert [seen[:2] for seen, *_ in results] == [seen[:2] for seen, *_ in expected]
     assert [steps for _, steps, _ in results] == [8, 8]
 
-    alone = Run(Case((4,), epochs=2))
+    alone = Reading(Fit((4,), epochs=2))
     ((_, everything),) = workers.run(1, fit_whole, alone, f"{tmp_path}/alone")
     ((seen, *_),) = workers.run(
         1, fit_warning, dataclasses.replace(alone, strategy="ddp"), f"{tmp_path}/alone/after-0-1.ckpt"
@@ -325,7 +325,7 @@ class SavesInTheStep(Reader):
         return super().training_step(batch, batch_idx)
 
 
-def fit_saving_in_the_step(rank: int, run: Run, folder: str) -> Any:
+def fit_saving_in_the_step(rank: int, run: Reading, folder: str) -> Any:
     module = SavesInTheStep(run)
     module.folder = folder
     with pytest.raises(JoinError) as error:
@@ -334,7 +334,7 @@ def fit_saving_in_the_step(rank: int, run: Run, folder: str) -> Any:
 
 
 def test_saving_inside_of_a_step(workers: Workers, tmp_path: Path) -> None:
-    run = Run(Case((2, 3), epochs=1))
+    run = Reading(Fit((2, 3), epochs=1))
     for seen, message, (_, again) in workers.run(2, fit_saving_in_the_step, run, str(tmp_path)):
         assert "cannot be saved inside of a step that only rank 1 of 2 ranks have a batch for" in message
         assert again[:2] == seen

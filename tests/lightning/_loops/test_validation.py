@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.support.cases import Case, Module, build_trainer, fit, loss_of, reference
+from tests.support.front_ends.lightning import Fit, Module, build_trainer, fit
+from tests.support.run import loss_of, reference
 from tests.support.workers import Workers
 
 LOADERS = {  # sizes of the batches, by dataloader and rank
@@ -37,7 +38,7 @@ class Validated(Module):
     loaders = "uneven"
     streams = False
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.at: list[int] = []
         self.buffers_seen: list[list[Tensor]] = []
@@ -69,31 +70,31 @@ class Validated(Module):
 @pytest.mark.parametrize(
     ("case", "options", "expected"),
     [
-        (Case((3, 6), epochs=2), {"val_check_interval": 0.5}, [3, 6, 9, 12]),
-        (Case((6, 0, 2), epochs=2), {"val_check_interval": 0.5}, [3, 6, 9, 12]),
-        (Case((2, 7), epochs=2), {"val_check_interval": 4}, [4, 11]),
-        (Case((2, 7), epochs=2, iterable=True), {"val_check_interval": 4}, [4, 11]),
-        (Case((7, 0, 2), epochs=2, iterable=True), {"val_check_interval": 5, "check_val_every_n_epoch": None}, [5, 10]),
-        (Case((2, 4), epochs=2, iterable=True), {}, [4, 8]),
-        (Case((2, 4), epochs=2, iterable=True, accumulate=2), {}, [2, 4]),
-        (Case((1, 5, 3), epochs=4), {"check_val_every_n_epoch": 2}, [10, 20]),
-        (Case(((2, 4), (6, 1))), {"val_check_interval": 0.5}, [2, 4, 7, 10]),
-        (Case((2, 8), epochs=1, limit=6), {"val_check_interval": 3}, [3, 6]),
-        (Case((2, 8), epochs=1, limit=6, iterable=True), {"val_check_interval": 3}, [3, 6]),
-        (Case((2, 4), epochs=2, limit=6, iterable=True), {}, [4, 8]),
+        (Fit((3, 6), epochs=2), {"val_check_interval": 0.5}, [3, 6, 9, 12]),
+        (Fit((6, 0, 2), epochs=2), {"val_check_interval": 0.5}, [3, 6, 9, 12]),
+        (Fit((2, 7), epochs=2), {"val_check_interval": 4}, [4, 11]),
+        (Fit((2, 7), epochs=2, iterable=True), {"val_check_interval": 4}, [4, 11]),
+        (Fit((7, 0, 2), epochs=2, iterable=True), {"val_check_interval": 5, "check_val_every_n_epoch": None}, [5, 10]),
+        (Fit((2, 4), epochs=2, iterable=True), {}, [4, 8]),
+        (Fit((2, 4), epochs=2, iterable=True, accumulate=2), {}, [2, 4]),
+        (Fit((1, 5, 3), epochs=4), {"check_val_every_n_epoch": 2}, [10, 20]),
+        (Fit(((2, 4), (6, 1))), {"val_check_interval": 0.5}, [2, 4, 7, 10]),
+        (Fit((2, 8), epochs=1, limit=6), {"val_check_interval": 3}, [3, 6]),
+        (Fit((2, 8), epochs=1, limit=6, iterable=True), {"val_check_interval": 3}, [3, 6]),
+        (Fit((2, 4), epochs=2, limit=6, iterable=True), {}, [4, 8]),
     ],
     ids=str,
 )
 def test_validation_runs_at_the_same_steps(
-    workers: Workers, case: Case, options: dict[str, Any], expected: list[int]
+    workers: Workers, case: Fit, options: dict[str, Any], expected: list[int]
 ) -> None:
     if isinstance(case.lengths[0], tuple):
-        case = Case(case.lengths, epochs=2)
+        case = Fit(case.lengths, epochs=2)
     for result in workers.run(case.world_size, fit, case, Validated, {}, {**options, "num_sanity_val_steps": 0}):
         assert [step for step, *_ in result.noted] == expected
 
 
-def single_process_values(case: Case, loaders: str, step: int) -> dict[str, float]:
+def single_process_values(case: Fit, loaders: str, step: int) -> dict[str, float]:
     expected = reference(case)
     expected.net.load_state_dict(expected.history[step])
     expected.net.eval()
@@ -114,10 +115,10 @@ def single_process_values(case: Case, loaders: str, step: int) -> dict[str, floa
 @pytest.mark.parametrize("loaders", LOADERS)
 @pytest.mark.parametrize(
     "case",
-    [Case((0, 2, 4), epochs=2), Case((1, 4, 2), epochs=2, model="norm"), Case((4, 1, 3), epochs=2, model="norm")],
+    [Fit((0, 2, 4), epochs=2), Fit((1, 4, 2), epochs=2, model="norm"), Fit((4, 1, 3), epochs=2, model="norm")],
     ids=["mlp", "norm", "norm-last"],
 )
-def test_values_equal_those_of_a_single_process(workers: Workers, case: Case, loaders: str, streams: bool) -> None:
+def test_values_equal_those_of_a_single_process(workers: Workers, case: Fit, loaders: str, streams: bool) -> None:
     given, options = {"loaders": loaders, "streams": streams}, {"val_check_interval": 2, "num_sanity_val_steps": 0}
     results = workers.run(3, fit, case, Validated, given, options)
     for result in results:
@@ -131,7 +132,7 @@ def test_values_equal_those_of_a_single_process(workers: Workers, case: Case, lo
 
 
 def test_one_process_logs_what_plain_lightning_logs(workers: Workers) -> None:
-    case = Case((3,), epochs=2)
+    case = Fit((3,), epochs=2)
     (joined,), (plain,) = (
         workers.run(1, fit, case, Validated, {"loaders": "two"}, {"strategy": name}) for name in ("ddp_join", "ddp")
     )
@@ -140,7 +141,7 @@ def test_one_process_logs_what_plain_lightning_logs(workers: Workers) -> None:
 
 def test_a_sanity_check_with_an_empty_rank(workers: Workers) -> None:
     options = {"num_sanity_val_steps": 2, "limit_val_batches": 1}
-    results = workers.run(3, fit, Case((2, 3, 1), epochs=1), Validated, {"loaders": "empty"}, options)
+    results = workers.run(3, fit, Fit((2, 3, 1), epochs=1), Validated, {"loaders": "empty"}, options)
     assert [[step for step, *_ in result.noted] for result in results] == [[0, 3]] * 3
 
 
@@ -159,7 +160,7 @@ class CountsBatches(pl.LightningModule):
 
 
 def validate_with_odd_sizes(rank: int, strategy: str) -> float:
-    trainer = build_trainer(Case((1, 1)), strategy=strategy)
+    trainer = build_trainer(Fit((1, 1)), strategy=strategy)
     return float(trainer.validate(CountsBatches(), verbose=False)[0]["mean"])
 
 
@@ -169,7 +170,7 @@ def test_epoch_means_are_exact(workers: Workers) -> None:
 
 
 def reduce_integers(rank: int) -> list[float]:
-    case = Case((1, 1))
+    case = Fit((1, 1))
     trainer = build_trainer(case)
     trainer.fit(Module(case))
     ten = torch.tensor((10, 25)[rank])

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
 from lightning_join._monitor import monitor as _monitor
-from tests.support.cases import ANY_CHECKPOINT, Batch, Case, Module, build_trainer, fit
+from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit, Module, build_trainer, fit
+from tests.support.run import Batch
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
 from torch_join.integration import EpochRecord, RankRecord
@@ -49,10 +50,10 @@ class Slow(Monitored):
 
 @pytest.mark.parametrize(
     ("case", "with_callback"),
-    [(Case((2, 6), epochs=2), False), (Case((0, 4, 6), epochs=2, iterable=True), True)],
+    [(Fit((2, 6), epochs=2), False), (Fit((0, 4, 6), epochs=2, iterable=True), True)],
     ids=["sized", "iterable"],
 )
-def test_the_numbers_of_each_epoch(workers: Workers, case: Case, with_callback: bool, tmp_path: Path) -> None:
+def test_the_numbers_of_each_epoch(workers: Workers, case: Fit, with_callback: bool, tmp_path: Path) -> None:
     monitor = JoinMonitor(tmp_path / "plots" / "timeline.png")
     options = {
         "strategy": "ddp" if with_callback else "ddp_join",
@@ -90,7 +91,7 @@ def test_the_numbers_of_each_epoch(workers: Workers, case: Case, with_callback: 
         assert [float(row[f"join/batches_rank_{rank}"]) for rank in range(case.world_size)] == list(case.lengths)
 
 
-def fit_resumed(rank: int, case: Case, folder: str) -> list[list[tuple[int, int, int | None]]]:
+def fit_resumed(rank: int, case: Fit, folder: str) -> list[list[tuple[int, int, int | None]]]:
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     build_trainer(case, callbacks=[saving], enable_checkpointing=True, max_steps=4).fit(Module(case))
     monitor = JoinMonitor(reshard_above=1)
@@ -99,7 +100,7 @@ def fit_resumed(rank: int, case: Case, folder: str) -> list[list[tuple[int, int,
 
 
 def test_a_resumed_epoch_counts_from_there(workers: Workers, tmp_path: Path) -> None:
-    for epochs in workers.run(2, fit_resumed, Case((2, 6), epochs=2), str(tmp_path)):
+    for epochs in workers.run(2, fit_resumed, Fit((2, 6), epochs=2), str(tmp_path)):
         assert epochs == [[(0, 2, 4), (2, 0, None)], [(2, 4, 2), (6, 0, None)]]
 
 
@@ -107,12 +108,12 @@ def fit_alone(rank: int, folder: str) -> list[str]:
     lines = []
     for strategy in ("auto", "ddp_join"):
         monitor = JoinMonitor(f"{folder}/{strategy}.png")
-        build_trainer(Case((2,)), strategy=strategy, callbacks=[monitor], max_epochs=1).fit(Module(Case((2,))))
+        build_trainer(Fit((2,)), strategy=strategy, callbacks=[monitor], max_epochs=1).fit(Module(Fit((2,))))
         lines.append(str(monitor.epochs[0]))
     for strategy in ("ddp", DDPJoinStrategy(enable=False)):
-        trainer = build_trainer(Case((2,)), strategy=strategy, callbacks=[JoinMonitor()])
+        trainer = build_trainer(Fit((2,)), strategy=strategy, callbacks=[JoinMonitor()])
         try:
-            trainer.fit(Module(Case((2,))))
+            trainer.fit(Module(Fit((2,))))
         except JoinTypeError as error:
             lines.append(str(error))
     return lines
@@ -176,7 +177,7 @@ def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPat
 
 
 def test_gifts_and_what_they_save_are_counted(workers: Workers) -> None:
-    case = Case((9, 1), epochs=2, rebalance=True)
+    case = Fit((9, 1), epochs=2, rebalance=True)
     (epochs, _), _ = (
         result.noted for result in workers.run(2, fit, case, Monitored, {}, {"callbacks": [JoinMonitor()]})
     )

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.support.cases import (
-    Batch,
-    Case,
+from tests.support.batches import Batches
+from tests.support.front_ends.lightning import (
+    Fit,
     Module,
     Result,
-    Shard,
     assert_exact,
     assert_same_bits,
     build_trainer,
     fit,
 )
+from tests.support.run import Batch
 from tests.support.workers import Workers
 
 Place = tuple[int, int]
@@ -50,14 +50,14 @@ VALIDATED = ((2, 0), (0, 3), (4, 1), (1, 2))  # by epoch and dataloader; what ra
 class Plans(Module):
     is_generator: bool
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.said: list[float] = []
         self.seen: list[list[int]] = []
         self.noted = self.said, self.seen
 
     def loader(self, plans: Sequence[int]) -> DataLoader[Batch]:
-        data = Shard(self.case, self.trainer.global_rank)
+        data = Batches(self.case, self.trainer.global_rank)
         return DataLoader(data, batch_size=None, sampler=Planned(plans, self.is_generator))
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -87,7 +87,7 @@ class Plans(Module):
 
 @pytest.mark.parametrize("is_generator", [False, True])
 def test_what_a_loader_said_before_it_was_iterated_is_no_limit(workers: Workers, is_generator: bool) -> None:
-    case = Case(TRAINED, epochs=4)
+    case = Fit(TRAINED, epochs=4)
     results = workers.run(3, fit, case, Plans, {"is_generator": is_generator}, {"num_sanity_val_steps": 0})
     assert_exact(case, results)
     for rank, result in enumerate(results):
@@ -99,7 +99,7 @@ def test_what_a_loader_said_before_it_was_iterated_is_no_limit(workers: Workers,
 
 @pytest.mark.parametrize("options", [{"rebalance": True}, {"limit": 0.5}, {"limit": 2}])
 def test_limits_and_rebalancing_go_by_the_new_length(workers: Workers, options: dict[str, Any]) -> None:
-    case = Case(((4, 2), (8, 3), (2, 6)), **options)
+    case = Fit(((4, 2), (8, 3), (2, 6)), **options)
     results = workers.run(2, fit, case, Plans, {"is_generator": True}, {"limit_val_batches": 0})
     if case.rebalance:  # which rank trains on which batch is another test's
         assert {result.global_step for result in results} == {3 + 6 + 4}
@@ -108,14 +108,14 @@ def test_limits_and_rebalancing_go_by_the_new_length(workers: Workers, options: 
 
 
 def test_a_share_of_a_new_length_that_leaves_nothing_raises_on_all_ranks(workers: Workers) -> None:
-    case = Case(((4, 4), (4, 1)), epochs=2, limit=0.5)
+    case = Fit(((4, 4), (4, 1)), epochs=2, limit=0.5)
     for outcome in workers.outcomes(2, fit, case, Plans, {"is_generator": False}, {"limit_val_batches": 0}):
         assert "DataloaderError: The dataloaders of rank 1 cannot be run." in outcome.error, outcome.trace
         assert "0.5 * 1 < 1" in outcome.error
 
 
 def evaluate_planned(rank: int) -> tuple[list[list[int]], list[Any]]:
-    module = Plans(Case(((9, 9),)))
+    module = Plans(Fit(((9, 9),)))
     module.is_generator = True
     trainer = build_trainer(module.case)
     plans: list[Sequence[int]] = [*zip(*VALIDATED, strict=True)]
@@ -151,11 +151,11 @@ class Follows(Planned):
 
 class Resumed(Plans):
     def loader(self, plans: Sequence[int]) -> Any:
-        data = Shard(self.case, self.trainer.global_rank)
+        data = Batches(self.case, self.trainer.global_rank)
         return StatefulDataLoader(data, batch_size=None, sampler=Follows(self, plans))
 
 
-def fit_resuming(rank: int, case: Case, is_generator: bool, folder: str) -> list[Result]:
+def fit_resuming(rank: int, case: Fit, is_generator: bool, folder: str) -> list[Result]:
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     results = []
     for step in range(-1, 11, 2):
@@ -169,7 +169,7 @@ def fit_resuming(rank: int, case: Case, is_generator: bool, folder: str) -> list
 @pytest.mark.parametrize("is_generator", [False, True])
 def test_an_epoch_is_resumed_where_it_was(workers: Workers, is_generator: bool, tmp_path: Path) -> None:
     # Before the resumed epoch is iterated, each rank says what it had in the first one.
-    case = Case(((3, 1), (1, 2), (4, 6)))
+    case = Fit(((3, 1), (1, 2), (4, 6)))
     for whole, *resumed in workers.run(2, fit_resuming, case, is_generator, str(tmp_path)):
         for result in resumed:
             assert_same_bits([whole, result])

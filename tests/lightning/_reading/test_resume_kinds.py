@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_join._reading.stateful import begin_anew
-from tests.lightning._loops.test_resume import Reader, Run, Sample, Samples, SavesEverywhere, build
-from tests.support.cases import ANY_CHECKPOINT, Case
+from tests.lightning._loops.test_resume import Reader, Reading, Sample, Samples, SavesEverywhere, build
+from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
 
@@ -116,7 +116,7 @@ class EpochStream(IterableDataset[Sample]):
 class Hugging(Reader):
     calls = True
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Reading) -> None:
         super().__init__(run)
         self.streams: list[EpochStream] = []
 
@@ -139,7 +139,7 @@ KINDS: dict[str, Any] = {
 KINDS |= {"lit": Lit, "hugging": Hugging, "hugging-forgets": Forgets}
 
 
-def whole_and_resumed(rank: int, run: Run, kind: str, folder: str, names: list[str], options: Any) -> list[Any]:
+def whole_and_resumed(rank: int, run: Reading, kind: str, folder: str, names: list[str], options: Any) -> list[Any]:
     found: list[Any] = []
     for name in ("", *names):
         module = KINDS[kind](run)
@@ -163,10 +163,10 @@ def assert_what_was_left(results: list[list[Any]], names: list[str]) -> None:
 
 NAMES = ["before-0-2", "after-0-2", "after-0-3", "after-0-5", "after-1-1"]
 RUNS = {
-    "sized": (Run(Case((4, 6), epochs=3)), {}),
-    "early": (Run(Case((6, 4), epochs=3), early=True), {}),
-    "side-by-side": (Run(Case((4, 6), epochs=3), mode="max_size"), {}),
-    "limited": (Run(Case((4, 6), epochs=3)), {"limit_train_batches": 5}),
+    "sized": (Reading(Fit((4, 6), epochs=3)), {}),
+    "early": (Reading(Fit((6, 4), epochs=3), early=True), {}),
+    "side-by-side": (Reading(Fit((4, 6), epochs=3), mode="max_size"), {}),
+    "limited": (Reading(Fit((4, 6), epochs=3)), {"limit_train_batches": 5}),
 }
 
 
@@ -197,7 +197,7 @@ def test_a_stream_that_would_repeat_what_it_was_resumed_with_raises(workers: Wor
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
 def test_the_state_of_a_stream_in_a_worker_ends_with_its_epoch() -> None:
-    stream = EpochStream(Samples(Case((2,)), 0))
+    stream = EpochStream(Samples(Fit((2,)), 0))
     begin_anew([StatefulDataLoader(stream, batch_size=None, num_workers=1)], [0])  # type: ignore[arg-type]
     for options in ({}, {"num_workers": 1, "persistent_workers": True}):
         with pytest.raises(UnsupportedError, match="EpochStream"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from tests.support.cases import Case, build_trainer
+from tests.support.front_ends.lightning import Fit, build_trainer
 from tests.support.workers import Workers
 
 
@@ -54,7 +54,7 @@ class Seen(pl.LightningModule):
 def fit_seen(rank: int, world_size: int, size: int, sampler: str, batch_size: int) -> dict[str, list[list[int]]]:
     torch.manual_seed(1)  # the weighted sampler draws from the global generator, like any user's
     module = Seen(size, sampler, batch_size)
-    case = Case((1,) * world_size, epochs=2)
+    case = Fit((1,) * world_size, epochs=2)
     build_trainer(case, use_distributed_sampler=True, num_sanity_val_steps=0).fit(module)
     return module.seen
 
@@ -95,7 +95,7 @@ class SeenByOwnLoader(Seen):
 
 def fit_own_loader(rank: int) -> dict[str, list[list[int]]]:
     module = SeenByOwnLoader(7, "", 2)
-    build_trainer(Case((1, 1), epochs=2), use_distributed_sampler=True, num_sanity_val_steps=0).fit(module)
+    build_trainer(Fit((1, 1), epochs=2), use_distributed_sampler=True, num_sanity_val_steps=0).fit(module)
     return module.seen
 
 
@@ -130,7 +130,7 @@ class OwnShards(Seen):
 def run_own_shards(rank: int, sizes: tuple[int, ...], injects: bool) -> tuple[list[str], list[str], list[int]]:
     module, told = OwnShards(sizes), []
     for run in ("fit", "predict"):
-        trainer = build_trainer(Case((1, 1), epochs=2), use_distributed_sampler=injects, num_sanity_val_steps=0)
+        trainer = build_trainer(Fit((1, 1), epochs=2), use_distributed_sampler=injects, num_sanity_val_steps=0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             getattr(trainer, run)(module)

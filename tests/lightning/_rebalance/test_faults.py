@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_join import DDPJoinStrategy
 from tests.core.loops.test_join_faults import GRACE, TIMEOUT, resume
 from tests.covering import others_long
-from tests.support.cases import Batch, Case, Module, Result, assert_exact, build_trainer, result_of
+from tests.support.front_ends.lightning import Fit, Module, Result, assert_exact, build_trainer, result_of
 from tests.support.inside import counted_gifts, exchange_threads
+from tests.support.run import Batch
 from tests.support.workers import Outcome, Workers, connect
 
 # Rank 1 gives in each step: to rank 2 always, and to rank 0 in the last ones.
-CASE = Case((2, 9, 0), epochs=1, rebalance=True)
+CASE = Fit((2, 9, 0), epochs=1, rebalance=True)
 WITHIN = 2 * TIMEOUT + GRACE  # seconds: a timeout, and a roll call, after the beginning of a fit
 GIVER, RECEIVER = 1, 2
 # For so many seconds the gifts are still on their way.
@@ -89,7 +90,7 @@ def wait_until_nothing_is_left() -> None:
     assert exchange_threads() == []
 
 
-def fit_breaking(rank: int, case: Case, options: dict[str, Any], late: float) -> None:
+def fit_breaking(rank: int, case: Fit, options: dict[str, Any], late: float) -> None:
     connect()
     module = Breaking(case)
     vars(module).update(options)
@@ -154,7 +155,7 @@ def test_a_rank_that_is_gone(workers: Workers, where: str, how: str, who: int, l
 # ---------------------------------------------------------------- a fit after one that has failed
 
 
-def fit_after_a_failure(rank: int, case: Case, wheres: list[str], who: int) -> list[Any]:
+def fit_after_a_failure(rank: int, case: Fit, wheres: list[str], who: int) -> list[Any]:
     found: list[Any] = []
     for where in wheres:
         module = Breaking(case)

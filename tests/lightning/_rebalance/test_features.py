@@ -19,46 +19,35 @@ from tests.core.backward.synced import SyncNorm
 from tests.lightning._loops import test_loop, test_none
 from tests.lightning._training import test_manual, test_step_collectives
 from tests.support import sharded_fits
-from tests.support.cases import (
-    TOLERANCE,
-    Batch,
-    Case,
+from tests.support.front_ends.lightning import (
+    Fit,
     Module,
-    Net,
     Result,
     assert_exact,
     assert_same_bits,
-    build_net,
-    build_optimizer,
     build_trainer,
-    difference,
     fit,
-    flatten,
-    longest,
-    loss_of,
-    reference,
     result_of,
-    total_steps,
-    weights,
 )
 from tests.support.inside import planned_rows
 from tests.support.joint import joint_reference
+from tests.support.run import TOLERANCE, Batch, Net, difference, flatten, loss_of, reference
 from tests.support.workers import Workers
 from torch_join import JoinValueError
 
 
-def name_of(case: Case) -> str:
+def name_of(case: Fit) -> str:
     return "-".join(map(str, case.lengths)) + (" iterable" if case.iterable else "")
 
 
 # ---------------------------------------------------------------- other ways to train
 
 MANUAL = {
-    "gan": ("gan", Case((2, 5), ddp=test_manual.UNUSED)),
-    "gan-samples": ("gan", Case((0, 5, 2), weighting="samples", ragged=True, ddp=test_manual.UNUSED)),
-    "window-streams": ("window", Case((1, 6, 0), iterable=True, weighting="active")),
-    "closures": ("closures", Case((7, 0, 1), ddp=test_manual.UNUSED)),
-    "local": ("local", Case((1, 6), ddp=test_manual.UNUSED)),
+    "gan": ("gan", Fit((2, 5), ddp=test_manual.UNUSED)),
+    "gan-samples": ("gan", Fit((0, 5, 2), weighting="samples", ragged=True, ddp=test_manual.UNUSED)),
+    "window-streams": ("window", Fit((1, 6, 0), iterable=True, weighting="active")),
+    "closures": ("closures", Fit((7, 0, 1), ddp=test_manual.UNUSED)),
+    "local": ("local", Fit((1, 6), ddp=test_manual.UNUSED)),
 }
 
 
@@ -69,7 +58,7 @@ def test_manual_optimization(workers: Workers, name: str) -> None:
     results = workers.run(case.world_size, test_manual.fit_manual, case, program, None)
     expected = test_manual.Alone(case).run(program)
     first, progress, hooks, _ = results[0]
-    assert len(first) == len(expected) == sum(longest(case, epoch) for epoch in range(2))
+    assert len(first) == len(expected) == sum(case.length(epoch) for epoch in range(2))
     for rank, (history, its_progress, its_hooks, trained) in enumerate(results):
         assert trained == [(e, i) for e in range(2) for i, row in enumerate(case.rows(e)) if rank in row]
         assert (its_progress, its_hooks) == (progress, hooks)
@@ -84,40 +73,40 @@ def test_manual_optimization(workers: Workers, name: str) -> None:
 
 
 SILENT = [
-    Case((2, 8), optimizer="adamw", clip=0.5),
-    Case((9, 1), optimizer="sgd", accumulate=2, scheduler="step", weighting="active"),
-    Case((0, 3, 8), accumulate=3, weighting="samples", ragged=True, hooked=True),
-    Case((2, 8, 0), optimizer="sgd", iterable=True),
+    Fit((2, 8), optimizer="adamw", clip=0.5),
+    Fit((9, 1), optimizer="sgd", accumulate=2, scheduler="step", weighting="active"),
+    Fit((0, 3, 8), accumulate=3, weighting="samples", ragged=True, hooked=True),
+    Fit((2, 8, 0), optimizer="sgd", iterable=True),
 ]
 
 
 @pytest.mark.parametrize("case", SILENT, ids=name_of)
-def test_a_step_without_a_loss(workers: Workers, case: Case) -> None:
+def test_a_step_without_a_loss(workers: Workers, case: Fit) -> None:
     case = replace(case, rebalance=True)
     expected = joint_reference(case, test_none.losses(case))
     results = workers.run(case.world_size, fit, case, test_none.Silent)
     assert_same_bits(results)
     for result in results:
-        assert difference(result.parameters, list(expected.net.parameters())) < TOLERANCE
+        assert difference(result.parameters, expected.parameters) < TOLERANCE
         assert difference(flatten(result.optimizer), flatten(expected.optimizer)) < TOLERANCE
         assert (result.lr, result.global_step) == (expected.lr, expected.steps)
         assert all((outputs == {}) if none else "loss" in outputs for none, outputs in result.noted)
 
 
 CONTRASTS = [
-    Case((1, 6), optimizer="sgd"),
-    Case((7, 0, 1), optimizer="adamw", ddp=test_step_collectives.TINY),
-    Case((2, 7), weighting="samples", accumulate=2, iterable=True),
+    Fit((1, 6), optimizer="sgd"),
+    Fit((7, 0, 1), optimizer="adamw", ddp=test_step_collectives.TINY),
+    Fit((2, 7), weighting="samples", accumulate=2, iterable=True),
 ]
 
 
 @pytest.mark.parametrize("case", CONTRASTS, ids=name_of)
-def test_gathers_with_gradients(workers: Workers, case: Case) -> None:
+def test_gathers_with_gradients(workers: Workers, case: Fit) -> None:
     case = replace(case, rebalance=True)
     expected = joint_reference(case, test_step_collectives.losses)
     results = workers.run(case.world_size, fit, case, test_step_collectives.Contrastive)
     assert_same_bits(results)
-    assert difference(results[0].parameters, list(expected.net.parameters())) < TOLERANCE
+    assert difference(results[0].parameters, expected.parameters) < TOLERANCE
     assert results[0].global_step == expected.steps
 
 
@@ -128,7 +117,7 @@ def normalized(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> di
 
 
 class Normalized(Module):
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         norm = SyncNorm(5).double()
         norm.load_state_dict(self.net.norm.state_dict())
@@ -137,18 +126,16 @@ class Normalized(Module):
 
 @pytest.mark.parametrize(
     "case",
-    [Case((1, 6), optimizer="sgd"), Case((0, 6, 2), weighting="samples", ragged=True), Case((7, 0), iterable=True)],
+    [Fit((1, 6), optimizer="sgd"), Fit((0, 6, 2), weighting="samples", ragged=True), Fit((7, 0), iterable=True)],
     ids=name_of,
 )
-def test_synced_batch_norms(workers: Workers, case: Case) -> None:
+def test_synced_batch_norms(workers: Workers, case: Fit) -> None:
     case = replace(case, model="norm", rebalance=True)
     expected = joint_reference(case, normalized)
     results = workers.run(case.world_size, fit, case, Normalized)
     assert_same_bits(results)
-    assert difference(results[0].parameters, list(expected.net.parameters())) < TOLERANCE
-    assert (
-        difference(results[0].buffers[:2], list(expected.net.buffers())[:2]) < TOLERANCE
-    )  # rank 0's count, as under ddp
+    assert difference(results[0].parameters, expected.parameters) < TOLERANCE
+    assert difference(results[0].buffers[:2], expected.buffers[:2]) < TOLERANCE  # rank 0's count, as under ddp
 
 
 # ---------------------------------------------------------------- what is logged
@@ -162,7 +149,7 @@ def number_of(batch: Batch) -> Tensor:
 class Logs(Module):
     """Logs numbers that tell whose batch it is, in all ways, and metrics of torchmetrics."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.mean, self.numbers = MeanMetric().set_dtype(torch.float64), CatMetric().set_dtype(torch.float64)
         self.each = SumMetric(dist_sync_on_step=True).set_dtype(torch.float64)
@@ -194,11 +181,11 @@ class Logs(Module):
 
 @pytest.mark.parametrize(
     "case",
-    [Case((2, 7)), Case((0, 7, 1), iterable=True), Case((0, 6, 0), ragged=True, weighting="samples")],
+    [Fit((2, 7)), Fit((0, 7, 1), iterable=True), Fit((0, 6, 0), ragged=True, weighting="samples")],
     ids=name_of,
 )
 @pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets:UserWarning")
-def test_logged_values_and_metrics(workers: Workers, case: Case) -> None:
+def test_logged_values_and_metrics(workers: Workers, case: Fit) -> None:
     case = replace(case, epochs=2, rebalance=True)
     steps, epochs = [], []
     for epoch in range(2):
@@ -225,14 +212,14 @@ class Stops(Module):
             self.trainer.should_stop = True
 
 
-@pytest.mark.parametrize("case", [Case((1, 9)), Case((0, 2, 9), iterable=True, scheduler="step")], ids=name_of)
-def test_should_stop_on_one_rank(workers: Workers, case: Case) -> None:
+@pytest.mark.parametrize("case", [Fit((1, 9)), Fit((0, 2, 9), iterable=True, scheduler="step")], ids=name_of)
+def test_should_stop_on_one_rank(workers: Workers, case: Fit) -> None:
     case = replace(case, rebalance=True)
     results = workers.run(case.world_size, fit, case, Stops)
     assert_same_bits(results)
     expected = reference(replace(case, max_steps=2))
     assert results[0].global_step == 2
-    assert difference(results[0].parameters, list(expected.net.parameters())) < TOLERANCE
+    assert difference(results[0].parameters, expected.parameters) < TOLERANCE
 
 
 class Monitored(Module):
@@ -243,16 +230,16 @@ class Monitored(Module):
 
 
 def test_early_stopping(workers: Workers) -> None:
-    case = Case((1, 6), epochs=6, optimizer="plain", rebalance=True)
+    case = Fit((1, 6), epochs=6, optimizer="plain", rebalance=True)
     stops = EarlyStopping("loss_epoch", mode="max", patience=1, check_on_train_epoch_end=True)
     results = workers.run(2, fit, case, Monitored, {}, {"callbacks": [stops]})
     assert_same_bits(results)
     assert results[0].epoch < 6
     expected = reference(replace(case, epochs=results[0].epoch))
-    assert difference(results[0].parameters, list(expected.net.parameters())) < TOLERANCE
+    assert difference(results[0].parameters, expected.parameters) < TOLERANCE
 
 
-def fit_in_a_row(rank: int, cases: list[Case]) -> list[Result]:
+def fit_in_a_row(rank: int, cases: list[Fit]) -> list[Result]:
     return [fit(rank, case) for case in cases]
 
 
@@ -261,14 +248,14 @@ def fit_in_a_row(rank: int, cases: list[Case]) -> list[Result]:
 def test_one_fit_after_another_that_ended_while_gifts_travelled(
     workers: Workers, lengths: tuple[int, ...], iterable: bool
 ) -> None:
-    whole = Case(lengths, iterable=iterable, rebalance=True)
+    whole = Fit(lengths, iterable=iterable, rebalance=True)
     short = [replace(whole, max_steps=steps, optimizer="sgd") for steps in (1, 2, 4)]
     cases = [short[0], whole, short[1], short[2], replace(whole, rebalance=False), whole]
     for case, *results in zip(cases, *workers.run(len(lengths), fit_in_a_row, cases), strict=True):
         assert_exact(case, results)
 
 
-def fit_on(rank: int, case: Case) -> Result:
+def fit_on(rank: int, case: Fit) -> Result:
     module = Module(case)
     trainer = build_trainer(case, max_epochs=1)
     trainer.fit(module)
@@ -279,12 +266,12 @@ def fit_on(rank: int, case: Case) -> Result:
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_a_trainer_that_goes_on(workers: Workers, iterable: bool) -> None:
-    case = Case((1, 6, 0), optimizer="plain", iterable=iterable, rebalance=True)
+    case = Fit((1, 6, 0), optimizer="plain", iterable=iterable, rebalance=True)
     assert_exact(case, workers.run(3, fit_on, case))
 
 
 @dataclass(frozen=True)
-class Leaving(Case):
+class Leaving(Fit):
     """A rank leaves each epoch at a step; of nothing that it would have had after that anything is trained on."""
 
     leaves: tuple[int, int] = (0, 0)
@@ -342,7 +329,7 @@ class Holds(Module):
 
 
 def test_more_steps_than_were_estimated_are_told(workers: Workers) -> None:
-    for rank, result in enumerate(workers.run(2, fit, Case((2, 10), epochs=2, rebalance=True), Holds)):
+    for rank, result in enumerate(workers.run(2, fit, Fit((2, 10), epochs=2, rebalance=True), Holds)):
         assert (result.noted, result.global_step) == (12, 20)
         assert result.warned.count("Rebal") == result.warned.count("the epoch has 10 steps, and not 6") == (rank == 0)
 
@@ -355,7 +342,7 @@ def test_a_rank_that_leaves_the_epoch(workers: Workers, case: Leaving) -> None:
         assert result.noted == [(epoch, step, *row[rank]) for epoch, step, row in rows if rank in row]
     assert_same_bits(results)
     expected = reference(case)
-    assert difference(results[0].parameters, list(expected.net.parameters())) < TOLERANCE
+    assert difference(results[0].parameters, expected.parameters) < TOLERANCE
     assert (results[0].global_step, results[0].lr) == (expected.steps, expected.lr)
 
 
@@ -380,18 +367,18 @@ class Owners(Module):
 @pytest.mark.parametrize("rebalance", [True, False])
 @pytest.mark.parametrize(
     "case",
-    [Case((1, 6)), Case((0, 7, 3), iterable=True), Case(((4, 1, 0), (0, 2, 6)), reload=1, epochs=2)],
+    [Fit((1, 6)), Fit((0, 7, 3), iterable=True), Fit(((4, 1, 0), (0, 2, 6)), reload=1, epochs=2)],
     ids=name_of,
 )
-def test_whose_batch_it_is(workers: Workers, case: Case, rebalance: bool) -> None:
+def test_whose_batch_it_is(workers: Workers, case: Fit, rebalance: bool) -> None:
     case = replace(case, rebalance=rebalance)
     rows = [(epoch, step, row) for epoch in range(case.epochs) for step, row in enumerate(case.rows(epoch))]
     for rank, result in enumerate(workers.run(case.world_size, fit, case, Owners)):
         assert result.noted == [(epoch, step, *row[rank]) for epoch, step, row in rows if rank in row]
 
 
-@pytest.mark.parametrize("case", [Case((1, 6)), Case((0, 7, 3), iterable=True, weighting="active")], ids=name_of)
-def test_the_callback(workers: Workers, case: Case) -> None:
+@pytest.mark.parametrize("case", [Fit((1, 6)), Fit((0, 7, 3), iterable=True, weighting="active")], ids=name_of)
+def test_the_callback(workers: Workers, case: Fit) -> None:
     case = replace(case, rebalance=True)
     callback = JoinCallback(weighting=case.weighting, rebalance=True)  # type: ignore[arg-type]
     options = {"strategy": "ddp", "callbacks": [callback]}
@@ -404,11 +391,11 @@ class Estimates(Module):
 
 
 @pytest.mark.parametrize(
-    "case", [Case((1, 6)), Case((0, 7, 3), accumulate=2), Case((9, 2), limit=0.5), Case((9, 2), limit=4)], ids=name_of
+    "case", [Fit((1, 6)), Fit((0, 7, 3), accumulate=2), Fit((9, 2), limit=0.5), Fit((9, 2), limit=4)], ids=name_of
 )
-def test_numbers_of_steps(workers: Workers, case: Case) -> None:
+def test_numbers_of_steps(workers: Workers, case: Fit) -> None:
     case = replace(case, rebalance=True)
-    steps, batches = total_steps(case), longest(case, 0)
+    steps, batches = case.total_steps(), case.length(0)
     for result in workers.run(case.world_size, fit, case, Estimates):
         assert result.noted == (result.global_step, result.batches) == (steps, batches)
 
@@ -426,13 +413,13 @@ class Validates(Module):
         self.noted.append(self.trainer.global_step)
 
 
-INTERVALS: list[tuple[Case, dict[str, Any], list[int]]] = [
-    (Case((1, 7)), {"val_check_interval": 2}, [2, 4, 6, 8]),
-    (Case((1, 7)), {"val_check_interval": 0.5}, [2, 4, 6, 8]),
-    (Case((1, 6), scheduler="epoch"), {}, [4, 8]),
-    (Case((0, 8, 1), iterable=True), {"val_check_interval": 2}, [2, 5]),
-    (Case((0, 8, 1), iterable=True), {}, [3, 6]),
-    (Case((1, 6)), {"val_check_interval": 3, "check_val_every_n_epoch": None}, [3, 6]),
+INTERVALS: list[tuple[Fit, dict[str, Any], list[int]]] = [
+    (Fit((1, 7)), {"val_check_interval": 2}, [2, 4, 6, 8]),
+    (Fit((1, 7)), {"val_check_interval": 0.5}, [2, 4, 6, 8]),
+    (Fit((1, 6), scheduler="epoch"), {}, [4, 8]),
+    (Fit((0, 8, 1), iterable=True), {"val_check_interval": 2}, [2, 5]),
+    (Fit((0, 8, 1), iterable=True), {}, [3, 6]),
+    (Fit((1, 6)), {"val_check_interval": 3, "check_val_every_n_epoch": None}, [3, 6]),
 ]
 
 
@@ -456,9 +443,9 @@ class Endless(IterableDataset[Batch]):
         return iter(self.batches)
 
 
-def combined(case: Case, shorter: tuple[int, ...], mode: str, rank: int) -> CombinedLoader:
+def combined(case: Fit, shorter: tuple[int, ...], mode: str, rank: int) -> CombinedLoader:
     """A rank's batches beside a loader of its own with fewer, or more."""
-    others = Case(shorter, ragged=case.ragged)
+    others = Fit(shorter, ragged=case.ragged)
     parts = [case.batches(rank, 0), [others.batch(rank, 7, index) for index in range(shorter[rank])]]
     loaders: list[Any] = [
         DataLoader(Endless(part) if case.iterable else part, batch_size=None)  # type: ignore[arg-type]
@@ -487,17 +474,16 @@ class Combined(Module):
 @pytest.mark.parametrize("iterable", [False, True])
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_combined_loaders(workers: Workers, mode: str, iterable: bool) -> None:
-    case, shorter = Case((2, 7, 1), epochs=2, optimizer="sgd", iterable=iterable, rebalance=True), (1, 5, 2)
+    case, shorter = Fit((2, 7, 1), epochs=2, optimizer="sgd", iterable=iterable, rebalance=True), (1, 5, 2)
     read = [[batch for batch, *_ in combined(case, shorter, mode, rank)] for rank in range(3)]
-    net = build_net(case)
-    optimizer = build_optimizer(case, net, sharded=False)
+    net = case.build()
+    optimizer = case.optimizers(net, sharded=False)[0]
     lengths = [len(mine) for mine in read]
     said = [length if length < 2 else None for length in lengths] if iterable else None
     rows = planned_rows(lengths, said)
     for row in [*rows, *rows]:
         optimizer.zero_grad()
-        weight = weights(case, dict.fromkeys(row, 1))
-        torch.stack([weight[r] * combined_loss(net, read[owner][i]) for r, (owner, i) in row.items()]).sum().backward()
+        torch.stack([combined_loss(net, read[owner][i]) / 3 for owner, i in row.values()]).sum().backward()
         optimizer.step()
     results = workers.run(3, fit, case, Combined, {"shorter": shorter, "mode": mode})
     assert_same_bits(results)
@@ -512,7 +498,7 @@ def test_combined_loaders(workers: Workers, mode: str, iterable: bool) -> None:
     ("lengths", "claims"), [((3, 5), (9, 5)), ((2, 0, 0), (6, 0, 0)), ((3, 0, 0), (9, 0, 0)), ((3, 5, 0), (9, 9, 4))]
 )
 def test_a_loader_shorter_than_its_length(workers: Workers, lengths: tuple[int, ...], claims: tuple[int, ...]) -> None:
-    case = Case(lengths, epochs=1, rebalance=True)
+    case = Fit(lengths, epochs=1, rebalance=True)
     results = workers.run(len(lengths), fit, case, test_loop.Lied, {"claims": claims})
     assert sum(len(result.trained) for result in results) == sum(lengths)
     assert_same_bits(results)
@@ -521,20 +507,20 @@ def test_a_loader_shorter_than_its_length(workers: Workers, lengths: tuple[int, 
         assert results[0].warned.count(text) == (claimed != real)
 
 
-def fit_beside_a_group(rank: int, case: Case) -> Result:
+def fit_beside_a_group(rank: int, case: Fit) -> Result:
     dist.new_group([0, 1])
     return fit(rank, case)
 
 
 def test_a_group_of_the_users_own_that_some_ranks_are_in(workers: Workers) -> None:
-    case = Case((1, 6, 0), rebalance=True)
+    case = Fit((1, 6, 0), rebalance=True)
     assert_exact(case, workers.run(3, fit_beside_a_group, case, deadline=20.0, timeout=10.0))
 
 
 # ---------------------------------------------------------------- sharded models
 
 
-def fit_sharded(rank: int, kind: str, case: Case) -> Result:
+def fit_sharded(rank: int, kind: str, case: Fit) -> Result:
     strategy = sharded_fits.build_strategy(kind, case, rebalance=True)
     result: Result = sharded_fits.fit(rank, kind, case, strategy=strategy)
     return result
@@ -544,13 +530,13 @@ def fit_sharded(rank: int, kind: str, case: Case) -> Result:
 @pytest.mark.parametrize(
     "case",
     [
-        Case((1, 6), optimizer="adam", scheduler="step"),
-        Case((0, 7, 1), optimizer="sgd", iterable=True),
-        Case((7, 2, 0), optimizer="adamw", weighting="samples", ragged=True, accumulate=2),
+        Fit((1, 6), optimizer="adam", scheduler="step"),
+        Fit((0, 7, 1), optimizer="sgd", iterable=True),
+        Fit((7, 2, 0), optimizer="adamw", weighting="samples", ragged=True, accumulate=2),
     ],
     ids=name_of,
 )
-def test_sharded_models(workers: Workers, kind: str, case: Case) -> None:
+def test_sharded_models(workers: Workers, kind: str, case: Fit) -> None:
     case = replace(case, rebalance=True)
     assert_exact(case, workers.run(case.world_size, fit_sharded, kind, case))
 
@@ -596,7 +582,7 @@ def itself(batch: Any) -> Any:
 def test_what_a_small_ring_would_overwrite_is_noticed(
     workers: Workers, rebalance: bool, buffers: int, iterable: bool
 ) -> None:
-    case = Case((9, 0, 7), epochs=1, iterable=iterable, rebalance=rebalance)
+    case = Fit((9, 0, 7), epochs=1, iterable=iterable, rebalance=rebalance)
     outcomes = workers.outcomes(3, fit, case, FromRing, {"buffers": buffers})
     if buffers < (5 if rebalance else 2):
         assert all("refills the memory" in outcome.error for outcome in outcomes), outcomes

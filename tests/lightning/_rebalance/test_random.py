@@ -1,44 +1,30 @@
-"""A random search over fits in which batches are rebalanced: each ends as one process does that follows the schedule.
+"""A random search over fits in which batches are rebalanced, some resumed: each ends as one process does."""
 
-`-m long` runs 200 of them, or as many as TORCH_JOIN_CASES says, from the seed TORCH_JOIN_SEED on. Some are resumed from
-a checkpoint of one of their steps.
-"""
-
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.support.cases import (
+from tests.support.batches import Batches, Stream
+from tests.support.front_ends.lightning import (
     ANY_CHECKPOINT,
-    TOLERANCE,
-    Batch,
-    Case,
     EpochSampler,
+    Fit,
     Module,
     Result,
-    Shard,
-    Stream,
     assert_exact,
     assert_same_bits,
     build_trainer,
-    difference,
-    longest,
-    reference,
     result_of,
-    total_steps,
 )
+from tests.support.many import seeds
+from tests.support.run import TOLERANCE, Batch, difference, reference
 from tests.support.workers import Workers
 
-FEW = range(5)
-FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW.stop))
-CASES = int(os.environ.get("TORCH_JOIN_CASES", 200))
 UNUSED = ("unused", "sometimes", "turns")
 
 
@@ -46,7 +32,7 @@ UNUSED = ("unused", "sometimes", "turns")
 class Drawn:
     """A fit, and after which of all its steps it is resumed from, if it is."""
 
-    case: Case
+    case: Fit
     resumes: int | None
 
 
@@ -65,7 +51,7 @@ def draw(seed: int) -> Drawn:
     model, resumes = one_of(("mlp", "mlp", "norm", *UNUSED)), one_of((False, True))
     plans = (None, "step", "epoch") if changes or iterable else (None, "step", "epoch", "onecycle", "onecycle-setup")
     scheduler = one_of(plans)
-    case = Case(
+    case = Fit(
         drawn if changes else drawn[0],
         epochs=epochs,
         model=model,
@@ -79,15 +65,16 @@ def draw(seed: int) -> Drawn:
         reload=one_of((0, 0, 1)),
         limit=limit,
         hooked=one_of((False, False, True)),
-        zeros=one_of((False, False, True)) and not (resumes and model in UNUSED),  # a checkpoint has no gradients
+        # A checkpoint has no gradients.
+        clear=one_of(("before", "before", "before, zeros")) if not (resumes and model in UNUSED) else "before",
         rebalance=True,
         ddp={"find_unused_parameters": model in UNUSED, "gradient_as_bucket_view": one_of((False, True))},
     )
     if case.weighting == "count":
-        case = Case(**{**vars(case), "accumulate": 1})
+        case = Fit(**{**vars(case), "accumulate": 1})
     if one_of((False, False, True)) and scheduler in (None, "step"):  # the reference ends in the midst of an epoch
-        case = Case(**{**vars(case), "max_steps": chance.randint(1, total_steps(case))})
-    steps = sum(longest(case, epoch) for epoch in range(epochs))
+        case = Fit(**{**vars(case), "max_steps": chance.randint(1, case.total_steps())})
+    steps = sum(case.length(epoch) for epoch in range(epochs))
     return Drawn(case, chance.randrange(steps) if resumes else None)
 
 
@@ -97,9 +84,11 @@ class Placed(Module):
     def train_dataloader(self) -> DataLoader[Batch]:
         rank = self.trainer.global_rank
         if self.case.iterable:
-            return StatefulDataLoader(Stream(self.case, rank, self), batch_size=None)  # type: ignore[no-any-return]
+            return StatefulDataLoader(
+                Stream(Batches(self.case, rank), lambda: self.trainer.current_epoch), batch_size=None
+            )
         sampler = EpochSampler(self.case, rank)
-        return StatefulDataLoader(Shard(self.case, rank), batch_size=None, sampler=sampler)  # type: ignore[no-any-return]
+        return StatefulDataLoader(Batches(self.case, rank), batch_size=None, sampler=sampler)
 
 
 class Saves(pl.Callback):
@@ -144,19 +133,13 @@ def check(workers: Workers, drawn: Drawn, folder: Path) -> None:
         for whole, place, again in results:
             if place is None or again is None:
                 continue
-            assert difference(again.parameters, list(expected.net.parameters())) < TOLERANCE
+            assert difference(again.parameters, expected.parameters) < TOLERANCE
             assert (again.lr, again.global_step) == (expected.lr, expected.steps)
             assert again.trained == [each for each in whole.trained if each > place]
     except AssertionError as error:
         raise AssertionError(f"{drawn}: {error}") from error
 
 
-@pytest.mark.parametrize("seed", FEW)
+@seeds(range(5), 200)
 def test_a_few(workers: Workers, seed: int, tmp_path: Path) -> None:
-    check(workers, draw(seed), tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
-def test_many(workers: Workers, seed: int, tmp_path: Path) -> None:
     check(workers, draw(seed), tmp_path)

@@ -11,9 +11,10 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.covering import others_long
-from tests.lightning._loops.test_resume import Reader, Run, Samples, build
-from tests.support.cases import ANY_CHECKPOINT, Case, Result, assert_same_bits, difference, flatten, longest, result_of
+from tests.lightning._loops.test_resume import Reader, Reading, Samples, build
+from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit, Result, assert_same_bits, result_of
 from tests.support.inside import gifts_of_one_step, planned_rows, seen_plans
+from tests.support.run import difference, flatten
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
 
@@ -38,7 +39,7 @@ class Numbered(Samples):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed(Case):
+class Mixed(Fit):
     """Only the rank with the fewest batches has a stream."""
 
     def rows(self, epoch: int) -> list[dict[int, tuple[int, int]]]:
@@ -70,13 +71,13 @@ class Resuming(Reader):
 class Saving(pl.Callback):
     """Saves in every hook, from where training goes on as if nothing had been; notes from which step."""
 
-    def __init__(self, folder: str, case: Case) -> None:
+    def __init__(self, folder: str, case: Fit) -> None:
         self.folder, self.case = folder, case
         self.places: dict[str, tuple[int, int]] = {}
 
     def save(self, hook: str, trainer: pl.Trainer) -> None:
         epoch, step = trainer.current_epoch, max(trainer.fit_loop.batch_idx, 0)
-        last = longest(self.case, epoch) - 1
+        last = self.case.length(epoch) - 1
         place = {
             "on_train_epoch_start": (epoch, 0),
             **dict.fromkeys(
@@ -104,7 +105,7 @@ for hook in (*REPEATED, "on_train_epoch_start", "on_train_batch_end", "on_valida
     setattr(Saving, hook, saving_in(hook))
 
 
-def fit_saving(run: Run, folder: str) -> tuple[Result, Seen, dict[str, tuple[int, int]]]:
+def fit_saving(run: Reading, folder: str) -> tuple[Result, Seen, dict[str, tuple[int, int]]]:
     module, saving = Resuming(run), Saving(folder, run.case)
     module.saving = saving
     trainer = build(run, callbacks=[saving])
@@ -112,20 +113,20 @@ def fit_saving(run: Run, folder: str) -> tuple[Result, Seen, dict[str, tuple[int
     return result_of(trainer, module), module.seen, saving.places
 
 
-def fit_from(run: Run, path: str) -> tuple[Result, Seen]:
+def fit_from(run: Reading, path: str) -> tuple[Result, Seen]:
     module = Resuming(run)
     trainer = build(run)
     trainer.fit(module, ckpt_path=path, **ANY_CHECKPOINT)
     return result_of(trainer, module), module.seen
 
 
-def whole_and_resumed(rank: int, run: Run, folder: str) -> tuple[Result, Seen, dict[str, tuple[Any, Result, Seen]]]:
+def whole_and_resumed(rank: int, run: Reading, folder: str) -> tuple[Result, Seen, dict[str, tuple[Any, Result, Seen]]]:
     whole, everything, places = fit_saving(run, folder)
     found = {name: (place, *fit_from(run, f"{folder}/{name}.ckpt")) for name, place in places.items()}
     return whole, everything, found
 
 
-def batches_of(run: Run, seen: Seen, epoch: int) -> list[int]:
+def batches_of(run: Reading, seen: Seen, epoch: int) -> list[int]:
     return sorted(number for its_epoch, _, *numbers in seen for number in numbers if its_epoch == epoch)
 
 
@@ -138,22 +139,22 @@ def assert_close(one: Result, other: Result, where: object) -> None:
 
 
 CASES = {
-    "sized": Run(Case((1, 5), optimizer="sgd", scheduler="step")),
-    "sized-first": Run(Case((6, 1), scheduler="epoch", weighting="samples", ragged=True)),
-    "sized-early": Run(Case((0, 5), scheduler="step"), early=True),
-    "sized-three": Run(Case((0, 7, 1), weighting="active", scheduler="step")),
-    "stream": Run(Case((1, 5), iterable=True, scheduler="step")),
-    "stream-three": Run(Case((6, 0, 2), optimizer="sgd", iterable=True, weighting="samples", ragged=True)),
-    "stream-one": Run(Case((0, 0, 5), iterable=True)),
-    "window": Run(Case((1, 8), accumulate=2, scheduler="step")),
-    "window-stream": Run(Case((7, 0, 2), accumulate=2, optimizer="sgd", iterable=True)),
-    "cycled": Run(Case((2, 6)), mode="max_size_cycle"),
-    "side-by-side": Run(Case((2, 6), iterable=True), mode="max_size"),
-    "mixed": Run(Mixed((2, 4), optimizer="sgd", scheduler="step")),
-    "mixed-last": Run(Mixed((7, 3), optimizer="sgd")),
-    "mixed-three": Run(Mixed((6, 2, 3), optimizer="sgd")),
-    "validates": Run(Case((1, 5)), validates=True),
-    "validates-stream": Run(Case((5, 0, 2), iterable=True), validates=True),
+    "sized": Reading(Fit((1, 5), optimizer="sgd", scheduler="step")),
+    "sized-first": Reading(Fit((6, 1), scheduler="epoch", weighting="samples", ragged=True)),
+    "sized-early": Reading(Fit((0, 5), scheduler="step"), early=True),
+    "sized-three": Reading(Fit((0, 7, 1), weighting="active", scheduler="step")),
+    "stream": Reading(Fit((1, 5), iterable=True, scheduler="step")),
+    "stream-three": Reading(Fit((6, 0, 2), optimizer="sgd", iterable=True, weighting="samples", ragged=True)),
+    "stream-one": Reading(Fit((0, 0, 5), iterable=True)),
+    "window": Reading(Fit((1, 8), accumulate=2, scheduler="step")),
+    "window-stream": Reading(Fit((7, 0, 2), accumulate=2, optimizer="sgd", iterable=True)),
+    "cycled": Reading(Fit((2, 6)), mode="max_size_cycle"),
+    "side-by-side": Reading(Fit((2, 6), iterable=True), mode="max_size"),
+    "mixed": Reading(Mixed((2, 4), optimizer="sgd", scheduler="step")),
+    "mixed-last": Reading(Mixed((7, 3), optimizer="sgd")),
+    "mixed-three": Reading(Mixed((6, 2, 3), optimizer="sgd")),
+    "validates": Reading(Fit((1, 5)), validates=True),
+    "validates-stream": Reading(Fit((5, 0, 2), iterable=True), validates=True),
 }
 
 
@@ -171,11 +172,11 @@ def test_what_was_left(workers: Workers, tmp_path: Path, name: str) -> None:
         assert sorted(batch for _, seen, _ in results for batch in batches_of(run, seen, epoch)) == every or run.mode
         rows = [
             {rank for rank, (_, seen, _) in enumerate(results) if (epoch, step) in {it[:2] for it in seen}}
-            for step in range(longest(case, epoch))
+            for step in range(case.length(epoch))
         ]
         assert rows == [row.keys() for row in case.rows(epoch)]
     names = results[0][2].keys()
-    assert len(names) >= 2 * (1 + (1 + len(REPEATED)) * (longest(case, 0) // case.accumulate))
+    assert len(names) >= 2 * (1 + (1 + len(REPEATED)) * (case.length(0) // case.accumulate))
     for name in names:
         for whole, everything, found in results:
             place, resumed, seen = found[name]
@@ -189,7 +190,7 @@ def test_what_was_left(workers: Workers, tmp_path: Path, name: str) -> None:
 # ---------------------------------------------------------------- loaders without a state
 
 
-def resumed_steps(case: Case, step: int) -> list[dict[int, tuple[int, int]]]:
+def resumed_steps(case: Fit, step: int) -> list[dict[int, tuple[int, int]]]:
     """The rows of the rest of an epoch for which loaders begin anew: a sized one with as many batches as were left."""
     taken = [0] * case.world_size
     for row in case.rows(0)[:step]:
@@ -205,8 +206,8 @@ def resumed_steps(case: Case, step: int) -> list[dict[int, tuple[int, int]]]:
 @pytest.mark.parametrize("lengths", others_long([(2, 6), (0, 5), (6, 0, 1), (3, 3)], (0, 5), (6, 0, 1)))
 @pytest.mark.parametrize("iterable", [False, True])
 def test_loaders_without_a_state(workers: Workers, tmp_path: Path, lengths: tuple[int, ...], iterable: bool) -> None:
-    case = Case(lengths, epochs=2, iterable=iterable, rebalance=True)
-    results = workers.run(len(lengths), whole_and_resumed, Run(case, stateful=False), str(tmp_path), deadline=300.0)
+    case = Fit(lengths, epochs=2, iterable=iterable, rebalance=True)
+    results = workers.run(len(lengths), whole_and_resumed, Reading(case, stateful=False), str(tmp_path), deadline=300.0)
     for name, (place, *_) in results[0][2].items():
         rows = resumed_steps(case, place[1]) if place[1] else case.rows(0)
         expected = [(place[0], place[1] + index, rank) for index, row in enumerate(rows) for rank in row]
@@ -229,7 +230,7 @@ class InOrder(Resuming):
         return DataLoader(WithGaps(data.case, data.rank), batch_size=None)
 
 
-def plans_of(rank: int, run: Run, folder: str) -> tuple[list[int], dict[str, list[int]]]:
+def plans_of(rank: int, run: Reading, folder: str) -> tuple[list[int], dict[str, list[int]]]:
     """Return how many steps each plan was made with: in the whole fit, and in those that are resumed."""
 
     def fit(path: str | None = None) -> list[int]:
@@ -245,7 +246,7 @@ def plans_of(rank: int, run: Run, folder: str) -> tuple[list[int], dict[str, lis
 
 
 def test_an_epoch_that_began_even_goes_on_without_a_plan(workers: Workers, tmp_path: Path) -> None:
-    run = Run(Case((7, 7, 7), epochs=1, rebalance=True), stateful=False)
+    run = Reading(Fit((7, 7, 7), epochs=1, rebalance=True), stateful=False)
     for whole, resumed in workers.run(3, plans_of, run, str(tmp_path)):
         assert whole == []
         assert {*map(str, range(7))} == resumed.keys()
@@ -256,7 +257,7 @@ def test_an_epoch_that_began_even_goes_on_without_a_plan(workers: Workers, tmp_p
 
 
 @dataclasses.dataclass(frozen=True)
-class FewGifts(Case):
+class FewGifts(Fit):
     """A rank gives one batch in a step, so that an epoch has more steps than batches divided by ranks."""
 
     rebalance: bool = True
@@ -267,14 +268,14 @@ class FewGifts(Case):
         return planned_rows(lengths, said, most_gifts=[1] * len(lengths))
 
 
-def whole_and_resumed_with_few_gifts(rank: int, run: Run, folder: str) -> Any:
+def whole_and_resumed_with_few_gifts(rank: int, run: Reading, folder: str) -> Any:
     with gifts_of_one_step(1):
         return whole_and_resumed(rank, run, folder)
 
 
 @pytest.mark.parametrize("iterable", others_long([False, True], True))
 def test_more_steps_than_batches_divided_by_ranks(workers: Workers, tmp_path: Path, iterable: bool) -> None:
-    run = Run(FewGifts((0, 0, 9), epochs=1, iterable=iterable))
+    run = Reading(FewGifts((0, 0, 9), epochs=1, iterable=iterable))
     results = workers.run(3, whole_and_resumed_with_few_gifts, run, str(tmp_path), deadline=300.0)
     assert {step for _, step, _ in results[2][1]} == set(range(5))
     for whole, everything, found in results:
@@ -290,7 +291,7 @@ class Leaving(Resuming):
         return -1 if (self.trainer.global_rank, batch_idx) == (0, 1) else None
 
 
-def leave_and_resume(rank: int, run: Run, folder: str) -> list[Seen]:
+def leave_and_resume(rank: int, run: Reading, folder: str) -> list[Seen]:
     seen = []
     for path in (None, *(f"{folder}/{step}.ckpt" for step in range(6))):
         module, saving = Leaving(run), SavesSteps(folder)
@@ -309,7 +310,7 @@ class SavesSteps(pl.Callback):
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_a_rank_that_has_left_stays_away(workers: Workers, tmp_path: Path, iterable: bool) -> None:
-    run = Run(Case((5, 8), epochs=1, iterable=iterable, rebalance=True))
+    run = Reading(Fit((5, 8), epochs=1, iterable=iterable, rebalance=True))
     for whole, *resumed in workers.run(2, leave_and_resume, run, str(tmp_path)):
         for step, seen in enumerate(resumed[1:], start=1):
             assert seen == [it for it in whole if it[1] > step], step
@@ -318,7 +319,7 @@ def test_a_rank_that_has_left_stays_away(workers: Workers, tmp_path: Path, itera
 # ---------------------------------------------------------------- with rebalancing, and without
 
 
-def resume_otherwise(rank: int, run: Run, folder: str) -> tuple[Seen, dict[str, Any]]:
+def resume_otherwise(rank: int, run: Reading, folder: str) -> tuple[Seen, dict[str, Any]]:
     other = dataclasses.replace(run, case=dataclasses.replace(run.case, rebalance=not run.case.rebalance))
     module = Resuming(run)
     build(run, callbacks=[SavesSteps(folder)]).fit(module)
@@ -333,7 +334,7 @@ def resume_otherwise(rank: int, run: Run, folder: str) -> tuple[Seen, dict[str, 
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_checkpoint_of_a_fit_without(workers: Workers, tmp_path: Path, stateful: bool) -> None:
-    run = Run(Case((1, 7), epochs=1), stateful=stateful)
+    run = Reading(Fit((1, 7), epochs=1), stateful=stateful)
     results = workers.run(2, resume_otherwise, run, str(tmp_path))
     for step in range(7):
         rest = [it for _, found in results for it in found[str(step)]]
@@ -345,7 +346,7 @@ def test_a_checkpoint_of_a_fit_without(workers: Workers, tmp_path: Path, statefu
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_checkpoint_for_a_fit_without(workers: Workers, tmp_path: Path, stateful: bool) -> None:
-    run = Run(Case((1, 7), epochs=1, rebalance=True), stateful=stateful)
+    run = Reading(Fit((1, 7), epochs=1, rebalance=True), stateful=stateful)
     for _, found in workers.run(2, resume_otherwise, run, str(tmp_path), timeout=5.0):
         assert all("in which batches were rebalanced" in found[str(step)] for step in range(3))
         assert found["3"] == []

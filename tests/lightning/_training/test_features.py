@@ -35,7 +35,8 @@ from torch.utils.data import DataLoader
 
 import lightning_join
 from tests.emulator.frameworks import lightning_accelerator
-from tests.support.cases import FEATURES, TOLERANCE, Batch, Case, Net, build_optimizer, build_trainer, loss_of, weights
+from tests.support.front_ends.lightning import Fit, build_trainer
+from tests.support.run import FEATURES, TOLERANCE, Batch, loss_of
 from tests.support.workers import Workers
 
 Made = tuple[list[Any], dict[str, Any]]  # callbacks and the trainer's options
@@ -46,11 +47,10 @@ class Model(pl.LightningModule):
 
     lr = 0.05
 
-    def __init__(self, case: Case, shuffle: bool = False) -> None:
+    def __init__(self, case: Fit, shuffle: bool = False) -> None:
         super().__init__()
         self.case, self.shuffle = case, shuffle
-        torch.manual_seed(7)
-        self.net = Net(case.model).double()
+        self.net = case.build()
         self.history: list[float] = []
 
     @property
@@ -75,7 +75,7 @@ class Model(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if not self.is_reference:
             return self.loss(batch)
-        weight = weights(self.case, {rank: len(x) for rank, (x, _) in batch.items()})
+        weight = self.case.weights(batch, 0)
         before = [buffer.clone() for buffer in self.net.buffers()]
         loss = torch.zeros((), dtype=self.net.last.weight.dtype)
         for rank in sorted(batch, reverse=True):
@@ -94,7 +94,7 @@ class Model(pl.LightningModule):
             self.history.append(float(self.trainer.callback_metrics["loss"]))
 
     def configure_optimizers(self) -> Any:
-        optimizer = build_optimizer(self.case, self.net, sharded=False)
+        optimizer = self.case.make_optimizer(self.net.parameters())
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         return optimizer
@@ -111,7 +111,7 @@ class Fine(Model):
     def on_train_end(self) -> None:
         assert self.is_reference or self.first() is None, "the old wrapper's hooks are still there"
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case)
         self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 3)).double()  # type: ignore[assignment]
 
@@ -121,7 +121,7 @@ class Fine(Model):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batches = batch if self.is_reference else {0: batch}
-        weight = weights(self.case, {rank: len(x) for rank, (x, _) in batch.items()}) if self.is_reference else {0: 1.0}
+        weight = self.case.weights(batch, 0) if self.is_reference else {0: 1.0}
         losses = [weight[rank] * (self.net(x) - y).pow(2).mean() for rank, (x, y) in batches.items()]  # type: ignore[operator]
         return sum(losses)  # type: ignore[return-value]
 
@@ -174,13 +174,13 @@ def compare(mine: Any, its: Any, tolerance: float, where: str = "") -> None:
         assert mine == its, where
 
 
-def fit(rank: int, case: Case, make: Callable[[str], Made], folder: str, kind: type[Model] = Model) -> Any:
+def fit(rank: int, case: Fit, make: Callable[[str], Made], folder: str, kind: type[Model] = Model) -> Any:
     trainer, model = build(case, make, folder, kind)
     trainer.fit(model)
     return result_of(trainer, model)
 
 
-def build(case: Case, make: Callable[[str], Made], folder: str, kind: type[Model]) -> tuple[pl.Trainer, Model]:
+def build(case: Fit, make: Callable[[str], Made], folder: str, kind: type[Model]) -> tuple[pl.Trainer, Model]:
     callbacks, options = make(folder)
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     alone = world_size < case.world_size
@@ -205,7 +205,7 @@ def build(case: Case, make: Callable[[str], Made], folder: str, kind: type[Model
 
 def check(
     workers: Workers,
-    case: Case,
+    case: Fit,
     make: Callable[[str], Made],
     tmp_path: Path,
     kind: type[Model] = Model,
@@ -299,18 +299,18 @@ def unfreezing(folder: str) -> Made:
 @pytest.mark.parametrize(
     ("case", "make", "kind"),
     [
-        (Case((2, 5), optimizer="adam"), watching, Model),
-        (Case((0, 4, 2), model="norm", weighting="samples", ragged=True), watching, Model),
-        (Case((2, 5), model="norm"), saving, Model),
-        (Case((2, 0, 4), weighting="active"), saving, Model),
-        (Case((5, 0, 3), optimizer="adam"), scheduling, Model),
-        (Case((2, 5)), averaging, Model),
-        (Case((0, 5, 3), model="norm", optimizer="sgd", ragged=True), averaging, Model),
-        (Case((2, 5)), unfreezing, Fine),
+        (Fit((2, 5), optimizer="adam"), watching, Model),
+        (Fit((0, 4, 2), model="norm", weighting="samples", ragged=True), watching, Model),
+        (Fit((2, 5), model="norm"), saving, Model),
+        (Fit((2, 0, 4), weighting="active"), saving, Model),
+        (Fit((5, 0, 3), optimizer="adam"), scheduling, Model),
+        (Fit((2, 5)), averaging, Model),
+        (Fit((0, 5, 3), model="norm", optimizer="sgd", ragged=True), averaging, Model),
+        (Fit((2, 5)), unfreezing, Fine),
     ],
     ids=lambda value: getattr(value, "__name__", None) or "-".join(map(str, getattr(value, "lengths", [value]))),
 )
-def test_callbacks(workers: Workers, case: Case, make: Any, kind: type[Model], tmp_path: Path) -> None:
+def test_callbacks(workers: Workers, case: Fit, make: Any, kind: type[Model], tmp_path: Path) -> None:
     check(workers, case, make, tmp_path, kind)
 
 
@@ -374,7 +374,7 @@ def halving(folder: str) -> Made:
     ],
 )
 def test_options(workers: Workers, lengths: tuple[int, ...], make: Any, steps: int, tmp_path: Path) -> None:
-    case = Case(lengths, optimizer="plain")
+    case = Fit(lengths, optimizer="plain")
     tolerance = 2e-2 if make is halving else TOLERANCE
     # Limits of a rank's validation batches are not those of one process.
     same_validation = make in (stopping, timing)
@@ -385,7 +385,7 @@ def test_options(workers: Workers, lengths: tuple[int, ...], make: Any, steps: i
 # ---------------------------------------------------------------- the learning rate finder
 
 
-def find(rank: int, case: Case, folder: str, tuner: bool) -> Any:
+def find(rank: int, case: Fit, folder: str, tuner: bool) -> Any:
     finder = LearningRateFinder(1e-4, 1.0, num_training_steps=24)
     trainer, model = build(case, lambda _: ([] if tuner else [finder], {}), folder, Model)
     found: Any = Tuner(trainer).lr_find(model, min_lr=1e-4, max_lr=1.0, num_training=24) if tuner else None
@@ -396,9 +396,9 @@ def find(rank: int, case: Case, folder: str, tuner: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("case", "tuner"),
-    [(Case((2, 5), weighting="active"), True), (Case((0, 3, 5), weighting="samples", ragged=True), False)],
+    [(Fit((2, 5), weighting="active"), True), (Fit((0, 3, 5), weighting="samples", ragged=True), False)],
 )
-def test_learning_rate_finder(workers: Workers, case: Case, tuner: bool, tmp_path: Path) -> None:
+def test_learning_rate_finder(workers: Workers, case: Fit, tuner: bool, tmp_path: Path) -> None:
     results = workers.run(case.world_size, find, case, str(tmp_path), tuner)
     expected = workers.outcomes(1, find, case, str(tmp_path), tuner, store="")[0]
     assert not expected.error, expected.trace
@@ -431,7 +431,7 @@ class Unfreezing(Fine):
 
 
 def fit_unfreezing(rank: int, hook: str, ranks: tuple[int, ...]) -> None:
-    trainer, model = build(Case((2, 3)), lambda _: ([], {}), "", Unfreezing)
+    trainer, model = build(Fit((2, 3)), lambda _: ([], {}), "", Unfreezing)
     model.hook, model.ranks = hook, ranks  # type: ignore[attr-defined]
     trainer.fit(model)
 
@@ -472,7 +472,7 @@ class Sees(pl.LightningModule):
 
 
 def fit_overfitting(rank: int, batches: int) -> list[float]:
-    trainer = build_trainer(Case((0, 0), epochs=2), use_distributed_sampler=True, overfit_batches=batches)
+    trainer = build_trainer(Fit((0, 0), epochs=2), use_distributed_sampler=True, overfit_batches=batches)
     module = Sees()
     trainer.fit(module)
     return module.seen

@@ -8,8 +8,9 @@ from torch.distributed.algorithms.join import Joinable
 from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy
-from tests.support.cases import Batch, Case, Module, build_trainer
+from tests.support.front_ends.lightning import Fit, Module, build_trainer
 from tests.support.joinables import Counter
+from tests.support.run import Batch
 from tests.support.workers import Workers
 
 
@@ -31,7 +32,7 @@ class Logged(Counter):
 class Counts(Module):
     """Counts once in each step with one joinable, and in every other one twice with another; and in validation."""
 
-    def __init__(self, case: Case, validation: tuple[int, ...]) -> None:
+    def __init__(self, case: Fit, validation: tuple[int, ...]) -> None:
         super().__init__(case)
         self.validation = validation
         self.log_: list[str] = []
@@ -59,7 +60,7 @@ class Counts(Module):
 
 
 def fit_counting(
-    rank: int, case: Case, validation: tuple[int, ...], strategy: str
+    rank: int, case: Fit, validation: tuple[int, ...], strategy: str
 ) -> tuple[tuple[int, ...], list[str], int]:
     module = Counts(case, validation)
     joins = DDPJoinStrategy(joinables=[module.every])
@@ -75,7 +76,7 @@ def total(lengths: tuple[int, ...], rank: int, times: Any = lambda index: 1) -> 
 def test_totals_are_of_the_active_ranks(
     workers: Workers, lengths: tuple[int, ...], validation: tuple[int, ...]
 ) -> None:
-    results = workers.run(len(lengths), fit_counting, Case(lengths, epochs=2), validation, "join")
+    results = workers.run(len(lengths), fit_counting, Fit(lengths, epochs=2), validation, "join")
     for rank, (totals, log, configured) in enumerate(results):
         per_epoch = total(lengths, rank), total(lengths, rank, lambda i: 2 * (i % 2)), total(validation, rank)
         assert totals == tuple(2 * each for each in per_epoch), rank
@@ -93,7 +94,7 @@ def test_totals_are_of_the_active_ranks(
 
 
 def test_plain_ddp_ignores_the_modules_joinables(workers: Workers) -> None:
-    for (every, other, seen), log, configured in workers.run(2, fit_counting, Case((2, 2), epochs=1), (1, 1), "ddp"):
+    for (every, other, seen), log, configured in workers.run(2, fit_counting, Fit((2, 2), epochs=1), (1, 1), "ddp"):
         assert (every, other, seen, log, configured) == (4, 4, 2, [], 0)
 
 
@@ -109,7 +110,7 @@ class Configures(Module):
 
 
 def fit_wrong(rank: int, kind: str) -> None:
-    module = Configures(case := Case((2, 3)))
+    module = Configures(case := Fit((2, 3)))
     module.kind = kind
     build_trainer(case, strategy=DDPJoinStrategy(joinables=[Counter()])).fit(module)
 

@@ -16,20 +16,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_join import _compat
-from tests.support.cases import (
-    CLASSES,
-    FEATURES,
-    Batch,
-    Case,
-    Module,
-    build_trainer,
-    difference,
-    fit,
-    flatten,
-    longest,
-    loss_of,
-    weights,
-)
+from tests.support.front_ends.lightning import Fit, Module, build_trainer, fit
+from tests.support.run import CLASSES, FEATURES, Batch, difference, flatten, loss_of
 from tests.support.workers import Workers
 
 Loss = Callable[[Batch], Tensor]
@@ -138,7 +126,7 @@ def state_of(net: Gan, optimizers: list[Any], schedulers: list[Any]) -> State:
 class Alone:
     """One process that applies the formulas to the batches of all ranks."""
 
-    case: Case
+    case: Fit
     net: Gan = field(default_factory=Gan)
     history: list[State] = field(default_factory=list)
 
@@ -159,7 +147,7 @@ class Alone:
             buffer.copy_(self.buffers[rank][name])
 
     def backward(self, loss: Loss) -> None:
-        weight = weights(self.case, {rank: len(batch[0]) for rank, batch in self.batches.items()})
+        weight = self.case.weights(self.batches, 0)
         for rank, batch in self.batches.items():
             self.use_buffers(rank)
             (loss(batch) * weight[rank]).backward()
@@ -187,7 +175,7 @@ class Alone:
 
 
 class Manual(Module):
-    def __init__(self, case: Case, program: str) -> None:
+    def __init__(self, case: Fit, program: str) -> None:
         super().__init__(case)
         self.automatic_optimization = False
         self.net = Gan()  # type: ignore[assignment]
@@ -244,7 +232,7 @@ class Do:
 Ran = tuple[list[State], list[Any], list[str], Any]
 
 
-def fit_manual(rank: int, case: Case, program: str, folder: str | None) -> Ran:
+def fit_manual(rank: int, case: Fit, program: str, folder: str | None) -> Ran:
     module = Manual(case, program)
     options: dict[str, Any] = {}
     if folder is not None:
@@ -272,16 +260,16 @@ def as_dict(values: Any) -> dict[int, Any]:
 
 UNUSED = {"find_unused_parameters": True}
 CASES = {
-    "gan": ("gan", Case((2, 5), epochs=2, ddp=UNUSED)),
-    "gan-0-first-samples": ("gan", Case((0, 5, 3), epochs=2, weighting="samples", ragged=True, ddp=UNUSED)),
-    "gan-rank-0-last": ("gan", Case((5, 0, 3), epochs=2, weighting="active", ddp=UNUSED)),
-    "window": ("window", Case((3, 6), epochs=2, weighting="samples", ragged=True)),
-    "window-streams": ("window", Case((1, 5, 3), epochs=2, iterable=True, weighting="active")),
-    "window-views": ("window", Case((5, 2), epochs=2, ddp={"gradient_as_bucket_view": True})),
-    "closures": ("closures", Case((2, 5), epochs=2, weighting="active", ddp=UNUSED)),
-    "closures-three": ("closures", Case((5, 0, 3), epochs=2, ddp=UNUSED)),
-    "window-static": ("window", Case((0, 3), ddp={"static_graph": True})),
-    "local": ("local", Case((3, 6), epochs=2, ddp=UNUSED)),
+    "gan": ("gan", Fit((2, 5), epochs=2, ddp=UNUSED)),
+    "gan-0-first-samples": ("gan", Fit((0, 5, 3), epochs=2, weighting="samples", ragged=True, ddp=UNUSED)),
+    "gan-rank-0-last": ("gan", Fit((5, 0, 3), epochs=2, weighting="active", ddp=UNUSED)),
+    "window": ("window", Fit((3, 6), epochs=2, weighting="samples", ragged=True)),
+    "window-streams": ("window", Fit((1, 5, 3), epochs=2, iterable=True, weighting="active")),
+    "window-views": ("window", Fit((5, 2), epochs=2, ddp={"gradient_as_bucket_view": True})),
+    "closures": ("closures", Fit((2, 5), epochs=2, weighting="active", ddp=UNUSED)),
+    "closures-three": ("closures", Fit((5, 0, 3), epochs=2, ddp=UNUSED)),
+    "window-static": ("window", Fit((0, 3), ddp={"static_graph": True})),
+    "local": ("local", Fit((3, 6), epochs=2, ddp=UNUSED)),
 }
 
 
@@ -297,7 +285,7 @@ def test_every_step_is_the_references_on_all_ranks(workers: Workers, name: str, 
     results: list[Ran] = workers.run(case.world_size, fit_manual, case, program, str(tmp_path) if saves else None)
     expected = Alone(case).run(program)
     first, progress, hooks, _ = results[0]
-    assert len(first) == len(expected) == sum(longest(case, epoch) for epoch in range(case.epochs))
+    assert len(first) == len(expected) == sum(case.length(epoch) for epoch in range(case.epochs))
     buffers = [key for key in expected[0][0] if key not in dict(Gan().named_parameters())]
     for rank, (history, its_progress, its_hooks, trained) in enumerate(results):
         assert trained == [(e, i) for e in range(case.epochs) for i in range(len(case.trained(rank, e)))]
@@ -332,7 +320,7 @@ def test_every_step_is_the_references_on_all_ranks(workers: Workers, name: str, 
 class Syncing(Manual):
     """A hook that all ranks run by themselves syncs a metric and logs a value that is reduced."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Fit) -> None:
         super().__init__(case, "syncing")
         self.mean = MeanMetric()
         self.means: list[float] = []
@@ -363,7 +351,7 @@ class Syncing(Manual):
 def test_a_hook_that_all_ranks_run_announces_nothing(workers: Workers, lengths: tuple[int, ...]) -> None:
     # In the tail too: a joined rank takes part of its own accord, and would take an announcement for something else.
     expected = [10.0 * (len(lengths) - 1) / 2 + step for step in range(max(lengths))]
-    case = Case(lengths, epochs=1, ddp=UNUSED)
+    case = Fit(lengths, epochs=1, ddp=UNUSED)
     for result in workers.run(len(lengths), fit, case, Syncing):
         means, logged = result.noted
         assert means == logged == pytest.approx(expected)
@@ -417,12 +405,12 @@ class Misused(Manual):
     ],
 )
 def test_what_cannot_be_repeated_raises_on_all_ranks(workers: Workers, program: str, text: str) -> None:
-    joined, active = workers.outcomes(2, fit, Case((2, 4), epochs=1, ddp=UNUSED), partial(Misused, program=program))
+    joined, active = workers.outcomes(2, fit, Fit((2, 4), epochs=1, ddp=UNUSED), partial(Misused, program=program))
     assert text in active.error, active.trace
     assert text in joined.error or "PeerFailedError: Rank 1 failed" in joined.error, joined.trace
 
 
-def fit_as_before_2_6(rank: int, case: Case) -> None:
+def fit_as_before_2_6(rank: int, case: Fit) -> None:
     with mock.patch.object(_compat, "AVERAGES_FIRST_OF_STATIC_GRAPH", False):
         fit_manual(rank, case, "window", None)
 
@@ -455,7 +443,7 @@ class Skips(Module):
 
 @pytest.mark.parametrize("options", [{"hooked": True}, {"ddp": {"find_unused_parameters": True}}])
 def test_a_constant_loss_brings_nothing_and_keeps_nobody_waiting(workers: Workers, options: dict[str, Any]) -> None:
-    case = Case((4, 6, 1), epochs=2, optimizer="sgd", **options)
+    case = Fit((4, 6, 1), epochs=2, optimizer="sgd", **options)
     given = {"automatic_optimization": False}
     expected = workers.run(3, fit, case, Skips, {**given, "is_constant": False})
     for result in workers.run(3, fit, case, Skips, {**given, "is_constant": True}):

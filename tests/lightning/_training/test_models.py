@@ -9,16 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.cases import (
-    Batch,
-    Case,
-    Module,
-    assert_exact,
-    assert_same_bits,
-    difference,
-    fit,
-    reference,
-)
+from tests.support.front_ends.lightning import Fit, Module, assert_exact, assert_same_bits, fit
+from tests.support.run import Batch, difference, reference
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, UnsupportedError
 from torch_join.integration import ModelShadow
@@ -26,31 +18,31 @@ from torch_join.integration import ModelShadow
 TINY = {"bucket_cap_mb": 0.0001}
 UNUSED = {"find_unused_parameters": True}
 CASES = {
-    "static-graph": Case((3, 6), ddp={"static_graph": True}),
-    "static-graph-empty": Case((0, 4, 2), ddp={"static_graph": True, **TINY}, optimizer="sgd"),
-    "static-graph-view": Case((5, 2), ddp={"static_graph": True, "gradient_as_bucket_view": True}, clip=0.3),
-    "bucket-view": Case((6, 3), ddp={"gradient_as_bucket_view": True}, optimizer="zero", clip=0.3),
-    "bucket-view-tiny": Case((1, 4, 2), ddp={"gradient_as_bucket_view": True, **TINY}, accumulate=3),
-    "tiny-buckets": Case((0, 4, 2), ddp=TINY, iterable=True),
-    "compiled": Case((2, 5), compiled=True),
-    "compiled-first": Case((4, 0, 2), compiled=True, optimizer="sgd", accumulate=2),
-    "hook": Case((3, 6), hooked=True),
-    "hook-first": Case((6, 0, 2), hooked=True, optimizer="sgd", accumulate=2, iterable=True),
-    "find-unused": Case((3, 6), ddp={"find_unused_parameters": True}, optimizer="sgd"),
-    "unused": Case((3, 6), model="unused", ddp={"find_unused_parameters": True}, optimizer="sgd"),
-    "unused-adamw": Case((4, 0, 2), model="unused", ddp={"find_unused_parameters": True, **TINY}, optimizer="adamw"),
-    "unused-static": Case((4, 0, 2), model="unused", ddp={"static_graph": True}, optimizer="sgd"),
-    "unused-in-tail": Case((3, 6), model="sometimes", ddp={"find_unused_parameters": True}, optimizer="sgd"),
-    "unused-zeros-first": Case((5, 0, 2), model="sometimes", ddp=UNUSED, optimizer="adamw", zeros=True),
-    "unused-windows": Case((1, 6), model="sometimes", ddp=UNUSED, optimizer="sgd", accumulate=2),
-    "unused-in-tail-view": Case(
+    "static-graph": Fit((3, 6), ddp={"static_graph": True}),
+    "static-graph-empty": Fit((0, 4, 2), ddp={"static_graph": True, **TINY}, optimizer="sgd"),
+    "static-graph-view": Fit((5, 2), ddp={"static_graph": True, "gradient_as_bucket_view": True}, clip=0.3),
+    "bucket-view": Fit((6, 3), ddp={"gradient_as_bucket_view": True}, optimizer="zero", clip=0.3),
+    "bucket-view-tiny": Fit((1, 4, 2), ddp={"gradient_as_bucket_view": True, **TINY}, accumulate=3),
+    "tiny-buckets": Fit((0, 4, 2), ddp=TINY, iterable=True),
+    "compiled": Fit((2, 5), compiled=True),
+    "compiled-first": Fit((4, 0, 2), compiled=True, optimizer="sgd", accumulate=2),
+    "hook": Fit((3, 6), hooked=True),
+    "hook-first": Fit((6, 0, 2), hooked=True, optimizer="sgd", accumulate=2, iterable=True),
+    "find-unused": Fit((3, 6), ddp={"find_unused_parameters": True}, optimizer="sgd"),
+    "unused": Fit((3, 6), model="unused", ddp={"find_unused_parameters": True}, optimizer="sgd"),
+    "unused-adamw": Fit((4, 0, 2), model="unused", ddp={"find_unused_parameters": True, **TINY}, optimizer="adamw"),
+    "unused-static": Fit((4, 0, 2), model="unused", ddp={"static_graph": True}, optimizer="sgd"),
+    "unused-in-tail": Fit((3, 6), model="sometimes", ddp={"find_unused_parameters": True}, optimizer="sgd"),
+    "unused-zeros-first": Fit((5, 0, 2), model="sometimes", ddp=UNUSED, optimizer="adamw", clear="before, zeros"),
+    "unused-windows": Fit((1, 6), model="sometimes", ddp=UNUSED, optimizer="sgd", accumulate=2),
+    "unused-in-tail-view": Fit(
         (5, 2, 5),
         model="sometimes",
         ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True},
         optimizer="adamw",
     ),
-    "sparse": Case((3, 6), model="sparse", optimizer="plain"),
-    "sparse-first": Case((4, 0, 2), model="sparse", optimizer="plain", accumulate=2, iterable=True),
+    "sparse": Fit((3, 6), model="sparse", optimizer="plain"),
+    "sparse-first": Fit((4, 0, 2), model="sparse", optimizer="plain", accumulate=2, iterable=True),
 }
 
 
@@ -63,14 +55,14 @@ def test_parameters_are_those_of_a_single_process(workers: Workers, name: str) -
 @pytest.mark.parametrize(
     "case",
     [
-        Case((2, 6), model="norm"),
-        Case((6, 2), model="norm", optimizer="sgd"),
-        Case((0, 2, 5), model="norm", iterable=True),
-        Case(((2, 5), (5, 2), (0, 3)), model="norm"),
+        Fit((2, 6), model="norm"),
+        Fit((6, 2), model="norm", optimizer="sgd"),
+        Fit((0, 2, 5), model="norm", iterable=True),
+        Fit(((2, 5), (5, 2), (0, 3)), model="norm"),
     ],
     ids=["rank-0-first", "rank-0-last", "rank-0-never", "in-turns"],
 )
-def test_buffers_follow_the_lowest_active_rank(workers: Workers, case: Case) -> None:
+def test_buffers_follow_the_lowest_active_rank(workers: Workers, case: Fit) -> None:
     results = workers.run(case.world_size, fit, case)
     assert_exact(case, results)
     # Rank 0's are what a checkpoint holds.
@@ -79,17 +71,17 @@ def test_buffers_follow_the_lowest_active_rank(workers: Workers, case: Case) -> 
 
 def test_buffers_of_an_accumulation_window(workers: Workers) -> None:
     # Within a window DDP leaves each rank its own buffers, so only the gradients can be compared.
-    case = Case((2, 5), model="norm", accumulate=2)
+    case = Fit((2, 5), model="norm", accumulate=2)
     results = workers.run(2, fit, case)
     assert_same_bits(results)
     assert difference(results[0].parameters, list(reference(case).net.parameters())) < 1e-10
 
 
-def single_precision(case: Case) -> Module:
+def single_precision(case: Fit) -> Module:
     return Module(case).float()
 
 
-class SinglePrecision(Case):
+class SinglePrecision(Fit):
     """The same batches in float32."""
 
     def batch(self, rank: int, epoch: int, index: int) -> Batch:
@@ -102,7 +94,7 @@ def test_bf16_mixed_precision(workers: Workers, lengths: tuple[int, ...]) -> Non
     case, options = SinglePrecision(lengths, optimizer="sgd"), {"precision": "bf16-mixed"}
     results = workers.run(len(lengths), fit, case, single_precision, {}, options)
     assert_same_bits(results)
-    expected = list(reference(Case(lengths, optimizer="sgd")).net.parameters())
+    expected = list(reference(Fit(lengths, optimizer="sgd")).net.parameters())
     # bfloat16 has 8 bits: the forward passes differ by some 1e-2 of the parameters' scale.
     assert difference(results[0].parameters, expected) < 2e-2
 

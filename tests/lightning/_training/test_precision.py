@@ -8,8 +8,9 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from tests.support.cases import Batch, Case, Module, build_trainer, difference, loss_of
+from tests.support.front_ends.lightning import Fit, Module, build_trainer
 from tests.support.joinables import WorldJoinable
+from tests.support.run import Batch, difference, loss_of
 from tests.support.workers import Workers
 
 
@@ -27,7 +28,7 @@ class Preconditioned(torch.optim.NAdam):
 
 
 class Manual(Module):
-    def __init__(self, case: Case, precision: str) -> None:
+    def __init__(self, case: Fit, precision: str) -> None:
         super().__init__(case)
         self.automatic_optimization = False
         self.net.to(torch.float64 if precision == "64-true" else torch.float32)
@@ -44,7 +45,7 @@ class Manual(Module):
 
 
 def fit_manual(rank: int, precision: str) -> tuple[list[Tensor], list[Any], list[str]]:
-    module = Manual(Case((4, 0, 2), epochs=2), precision)
+    module = Manual(Fit((4, 0, 2), epochs=2), precision)
     profiler = SimpleProfiler()
     build_trainer(module.case, precision=precision, profiler=profiler).fit(module)
     state = module.trainer.optimizers[0].state.values()
@@ -89,7 +90,7 @@ class Automatic(Module):
 
 def fit_automatic(rank: int, precision: str) -> set[tuple[torch.dtype, bool]]:
     watches = Watches()
-    case = Case((3, 0), epochs=1, ddp={"joinables": [watches]})
+    case = Fit((3, 0), epochs=1, ddp={"joinables": [watches]})
     build_trainer(case, precision=precision).fit(Automatic(case))
     return watches.seen
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.support.cases import Case, build_trainer
+from tests.support.front_ends.lightning import Fit, build_trainer
 from tests.support.inside import asked_shapes
 from tests.support.workers import Workers
 
@@ -91,7 +91,7 @@ class Gathers(pl.LightningModule):
 def gather(rank: int, where: str, samples: int, rows: bool, batch_size: int = 2) -> tuple[list[list[float]], int]:
     module = Gathers(where, rows)
     trainer = build_trainer(
-        Case((1,) * dist.get_world_size(), epochs=1), use_distributed_sampler=True, num_sanity_val_steps=0
+        Fit((1,) * dist.get_world_size(), epochs=1), use_distributed_sampler=True, num_sanity_val_steps=0
     )
     data: Any = torch.arange(1.0, samples + 1)
     loader = DataLoader(data, batch_size=batch_size)

@@ -7,17 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.cases import (
-    Batch,
-    Case,
-    Net,
-    Result,
-    assert_same_bits,
-    difference,
-    fit,
-    loss_of,
-)
+from tests.support.front_ends.lightning import Fit, Result, assert_same_bits, fit
 from tests.support.joint import JointModule, joint_reference, returns_none
+from tests.support.run import Batch, Net, difference, loss_of
 from tests.support.workers import Workers
 from torch_join._collectives.compat import groups_of_this_rank
 
@@ -57,7 +49,7 @@ def losses(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[i
     return {rank: contrast(mine[0], hidden) + contrast(mine[1], out) + errors for rank, mine in embedded.items()}
 
 
-def fit_contrastive(rank: int, case: Case) -> Result:
+def fit_contrastive(rank: int, case: Fit) -> Result:
     result = fit(rank, case, Contrastive)
     assert len(groups_of_this_rank()) == 1, "a group has been left behind"
     return result
@@ -65,28 +57,28 @@ def fit_contrastive(rank: int, case: Case) -> Result:
 
 TINY: dict[str, Any] = {"bucket_cap_mb": 1e-5}
 CONTRASTS = [
-    Case((4, 4), optimizer="sgd"),
-    Case((2, 5), optimizer="sgd", accumulate=2, ddp=TINY),
-    Case((4, 0, 2), model="unused", optimizer="adamw", ddp={**TINY, "find_unused_parameters": True}),
-    Case((1, 4), weighting="samples", ddp={**TINY, "static_graph": True}),
-    Case((2, 6), optimizer="adamw", ddp=TINY),
-    Case((5, 3, 0), optimizer="sgd", weighting="active", accumulate=2, ddp=TINY),
+    Fit((4, 4), optimizer="sgd"),
+    Fit((2, 5), optimizer="sgd", accumulate=2, ddp=TINY),
+    Fit((4, 0, 2), model="unused", optimizer="adamw", ddp={**TINY, "find_unused_parameters": True}),
+    Fit((1, 4), weighting="samples", ddp={**TINY, "static_graph": True}),
+    Fit((2, 6), optimizer="adamw", ddp=TINY),
+    Fit((5, 3, 0), optimizer="sgd", weighting="active", accumulate=2, ddp=TINY),
 ]
 
 
 @pytest.mark.parametrize("case", CONTRASTS, ids=str)
-def test_a_contrastive_loss(workers: Workers, case: Case) -> None:
+def test_a_contrastive_loss(workers: Workers, case: Fit) -> None:
     expected = joint_reference(case, losses)
     results = workers.run(case.world_size, fit_contrastive, case)
     assert_same_bits(results)
     for result in results:
-        assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
+        assert difference(result.parameters, expected.parameters) < 1e-10
         assert result.global_step == expected.steps
 
 
 def test_even_inputs_train_as_under_ddp(workers: Workers) -> None:
     ours, stock = (
-        workers.run(2, fit, Case((3, 3)), Contrastive, {}, {"strategy": name})[0] for name in ("ddp_join", "ddp")
+        workers.run(2, fit, Fit((3, 3)), Contrastive, {}, {"strategy": name})[0] for name in ("ddp_join", "ddp")
     )
     assert difference(ours.parameters, stock.parameters) < 1e-12
 
@@ -101,7 +93,7 @@ class SilentContrastive(Contrastive):
 
 @pytest.mark.parametrize("lengths", [(3, 3), (1, 3, 3)])
 def test_no_loss_after_a_gather_with_gradients_raises(workers: Workers, lengths: tuple[int, ...]) -> None:
-    outcomes = workers.outcomes(len(lengths), fit, Case(lengths), SilentContrastive, timeout=3.0)
+    outcomes = workers.outcomes(len(lengths), fit, Fit(lengths), SilentContrastive, timeout=3.0)
     assert outcomes[1].error.startswith("UnsupportedError: training_step returned None")
     assert "0.0 * loss" in outcomes[1].error
     assert all(outcome.error.startswith(("UnsupportedError", "PeerFailedError")) for outcome in outcomes)
@@ -115,7 +107,7 @@ class Everything(JointModule):
 
     def active(self) -> list[int]:
         lengths = self.case.lengths_in(0)
-        return [rank for rank in range(self.case.world_size) if lengths[rank] > self.place[1]]
+        return [rank for rank in range(self.case.world_size) if lengths[rank] > self.moment[1]]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         active, rank, strategy = self.active(), self.trainer.global_rank, self.trainer.strategy
@@ -145,12 +137,12 @@ class Everything(JointModule):
         objects: list[Any] = [None] * self.case.world_size
         dist.all_gather_object(objects, {rank: batch_idx})
         assert [o for o in objects if o is not None] == [{r: batch_idx} for r in active]
-        if returns_none(self.case, 0, *self.place):
+        if returns_none(self.case, 0, *self.moment):
             return None  # type: ignore[return-value]
         return super().training_step(batch, batch_idx)
 
 
-def everything(case: Case) -> Any:
+def everything(case: Fit) -> Any:
     def of(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor | None]:
         none = returns_none(case, 0, epoch, step)
         return {rank: None if none else loss_of(net, batch) for rank, batch in batches.items()}
@@ -159,12 +151,12 @@ def everything(case: Case) -> Any:
 
 
 @pytest.mark.parametrize(
-    "case", [Case((1, 4), epochs=2, accumulate=2), Case((4, 0, 2), epochs=2, model="mlp"), Case((3,))], ids=str
+    "case", [Fit((1, 4), epochs=2, accumulate=2), Fit((4, 0, 2), epochs=2, model="mlp"), Fit((3,))], ids=str
 )
-def test_collectives_are_over_the_ranks_that_have_a_batch(workers: Workers, case: Case) -> None:
+def test_collectives_are_over_the_ranks_that_have_a_batch(workers: Workers, case: Fit) -> None:
     expected = joint_reference(case, everything(case))
     for result in workers.run(case.world_size, fit, case, Everything):
-        assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
+        assert difference(result.parameters, expected.parameters) < 1e-10
 
 
 class Sloped(JointModule):
@@ -189,11 +181,11 @@ def sloped(net: Net, batches: dict[int, Batch], epoch: int, step: int) -> dict[i
     return {rank: (gathered.mean() + (out + common).mean()) ** 2 * len(batches) for rank, (_, out) in embedded.items()}
 
 
-@pytest.mark.parametrize("case", [Case((1, 4), optimizer="sgd"), Case((4, 0, 2), optimizer="sgd")], ids=str)
-def test_gathers_in_a_gradient_of_the_step_and_in_a_checkpoint(workers: Workers, case: Case) -> None:
+@pytest.mark.parametrize("case", [Fit((1, 4), optimizer="sgd"), Fit((4, 0, 2), optimizer="sgd")], ids=str)
+def test_gathers_in_a_gradient_of_the_step_and_in_a_checkpoint(workers: Workers, case: Fit) -> None:
     expected = joint_reference(case, sloped)
     for result in workers.run(case.world_size, fit, case, Sloped):
-        assert difference(result.parameters, list(expected.net.parameters())) < 1e-10
+        assert difference(result.parameters, expected.parameters) < 1e-10
 
 
 # ---------------------------------------------------------------- what raises
@@ -210,7 +202,7 @@ class GathersInAPair(JointModule):
 
 
 def test_what_cannot_be_followed_raises_on_all_ranks(workers: Workers) -> None:
-    joined, active = workers.outcomes(2, fit, Case((1, 3)), GathersInAPair)
+    joined, active = workers.outcomes(2, fit, Fit((1, 3)), GathersInAPair)
     assert "UnsupportedError: " in active.error, active.trace
     assert "takes automatic optimization and the group of all ranks (here: another group)" in active.error
     assert "PeerFailedError" in joined.error

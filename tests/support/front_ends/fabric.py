@@ -1,8 +1,8 @@
-"""One script on Fabric, described as in `tests.support.accelerated`, whose reference it is compared with."""
+"""A `Run`, or a `Script`, on Fabric."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 import lightning_join  # noqa: F401  registers the strategies
 from lightning_join.fabric import DDPJoinStrategy
-from tests.support import accelerated, inside
-from tests.support.accelerated import Net, Script, Stream, dataset, make_optimizer, make_scheduler, network, plain
+from tests.support import inside
+from tests.support.batches import loader_of
+from tests.support.front_ends.accelerate import OnOwnBatches, Script, Stream, dataset, plain, reference, script_of
+from tests.support.run import Run, difference, whole_state
 from torch_join.integration import own_loops
-
-TOLERANCE = 1e-10
 
 
 def fabric_of(world_size: int, strategy: Any = None, **options: Any) -> Fabric:
@@ -37,58 +37,56 @@ class Trained:
     seen: list[list[list[int]]]  # by epoch and step: the samples' numbers
 
 
-def loader_of(script: Script, rank: int) -> DataLoader[Any]:
+def fabric_loader(script: Script, rank: int, epoch: Callable[[], int]) -> Any:
     """Return this rank's own shard, or all of the data, which Fabric shards."""
+    if isinstance(script, OnOwnBatches):
+        return loader_of(script, rank, epoch, script.iterable)
     if not script.lengths:
         return DataLoader(dataset(script.samples), script.batch_size, shuffle=True)
-    data: Any = dataset(script.batch_size * script.lengths[rank] - (script.lengths[rank] > 1), seed=1 + rank)
-    if script.iterable:
-        data = Stream(data, len(data))
+    data: Any = script.own_samples(rank)
     shuffles = not script.iterable and len(data) > 0
-    return DataLoader(data, script.batch_size, shuffle=shuffles)
+    return DataLoader(Stream(data, len(data)) if script.iterable else data, script.batch_size, shuffle=shuffles)
 
 
 def train(
-    rank: int, script: Script, strategy: Any = None, each: Callable[..., None] | None = None, **options: Any
+    rank: int, run: Run, strategy: Any = None, each: Callable[..., None] | None = None, **options: Any
 ) -> Trained:
     """Train as Fabric's documentation does; `each` gets all that there is after each step."""
+    script = script_of(run)
     if strategy is None:
         strategy = DDPJoinStrategy(weighting=script.option, rebalance=script.rebalance, may_break=script.may_break)
     fabric = fabric_of(script.world_size, strategy, **options)
     torch.manual_seed(5)
-    net = network(script.norm)
-    model, optimizer = fabric.setup(net, make_optimizer(script.optimizer, net.parameters()))
-    scheduler: Any = make_scheduler(optimizer)
+    net = script.build()
+    model, optimizer = fabric.setup(net, script.make_optimizer(net.parameters(), sharded=True))
+    scheduler: Any = script.but(scheduler=script.scheduler or "step").make_scheduler(optimizer)
     fabric.strategy.joinables = [scheduler]
-    loader = fabric.setup_dataloaders(loader_of(script, rank), use_distributed_sampler=not script.lengths)
+    epoch = 0
+    loader = fabric_loader(script, rank, lambda: epoch)
+    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=not script.lengths)
     seen: list[list[list[int]]] = []
     for epoch in range(script.epochs):
         seen.append([])
-        for step, (numbers, x, y) in enumerate(loader):
-            seen[-1].append(numbers.tolist())
+        for step, batch in enumerate(loader):
+            seen[-1].append(batch[0].tolist())
             syncs = (step + 1) % script.accumulate == 0 or fabric.strategy.at_last_step
             with fabric.no_backward_sync(model, enabled=not syncs):
-                loss = (model(x) - y).pow(2).mean() / script.accumulate
-                fabric.backward(loss)
+                for loss in script.losses(model, batch, rank, epoch, step):
+                    fabric.backward(loss / script.accumulate)
             if syncs:
                 if script.clip is not None:
                     fabric.clip_gradients(model, optimizer, max_norm=script.clip)
                 optimizer.step()
                 optimizer.zero_grad()
-            if script.scheduler == "step":
+            if script.steps_scheduler(syncs):
                 scheduler.step()
             if each is not None:
                 each(fabric, model, optimizer, epoch, step)
         if script.scheduler == "epoch":
             scheduler.step()
     fabric.barrier()
-    whole = plain(optimizer.optimizer.state_dict()) if script.optimizer != "zero" else None
-    return Trained([p.detach().clone() for p in net.parameters()], [whole, plain(scheduler.state_dict())], seen)
-
-
-def reference(script: Script, seen: list[list[list[list[int]]]]) -> Net:
-    """Train one process on what the ranks saw."""
-    return accelerated.reference(replace(script, step_scheduler_with_optimizer=False), seen)[0]
+    states = [plain(whole_state(rank, optimizer.optimizer)), plain(scheduler.state_dict())]
+    return Trained([p.detach().clone() for p in net.parameters()], states, seen)
 
 
 def check(script: Script, ranks: list[Trained]) -> float:
@@ -96,9 +94,8 @@ def check(script: Script, ranks: list[Trained]) -> float:
     for one in ranks[1:]:
         assert one.states == ranks[0].states
         assert all(torch.equal(mine, first) for mine, first in zip(one.parameters, ranks[0].parameters, strict=True))
-    net = reference(script, [one.seen for one in ranks])
-    pairs = zip(ranks[0].parameters, net.parameters(), strict=True)
-    return max(float((mine - theirs.detach()).abs().max()) for mine, theirs in pairs)
+    expected = reference(script.but(step_scheduler_with_optimizer=False), [one.seen for one in ranks])
+    return difference(ranks[0].parameters, expected.parameters)
 
 
 def to_the_end(rank: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -116,3 +113,8 @@ def raising(kind: type[BaseException]) -> Iterator[list[str]]:
         found.append(str(error))
     else:
         raise AssertionError("nothing was raised")
+
+
+def parameters(rank: int, run: Run) -> list[Tensor]:
+    """Do a run on one rank; return the parameters."""
+    return to_the_end(rank, train, run).parameters  # type: ignore[no-any-return]

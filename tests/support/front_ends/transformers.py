@@ -1,10 +1,11 @@
-"""One fit with a `JoinTrainer`, and the same by a plain `Trainer` in one process on the unions of the batches."""
+"""A `Run` by a `JoinTrainer`; a `Fit`, which a plain `Trainer` can do in one process on the unions of the batches."""
 
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -12,14 +13,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_join.transformers import JoinTrainer
-from tests.support.accelerated import accelerator_of
+from tests.support.front_ends.accelerate import Stream, accelerator_of
+from tests.support.run import Run
 
 TOKENS, KINDS = 4, 5
-TOLERANCE = 1e-10
 FROM_5 = transformers.__version__ >= "5"
 # Where it smoothes labels, transformers 4 adds up the means of the ranks.
 SMOOTHING = 0.1 if FROM_5 else 0.0
@@ -27,31 +28,29 @@ LOSS_TOLERANCE = 1e-6 if FROM_5 else 1e-4  # in float32, and rounded by transfor
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A fit.
+class Fit(Run):
+    """A run of a model that predicts tokens.
 
     Attributes:
         lengths: By rank, its number of batches in a dataset of its own; empty where Trainer shards one.
+        weighting: Also a function.
         samples: In that one.
         counts: Whether the model divides by the number of items in all ranks' batches.
         norm: What its inputs go through.
-        scaler: Whether the loss is scaled, of which that of some samples is infinite.
-        arguments: What else `TrainingArguments` takes.
+        extra: What else `TrainingArguments` takes.
     """
 
-    lengths: tuple[int, ...] = ()
-    samples: int = 0
-    world_size: int = 2
-    batch_size: int = 2
     epochs: int = 2
-    accumulate: int = 1
     weighting: Any = "world"
+    samples: int = 0
+    processes: int = 2  # where there are no lengths
+    batch_size: int = 2
     counts: bool = True
-    stream: bool = False
     norm: type[nn.Module] = nn.Identity
-    scaler: bool = False
-    rebalance: bool = False
-    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.lengths) or self.processes
 
 
 class Net(nn.Module):
@@ -102,20 +101,12 @@ class Samples(Dataset[Any]):
         return sample(self.numbers[index])
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, data: Samples) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[index] for index in range(len(self.data)))
-
-
 def data_of(fit: Fit, rank: int) -> Any:
     """Return this rank's own, whose last batch is not full, or that of all."""
     if not fit.lengths:
         return Samples(0, fit.samples)
     data = Samples(1000 * rank, max(0, fit.batch_size * fit.lengths[rank] - rank % 2))
-    return Stream(data) if fit.stream else data
+    return Stream(data, len(data)) if fit.iterable else data
 
 
 class SumsInFloat64(TorchFunctionMode):
@@ -132,7 +123,7 @@ def exact(fit: Fit) -> AbstractContextManager[Any]:
     Trainer smoothes labels by a sum in float32, in which it rounds the gradient. Ranks round theirs, that of one
     process times their number, elsewhere, unless that is a power of two.
     """
-    return SumsInFloat64() if fit.arguments.get("label_smoothing_factor") else nullcontext()
+    return SumsInFloat64() if fit.extra.get("label_smoothing_factor") else nullcontext()
 
 
 class EpochCounter(TrainerCallback):
@@ -189,7 +180,7 @@ def arguments_of(fit: Fit, folder: str, **more: Any) -> TrainingArguments:
         "remove_unused_columns": False,
         "use_cpu": True,
     }
-    return TrainingArguments(output_dir=folder, **{**options, **fit.arguments, **more})
+    return TrainingArguments(output_dir=folder, **{**options, **fit.extra, **more})
 
 
 def outcome(trainer: Any, seen: Any = ()) -> Trained:
@@ -208,7 +199,7 @@ def train(rank: int, fit: Fit, kind: type[Recording] = Recording, **options: Any
         seen: list[list[Any]] = []
         kind.seen = seen
         trainer = kind(
-            model=Net(fit.counts, fit.norm, fit.scaler),
+            model=Net(fit.counts, fit.norm, bool(fit.scaler)),
             args=arguments_of(fit, folder),
             train_dataset=data_of(fit, rank),
             callbacks=[EpochCounter(seen)],
@@ -279,10 +270,10 @@ def reference(fit: Fit, found: list[Trained], **more: Any) -> Trained:
 
     class Reference(Scaling):
         def get_train_dataloader(self) -> Any:
-            return Unions(epochs, not fit.stream)
+            return Unions(epochs, not fit.iterable)
 
     with accelerator_of(0), tempfile.TemporaryDirectory() as folder, exact(fit):
-        trainer = Reference(model=Net(fit.counts, fit.norm, fit.scaler), args=arguments_of(fit, folder, **more))
+        trainer = Reference(model=Net(fit.counts, fit.norm, bool(fit.scaler)), args=arguments_of(fit, folder, **more))
         trainer.train()
         return outcome(trainer)
 
@@ -300,9 +291,66 @@ def in_one_process(fit: Fit, found: list[Trained]) -> Trained:
 
     class OnUnions(JoinTrainer):
         def get_train_dataloader(self) -> Any:
-            return Unions(epochs, not fit.stream)
+            return Unions(epochs, not fit.iterable)
 
     with accelerator_of(0), tempfile.TemporaryDirectory() as folder:
         trainer = OnUnions(model=Net(fit.counts), args=arguments_of(fit, folder), weighting=fit.weighting)
         trainer.train()
         return outcome(trainer)
+
+
+class _Model(nn.Module):
+    """What a run trains, as a model of transformers."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        super().__init__()
+        self.run, self.rank, self.net, self.config = run, rank, run.build(), PretrainedConfig()
+        self.accepts_loss_kwargs = False
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        (loss,) = self.run.losses(self.net, (x, y), self.rank, 0, 0)
+        return {"loss": loss}
+
+
+class _InOrder(JoinTrainer):
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+class _Own(Dataset[Any], TrainerCallback):
+    """A rank's own batches, of the epoch that has begun."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self.run, self.rank, self.epoch = run, rank, -1
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self.epoch += 1
+
+    def __len__(self) -> int:
+        return self.run.lengths_in(0)[self.rank]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return dict(zip("xy", self.run.batch(self.rank, self.epoch, index), strict=True))
+
+
+def parameters(rank: int, run: Run) -> list[Tensor]:
+    """Do a run on one rank; return the parameters."""
+    fit = Fit(
+        run.lengths, run.epochs, batch_size=1, accumulate=run.accumulate, extra={"max_grad_norm": run.clip or 0.0}
+    )
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+        model, data = _Model(run, rank), _Own(run, rank)
+        optimizer = run.make_optimizer(model.parameters())
+        scheduler = run.make_scheduler(optimizer) or torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        _InOrder(
+            model=model,
+            args=arguments_of(fit, folder),
+            train_dataset=data,
+            data_collator=itemgetter(0),
+            callbacks=[data],
+            optimizers=(optimizer, scheduler),
+            weighting=run.option,
+            own_shards=True,
+            rebalance=run.rebalance,
+        ).train()
+        return [p.detach().clone() for p in model.parameters()]

@@ -1,13 +1,9 @@
-"""Accelerate's FSDP, of both versions, on CPUs: one script, done by several processes.
-
-What one process has, which it is compared with, is `reference`'s of `accelerated.py`.
-"""
+"""A `Script` with Accelerate's FSDP, of both versions, on CPUs."""
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,33 +19,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from accelerate_join import Accelerator, join_uneven_inputs
 from tests.emulator import place
 from tests.needs import has, known
-from tests.support import accelerated
-from tests.support.accelerated import (
-    FEATURES,
-    Net,
-    Script,
-    accelerator_of,
-    make_loader,
-    make_optimizer,
-    make_scheduler,
-    plain,
-)
+from tests.support.front_ends import accelerate
+from tests.support.front_ends.accelerate import Script, Trained, accelerator_of
+from tests.support.run import CLASSES, FEATURES
 
 
 class First(nn.Linear):
     """A unit of its own; what else there is belongs to the root's."""
 
 
-class ShardedNet(Net):
+class ShardedNet(nn.Module):
     """A network with units in it that FSDP shards, and parameters at its root."""
 
-    def __init__(self, norm: bool) -> None:
-        super().__init__(norm)
-        self.first = First(FEATURES, 5)
-        self.other = First(5, 5)
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other, self.second = First(FEATURES, 5), First(5, 5), nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.other(self.first(x).tanh()).tanh())  # type: ignore[no-any-return]
@@ -65,7 +51,10 @@ class Sharded(Script):
     sync_with_dataloader: bool = True
     mesh: dict[str, int] = field(default_factory=dict)  # sizes of Accelerate's `ParallelismConfig`
     evaluates: bool = False  # in a second loop of the same context
-    dtype: torch.dtype = torch.float64
+
+    def build(self) -> ShardedNet:
+        torch.manual_seed(0)
+        return ShardedNet().to(self.dtype)
 
 
 def possible(script: Sharded) -> Sharded:
@@ -109,15 +98,6 @@ def fsdp_on_cpu() -> Iterator[None]:
         yield
 
 
-def network(script: Script) -> ShardedNet:
-    torch.manual_seed(0)
-    return ShardedNet(script.norm).to(getattr(script, "dtype", torch.float64))
-
-
-def _network(script: Script, _: bool) -> ShardedNet:
-    return network(script)
-
-
 @contextmanager
 def sharding_accelerator(rank: int, script: Sharded, **kwargs: Any) -> Iterator[Any]:
     """An accelerator with FSDP's plugin."""
@@ -147,41 +127,24 @@ def sharding_accelerator(rank: int, script: Sharded, **kwargs: Any) -> Iterator[
             yield made
 
 
-class Session:
-    """An accelerator, and what it has prepared."""
+class Session(accelerate.Session):
+    """An accelerator that shards."""
 
-    def __init__(self, accelerator: Any, script: Sharded, rank: int) -> None:
-        self.accelerator: Accelerator = accelerator
-        self.script = script
-        torch.manual_seed(5)
-        if script.scaler:
-            kind = torch.amp.GradScaler if script.version == 2 else ShardedGradScaler  # as Accelerate does
-            accelerator.scaler = kind(place().type, init_scale=8.0, growth_interval=3)
-        net = network(script)
+    script: Sharded
+
+    def prepare(self) -> None:
+        script, accelerator = self.script, self.accelerator
+        if script.scaler:  # of the kind that Accelerate takes
+            accelerator.scaler = script.make_scaler(torch.amp.GradScaler if script.version == 2 else ShardedGradScaler)
+        net = script.build()
         if not script.plugin.get("use_orig_params", True):  # the optimizer is of flat parameters
             net = accelerator.prepare(net)
-        optimizer = make_optimizer(script.optimizer, net.parameters())
-        loaders = make_loader(script, rank), make_loader(script, rank, even=True)
-        made = accelerator.prepare(net, optimizer, make_scheduler(optimizer), *loaders)
+        optimizer = script.make_optimizer(net.parameters())
+        loaders = script.loaders(self.rank, lambda: self.epoch)
+        made = accelerator.prepare(net, optimizer, self.make_scheduler(optimizer), *loaders)
         self.model, self.optimizer, self.scheduler, self.loader, self.even = made
 
-    def step(self, numbers: Tensor, x: Tensor, y: Tensor) -> None:
-        script, accelerator = self.script, self.accelerator
-        x, y = x.to(script.dtype), y.to(script.dtype)
-        with accelerator.accumulate(self.model):
-            loss = (self.model(x) - accelerated.target(script, numbers, y)).pow(2).mean()
-            accelerator.backward(loss)
-            if accelerator.sync_gradients and script.scaler:
-                accelerator.scaler.unscale_(self.optimizer.optimizer)
-            if accelerator.sync_gradients and script.clip is not None:
-                accelerator.clip_grad_norm_(self.model.parameters(), script.clip)
-            self.optimizer.step()
-            if script.scheduler == "step":
-                self.scheduler.step()
-            self.optimizer.zero_grad()
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
-        """Return all weights, the optimizer's moments, and what must be the same bits on all ranks."""
+    def state(self) -> Trained:
         options = StateDictOptions(full_state_dict=True)
         whole = get_model_state_dict(self.model, options=options)
         weights = {_short(name): value.clone() for name, value in whole.items()}
@@ -192,78 +155,42 @@ class Session:
             for key, value in state.items()
             if isinstance(value, Tensor)
         }
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        scaler = self.accelerator.scaler
-        rest = [plain(groups), plain(self.scheduler.state_dict()), self.accelerator.step]
-        return weights, moments, [*rest, self.loader.iteration, scaler.state_dict() if scaler is not None else None]
+        return Trained(weights, moments, self.same())
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        if not self.script.evaluates:
+            return
+        self.model.eval()
+        gathered: list[int] = []
+        for numbers, x, _ in self.loader:
+            found, _ = self.accelerator.gather_for_metrics((numbers, self.model(x.to(self.script.dtype))))
+            gathered += found.tolist()
+        self.trained.gathered.append(gathered)
+        self.model.train()
 
 
 def _short(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-@dataclass
-class Trained:
-    """What a rank has in the end; `gathered` are numbers of samples from `gather_for_metrics`, by epoch."""
-
-    weights: dict[str, Tensor]
-    moments: dict[str, Tensor]
-    same: list[Any]
-    seen: list[list[list[int]]]
-    gathered: list[list[int]]
-
-
 def train(rank: int, script: Sharded) -> Trained:
     with sharding_accelerator(rank, script) as accelerator:
-        session = Session(accelerator, script, rank)
-        seen: list[list[list[int]]] = []
-        gathered: list[list[int]] = []
-
-        def run_epoch(batches: Any) -> None:
-            seen.append([])
-            for numbers, x, y in batches:
-                seen[-1].append(numbers.tolist())
-                session.step(numbers, x, y)
-            if script.scheduler == "epoch":
-                session.scheduler.step()
-
-        def evaluate() -> None:
-            gathered.append([])
-            with torch.no_grad():
-                for numbers, x, _ in session.loader:
-                    outputs = session.model(x.to(script.dtype))
-                    found, _ = accelerator.gather_for_metrics((numbers, outputs))
-                    gathered[-1] += found.tolist()
-
-        options: dict[str, Any] = {"even_batches": False, "weighting": script.weighting, "may_break": script.may_break}
-        function = join_uneven_inputs(accelerator, [session.model], **options)
-        with function if script.own_function else accelerator.join_uneven_inputs(**options):
-            for _ in range(script.epochs):
-                run_epoch(session.loader)
-                if script.evaluates:
-                    session.model.eval()
-                    evaluate()
-                    session.model.train()
-        for _ in range(script.even):
-            run_epoch(session.even)
-        return Trained(*session.state(), seen, gathered)
+        return Session(accelerator, script, rank).run()
 
 
-def reference(script: Sharded, seen: list[list[list[list[int]]]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def reference(script: Sharded, seen: list[accelerate.Seen]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights and the moments that one process has after what the ranks saw."""
-    samples = {n: (x.to(script.dtype), y.to(script.dtype)) for n, (x, y) in accelerated.samples_of(script).items()}
-    with (
-        mock.patch.object(accelerated, "network", partial(_network, script)),
-        mock.patch.object(accelerated, "samples_of", return_value=samples),
-    ):
-        net, optimizer, _ = accelerated.reference(script, seen)
+    expected = accelerate.reference(script, seen)
+    (optimizer,) = expected.training.optimizers
+    named = dict(expected.net.named_parameters())
     moments = {
         f"{name} {key}": value
-        for name, parameter in net.named_parameters()
+        for name, parameter in named.items()
         for key, value in optimizer.state[parameter].items()
         if isinstance(value, Tensor)
     }
-    return {name: parameter.detach() for name, parameter in net.named_parameters()}, moments
+    return {name: parameter.detach() for name, parameter in named.items()}, moments
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Trainings by a DeepSpeed engine on CPUs, and the same in one process by torch's optimizer, in float64."""
+"""A `Run` by a DeepSpeed engine on CPUs, and a `Recipe`, of what only engines do."""
 
 import os
 import warnings
@@ -12,44 +12,87 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.support import run
+from tests.support.run import Batch, Run, weights_of
 from torch_join import Join
 
 # The engine computes in float32.
 TOLERANCE = 2e-6
 TIMEOUT = timedelta(seconds=30)
-Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A training.
+class Recipe(Run):
+    """A run by an engine, in float32.
 
     Attributes:
-        lengths: By rank, its number of batches in an epoch.
         front: What drives the engine.
-        window: Over how many micro-batches gradients are accumulated.
-        clip: The largest norm of gradients; 0 for none.
         options: Of `zero_optimization`.
         config: What else there is in the engine's configuration.
+        divides: How often a loss is divided by the window.
+        scheduled_times: How often the scheduler is stepped after each step of the optimizer.
     """
 
     lengths: tuple[int, ...] = (2, 4)
+    epochs: int = 2
+    optimizer: str = "sgd"
+    model: str = ""
+    rest: str = "goes on"
+    scheduler: str | None = "step"
+    clip: float = 0.0
+    seed: int = 100
+    dtype: torch.dtype = torch.float32
     stage: int = 2
     front: str = "plain"
-    weighting: str = "world"
-    window: int = 1
-    clip: float = 0.0
-    optimizer: str = "sgd"
-    kind: str = ""
-    epochs: int = 2
-    seed: int = 100
     options: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    divides: int = 1
+    scheduled_times: int = 1
 
     @property
     def option(self) -> Any:
-        """What `weighting` is for what is tested."""
         return count_of if self.weighting == "count" else self.weighting
+
+    def batches(self, rank: int, epoch: int = 0) -> list[Batch]:
+        """The same in each epoch."""
+        generator = torch.Generator().manual_seed(self.seed + rank)
+        sizes = torch.randint(1, 5, (self.lengths[rank],), generator=generator).tolist()
+        made = [(torch.randn(n, 4, generator=generator), torch.randn(n, 1, generator=generator)) for n in sizes]
+        return [(x.to(self.dtype), y.to(self.dtype)) for x, y in made]
+
+    def batch(self, rank: int, epoch: int, index: int) -> Batch:
+        return self.batches(rank)[index]
+
+    def weights(self, batches: dict[int, Batch], epoch: int) -> dict[int, float]:
+        count = count_of if self.weighting == "count" else lambda batch: len(batch[0])
+        return weights_of(self.weighting, self.world_size, {rank: count(batch) for rank, batch in batches.items()})
+
+    def build(self) -> "Net":
+        return Net(self.model).to(self.dtype)
+
+    def make_optimizer(self, parameters: Any, kind: str = "", sharded: bool = False) -> torch.optim.Optimizer:
+        trained = [p for p in parameters if p.requires_grad]
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
+
+    def make_scheduler(self, optimizer: Any, times: int = 1, steps: float | None = None) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def scheduled(self, when: str, synced: bool, skipped: bool) -> int:
+        return self.scheduled_times * super().scheduled(when, synced, skipped)
+
+    def before_step(self, net: Any, epoch: int, step: int) -> None:
+        net.step = step
+
+    def losses(self, model: Any, batch: Batch, rank: int, epoch: int, step: int) -> Iterator[Tensor]:
+        yield functional.mse_loss(model(batch[0]), batch[1]) / self.accumulate ** (self.divides - 1)
+
+    def fill_gradients(self, net: Any) -> None:
+        """Set zeros, as an engine does."""
+        for parameter in net.parameters():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 class Net(nn.Module):
@@ -93,32 +136,14 @@ def count_of(batch: Batch) -> float:
     return float(len(batch[0]) % 3)
 
 
-def batches_of(recipe: Recipe, rank: int) -> list[Batch]:
-    """Return a rank's own."""
-    generator = torch.Generator().manual_seed(recipe.seed + rank)
-    sizes = torch.randint(1, 5, (recipe.lengths[rank],), generator=generator).tolist()
-    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 1, generator=generator)) for n in sizes]
-
-
-def optimizer_of(recipe: Recipe, parameters: Any) -> torch.optim.Optimizer:
-    trained = [p for p in parameters if p.requires_grad]
-    if recipe.optimizer == "sgd":
-        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
-
-
-def scheduler_of(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-
 def config_of(recipe: Recipe) -> dict[str, Any]:
     """Return an engine's configuration: small buckets, so that there are several."""
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": recipe.window,
-        "gradient_clipping": recipe.clip,  # 1.0 if it is left out
+        "gradient_accumulation_steps": recipe.accumulate,
+        "gradient_clipping": recipe.clip or 0.0,  # 1.0 if it is left out
         "zero_optimization": {
             "stage": recipe.stage,
             "overlap_comm": False,
@@ -187,8 +212,8 @@ def outcome(deepspeed: Any, engine: Any, net: nn.Module) -> Trained:
 
 def engine_of(deepspeed: Any, recipe: Recipe, net: nn.Module) -> tuple[Any, Any]:
     """Return an engine, and its scheduler."""
-    optimizer = optimizer_of(recipe, net.parameters())
-    scheduler = scheduler_of(optimizer)
+    optimizer = recipe.make_optimizer(net.parameters())
+    scheduler = recipe.make_scheduler(optimizer)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config_of(recipe))
     return engine, scheduler
 
@@ -196,67 +221,25 @@ def engine_of(deepspeed: Any, recipe: Recipe, net: nn.Module) -> tuple[Any, Any]
 def train(rank: int, recipe: Recipe, each: Callable[..., None] | None = None, **options: Any) -> Trained:
     """Train in a plain loop; `each` is called after each step."""
     with deepspeed_of(rank) as deepspeed:
-        net = Net(recipe.kind)
+        net: Any = recipe.build()
         engine, scheduler = engine_of(deepspeed, recipe, net)
         own = scheduler.optimizer  # of the user's, inside of ZeRO's: it holds this rank's shard
         with Join([engine, own, scheduler], weighting=recipe.option, timeout=TIMEOUT, **options) as join:
-            for _ in range(recipe.epochs):
-                for net.step, (x, y) in enumerate(join.batches(batches_of(recipe, rank))):
-                    engine.backward(functional.mse_loss(engine(x), y))
+            for epoch in range(recipe.epochs):
+                for net.step, batch in enumerate(join.batches(recipe.batches(rank, epoch))):
+                    for loss in recipe.losses(engine, batch, rank, epoch, net.step):
+                        engine.backward(loss)
                     engine.step()
                     if each is not None:
                         each(join, engine)
         return outcome(deepspeed, engine, net)
 
 
-def shares(recipe: Recipe, batches: list[Batch], world_size: int) -> list[float]:
-    """Return how much the mean of each rank's batch counts in a step."""
-    counts = {
-        "world": [1.0 for _ in batches],
-        "active": [1.0 for _ in batches],
-        "samples": [float(len(x)) for x, _ in batches],
-        "count": list(map(count_of, batches)),
-    }[recipe.weighting]
-    total = world_size if recipe.weighting == "world" else sum(counts)
-    return [count / total if total else 0.0 for count in counts]
-
-
-def reference(
-    recipe: Recipe, divides: int = 1, scheduled: int = 1, ends_windows: bool = False, epochs: int = 0
-) -> dict[str, Tensor]:
-    """Train in one process.
-
-    Args:
-        recipe: The training.
-        divides: How often a loss is divided by the window.
-        scheduled: How often the scheduler is stepped after each step of the optimizer.
-        ends_windows: Whether the end of an epoch ends a window.
-        epochs: How many there are.
-    """
-    net = Net(recipe.kind).double()
-    optimizer = optimizer_of(recipe, net.parameters())
-    scheduler = scheduler_of(optimizer)
-    everyone = [batches_of(recipe, rank) for rank in range(len(recipe.lengths))]
-    micro = 0
-    for _ in range(epochs or recipe.epochs):
-        for net.step in range(max(recipe.lengths)):
-            batches = [each[net.step] for each in everyone if net.step < len(each)]
-            for (x, y), share in zip(batches, shares(recipe, batches, len(everyone)), strict=True):
-                loss = functional.mse_loss(net(x.double()), y.double())
-                (loss * share / recipe.window**divides).backward()
-            micro += 1
-            if micro % recipe.window == 0 or (ends_windows and net.step + 1 == max(recipe.lengths)):
-                for parameter in net.parameters():  # as an engine does
-                    if parameter.grad is None and parameter.requires_grad:
-                        parameter.grad = torch.zeros_like(parameter)
-                if recipe.clip:
-                    nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)
-                optimizer.step()
-                optimizer.zero_grad()
-                for _ in range(scheduled):
-                    scheduler.step()
-                micro = 0
-    return {name: p.detach() for name, p in net.named_parameters()}
+def reference(recipe: Recipe, ends_windows: bool = False, **changes: Any) -> dict[str, Tensor]:
+    """Train in one process; `ends_windows` is whether the end of an epoch ends a window."""
+    rest = "steps" if ends_windows else "goes on"
+    expected = run.reference(recipe.but(dtype=torch.float64, rest=rest, **changes))
+    return {name: p.detach() for name, p in expected.net.named_parameters()}
 
 
 def check(found: list[Trained], expected: dict[str, Tensor]) -> float:
@@ -272,3 +255,21 @@ def check(found: list[Trained], expected: dict[str, Tensor]) -> float:
     largest = max(differences.values())
     assert largest <= TOLERANCE, differences
     return largest
+
+
+@dataclass(frozen=True)
+class _Plain(Recipe):
+    """A recipe that does a run on the run's own model and batches."""
+
+    option = Run.option
+    batch, batches, losses, weights = Run.batch, Run.batches, Run.losses, Run.weights
+    build, make_optimizer, before_step = Run.build, Run.make_optimizer, Run.before_step
+
+    def make_scheduler(self, optimizer: Any, times: int = 1, steps: float | None = None) -> Any:
+        made = Run.make_scheduler(self, optimizer)
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0) if made is None else made
+
+
+def parameters(rank: int, run: Run) -> list[Tensor]:
+    """Do a run on one rank; return the parameters."""
+    return [*train(rank, _Plain(**{**vars(run), "dtype": torch.float32})).parameters.values()]

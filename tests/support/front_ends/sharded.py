@@ -1,7 +1,8 @@
-"""The training of a `Recipe` by the ranks of a sharded model, in a plain loop."""
+"""A `Recipe` in a plain loop, with a model that FSDP shards."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,12 +27,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn import functional
 
 from tests.emulator import place
 from tests.needs import has
-from tests.support import inside
-from tests.support.sharded import EPOCHS, Batch, Block, Net, Recipe, Step, Trained, weights
+from tests.support import inside, run
+from tests.support.run import Batch, Run
+from tests.support.sharded import EPOCHS, Block, Net, Recipe, Trained
 from tests.support.sharded_search import STRAYS
 from torch_join import Join
 
@@ -50,7 +51,7 @@ def fits_torch(recipe: Recipe) -> bool:
     needed = []
     if recipe.options.get("unused"):
         needed.append("FSDPModule.set_reduce_scatter_unused_params")
-    if recipe.api == "fsdp2" and recipe.no_sync and recipe.kind in STRAYS:
+    if recipe.api == "fsdp2" and recipe.no_sync and recipe.model in STRAYS:
         needed.append("fully_shard's reduction of what the last backward does not come to")
     return all(map(has, needed))
 
@@ -77,7 +78,7 @@ def shard_fully(net: Net, options: dict[str, Any], mesh: Any = None) -> Any:
 
 def tune(model: Any, options: dict[str, Any]) -> None:
     """Set what `fully_shard` has methods for."""
-    blocks = [*model.blocks]
+    blocks = [*getattr(model, "blocks", [])]
     for index, block in enumerate(blocks) if options.get("prefetch") else []:
         block.set_modules_to_forward_prefetch(blocks[index + 1 :])
         block.set_modules_to_backward_prefetch(blocks[:index][::-1])
@@ -180,76 +181,80 @@ def clip(model: Any, limit: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-class Training:
+class Training(run.Training):
     """A rank's part of a training."""
 
     def __init__(self, rank: int, recipe: Recipe) -> None:
         self.rank, self.recipe = rank, recipe
-        self.model = shard(recipe.model(), recipe)
-        self.optimizer = recipe.make_optimizer(self.model.parameters())
-        self.scheduler = recipe.make_scheduler(self.optimizer)
-        self.scaler: Any = None
-        if recipe.scaled:
-            make = ShardedGradScaler if recipe.api == "fsdp1" else torch.amp.GradScaler
-            self.scaler = make(place().type, init_scale=recipe.scaled, growth_interval=2)
-        self.norms: dict[Step, float] = {}
-        self.losses: dict[int, list[float]] = {}
+        super().__init__(recipe, shard(recipe.build(), recipe))
+        if recipe.api == "fsdp1":
+            self.scaler = recipe.make_scaler(ShardedGradScaler)
+        self.losses: dict[int, float] = {}
+
+    @property
+    def model(self) -> Any:
+        return self.net
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self.net = model
+
+    @property
+    def optimizer(self) -> Any:
+        return self.optimizers[0]
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self.optimizers = [optimizer]
 
     def joined(self) -> Join:
-        things = [self.model, self.optimizer, self.scheduler, self.scaler]
-        recipe = self.recipe
-        return Join(
-            [thing for thing in things if thing is not None],
-            weighting=recipe.weighting,  # type: ignore[arg-type]
-            may_break=recipe.may_break,
-            timeout=LIMIT,
-        )
+        options: dict[str, Any] = {"weighting": self.recipe.weighting, "may_break": self.recipe.may_break}
+        return Join([self.model, *self.given], timeout=LIMIT, **options)
 
-    def run(self) -> Trained:
+    def run_epochs(self) -> Trained:
         recipe = self.recipe
-        for epoch in range(EPOCHS):
-            data = recipe.batches(epoch, self.rank)
+        for epoch in range(recipe.epochs):
+            data = recipe.batches(self.rank, epoch)
+            self.begin_epoch(epoch)
             with self.joined() as join:
-                for step, batch in enumerate(_loop(join, data, recipe.loop)):
+                for step, batch in enumerate(_loop(join, data, recipe)):
                     self.step(epoch, step, batch)
                     if step + 1 == recipe.stops:
                         break
-                if recipe.evaluates == "same with":
-                    self.losses[epoch] = self.evaluate(join.batches(data))
-            if recipe.evaluates == "another with":
+                if recipe.evaluation == "same with":
+                    self.losses[epoch] = self.evaluate(self.model, join.batches(data))
+            if recipe.evaluation == "another with":
                 with self.joined() as join:
-                    self.losses[epoch] = self.evaluate(join.batches(data))
+                    self.losses[epoch] = self.evaluate(self.model, join.batches(data))
+            self.end_epoch()
         return self.trained()
 
     def trained(self) -> Trained:
         # Of FSDP1 torch makes some up before the first step.
-        moments = full_moments(self.model, self.optimizer) if self.recipe.api == "fsdp2" else {}
-        return Trained(full_state(self.model), moments, self.norms, self.losses, self.optimizer.param_groups[0]["lr"])
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
-        self.model.eval()
-        found = [functional.mse_loss(self.model(x), y).item() for x, y in batches]
-        self.model.train()
-        return found
+        moments = full_moments(self.model, *self.optimizers) if self.recipe.api == "fsdp2" else {}
+        return Trained(full_state(self.model), moments, self.norms, self.losses, self.rates[0])
 
     def step(self, epoch: int, step: int, batch: Batch) -> None:
-        recipe = self.recipe
-        begins, ends = recipe.begins_window(epoch, step), recipe.ends_window(epoch, step)
-        if begins and recipe.where == "before":
-            clear(recipe.clears, self.model, self.optimizer)
-        with self.micro_batch(ends):
-            for number, loss in enumerate(self.losses_of(batch)):
-                if begins and number == 0 and recipe.where == "between":
-                    clear(recipe.clears, self.model, self.optimizer)
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        if ends:
-            self.update(epoch, step)
-            if recipe.where == "after":
-                clear(recipe.clears, self.model, self.optimizer)
+        self.begin_step(epoch, step)
+        with self.micro_batch(self.recipe.ends_window(epoch, step)):
+            for number, loss in enumerate(self.losses_of(epoch, step, batch)):
+                if self.recipe.clear == "between" and number == 0 and self.recipe.begins_window(epoch, step):
+                    self.clear(step)
+                self.backward(loss)
+        self.end_step(epoch, step)
 
-    def losses_of(self, batch: Batch) -> Iterable[Tensor]:
-        return self.recipe.losses(self.model, batch, self.rank)
+    def begin_step(self, epoch: int, step: int) -> None:
+        if self.recipe.clear == "between":
+            self.recipe.before_step(self.model, epoch, step)
+        else:
+            super().begin_step(epoch, step)
+
+    def clear(self, step: int) -> None:
+        for optimizer in self.recipe.in_turn_to_clear(self.optimizers, step):
+            clear(self.recipe.clears, self.model, optimizer)
+
+    def losses_of(self, epoch: int, step: int, batch: Batch) -> Iterable[Tensor]:
+        return self.recipe.losses(self.model, batch, self.rank, epoch, step)
 
     def micro_batch(self, ends: bool) -> AbstractContextManager[Any]:
         recipe, model = self.recipe, self.model
@@ -263,26 +268,14 @@ class Training:
             return model.no_sync()  # type: ignore[no-any-return]
         return nullcontext()
 
-    def update(self, epoch: int, step: int) -> None:
-        if self.recipe.clip:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            self.norms[epoch, step] = clip(self.model, self.recipe.clip)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+    def clip(self) -> float:
+        return clip(self.model, self.recipe.clip or 0.0)
 
 
-def _loop(join: Join, data: list[Batch], how: str) -> Iterable[Batch]:
-    if how == "plain":
+def _loop(join: Join, data: list[Batch], recipe: Recipe) -> Iterable[Batch]:
+    if recipe.loop == "plain":
         return data
-    if how == "iterable":
-        return join.batches(_without_length(data))
-    return join.batches(data)
+    return join.batches(_without_length(data) if recipe.iterable else data)
 
 
 def _without_length(data: list[Batch]) -> Iterator[Batch]:
@@ -294,7 +287,7 @@ def train(rank: int, recipes: list[Recipe]) -> list[Trained]:
     found = []
     for recipe in recipes:
         try:
-            found.append(Training(rank, recipe).run())
+            found.append(Training(rank, recipe).run_epochs())
         except Exception as error:
             raise RuntimeError(f"in {recipe}") from error
         dist.barrier()
@@ -304,23 +297,21 @@ def train(rank: int, recipes: list[Recipe]) -> list[Trained]:
 class Padded(Training):
     """What FSDP itself does: a rank that has run out of batches goes on with one whose losses count nothing."""
 
-    def run(self) -> Trained:
+    def run_epochs(self) -> Trained:
         recipe = self.recipe
         longest = max(recipe.lengths)
         for epoch in range(EPOCHS):
-            data = [recipe.batches(epoch, rank) for rank in range(recipe.world_size)]
+            mine = recipe.batches(self.rank, epoch)
             # Its path through the model is that of the others.
-            stand_ins = Recipe((longest, longest), dtype=recipe.dtype).batches(epoch, 0)
-            for step in range(recipe.stops or longest):
-                rows = {rank: len(mine[step][0]) for rank, mine in enumerate(data) if step < len(mine)}
-                counts = weights(recipe.weighting, recipe.world_size, rows)
-                is_here = self.rank in counts
-                self.counts = recipe.world_size * counts.get(self.rank, 0.0)
-                self.step(epoch, step, data[self.rank][step] if is_here else stand_ins[step])
-            if recipe.evaluates:
-                mine = data[self.rank]
-                found = self.evaluate([*mine, *stand_ins[len(mine) :]])
-                self.losses[epoch] = found[: len(mine)]
+            stand_ins = Recipe((longest, longest), dtype=recipe.dtype).batches(0, epoch)
+            self.begin_epoch(epoch)
+            for step, batches in enumerate(recipe.steps(epoch)):
+                self.counts = recipe.world_size * recipe.weights(batches, epoch).get(self.rank, 0.0)
+                self.step(epoch, step, batches.get(self.rank, stand_ins[step]))
+            if recipe.evaluation:
+                scores = [self.evaluate(self.model, [batch]) for batch in [*mine, *stand_ins[len(mine) :]]]
+                self.losses[epoch] = sum(scores[: len(mine)])
+            self.end_epoch()
         return self.trained()
 
     def update(self, epoch: int, step: int) -> None:
@@ -334,9 +325,22 @@ class Padded(Training):
         with inside.with_total_norm(whole_norm) if second else nullcontext():
             super().update(epoch, step)
 
-    def losses_of(self, batch: Batch) -> Iterable[Tensor]:
-        return (self.counts * loss for loss in super().losses_of(batch))
+    def losses_of(self, epoch: int, step: int, batch: Batch) -> Iterable[Tensor]:
+        return (self.counts * loss for loss in super().losses_of(epoch, step, batch))
 
 
 def train_padded(rank: int, recipes: list[Recipe]) -> list[Trained]:
-    return [Padded(rank, recipe).run() for recipe in recipes]
+    return [Padded(rank, recipe).run_epochs() for recipe in recipes]
+
+
+@dataclass(frozen=True)
+class _Plain(Recipe):
+    """A recipe that does a run on the run's own model and batches."""
+
+    lengths_in, batch, evaluated, ends_window = Run.lengths_in, Run.batch, Run.evaluated, Run.ends_window
+    build, optimizers, make_optimizer = Run.build, Run.optimizers, Run.make_optimizer
+
+
+def parameters(rank: int, run: Run, api: str = "fsdp2") -> list[Tensor]:
+    """Do a run on one rank; return the parameters."""
+    return [*Training(rank, _Plain(**vars(run), api=api)).run_epochs().state.values()]
