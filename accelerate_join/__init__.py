@@ -4,12 +4,31 @@ Begin reading with `_context.py`: it imports the other modules, and none of them
 `_protocol.py`.
 """
 
-from torch_join import JoinError
+from torch_join import (
+    EarlyTerminationError,
+    JoinError,
+    JoinTimeoutError,
+    JoinTypeError,
+    JoinValueError,
+    PeerFailedError,
+    UnsupportedError,
+)
 from torch_join.integration import naming_missing as _naming_missing
 
 with _naming_missing("1.5 to 1.15", "accelerate"):
     from accelerate_join._context import Accelerator, join_batches, join_uneven_inputs
 
-__all__ = ["Accelerator", "JoinError", "join_batches", "join_uneven_inputs"]
+__all__ = [
+    "Accelerator",
+    "EarlyTerminationError",
+    "JoinError",
+    "JoinTimeoutError",
+    "JoinTypeError",
+    "JoinValueError",
+    "PeerFailedError",
+    "UnsupportedError",
+    "join_batches",
+    "join_uneven_inputs",
+]
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import accelerate
 from torch.utils.data import DataLoader
@@ -14,20 +14,21 @@ from accelerate_join._loaders import PreparedReader, even_batches_set, goes_thro
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import Progress, check_supported, prepared_by, unwrap
 from accelerate_join._protocol import PreparedLoader
-from torch_join import Join, JoinTypeError, UnsupportedError, Weighting
-from torch_join.integration import LoopDriver, driver_of, listed, own_loops
+from torch_join import Join, JoinTypeError, UnsupportedError
+from torch_join.integration import JoinOptions, LoopDriver, driver_of, listed, own_loops, renamed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
 
+@renamed("heartbeat", "may_break")
 def join_uneven_inputs(
     accelerator: accelerate.Accelerator,
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
-    *,
-    weighting: Weighting = "world",
-    throw_on_early_termination: bool = False,
-    **kwargs: Any,
+    **options: "Unpack[JoinOptions]",
 ) -> AbstractContextManager[Join]:
     """Train on uneven inputs with Accelerate, exactly.
 
@@ -45,10 +46,9 @@ def join_uneven_inputs(
         joinables: Whatever takes part besides: models and optimizers that were prepared may be among them, as may
             torch `Joinable`s and anything with `state_dict` and `load_state_dict`.
         even_batches: Overrides the setting of prepared loaders within; `None` leaves it as it is.
-        weighting: How the gradients of the active ranks are combined, see `torch_join.Join`.
-        throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs.
-        **kwargs: What else `torch_join.Join` takes: `heartbeat`, `timeout`, `audit`, `hand_over_ignored`,
-            `hand_over_buffers`, `backward_collectives`, `rebalance`, and options for hooks.
+        **options: What `torch_join.Join` takes by keyword: `weighting`, `throw_on_early_termination`, `may_break`,
+            `timeout`, `audit`, `hand_over_ignored`, `hand_over_buffers`, `backward_collectives`, `rebalance`, and
+            options for hooks.
 
     Returns:
         The context, which gives the `torch_join.Join`: its `batches` takes loaders that Accelerate has not prepared.
@@ -59,7 +59,6 @@ def join_uneven_inputs(
         JoinError: A prepared model has several wrappers, so that nobody knows which the loop calls.
         JoinTypeError: There is no such argument, and no hook that could take it.
     """
-    options = {"weighting": weighting, "throw_on_early_termination": throw_on_early_termination, **kwargs}
     return _context(accelerator, joinables, even_batches, **options)
 
 
@@ -69,24 +68,20 @@ def _context(
     joinables: Sequence[Any] | None,
     even_batches: bool | None,
     is_one_loop: bool = False,
-    *,
-    weighting: Any = "world",
-    **kwargs: Any,
+    **options: Any,
 ) -> Iterator[Join]:
     """See `join_uneven_inputs`; `is_one_loop` if it is around one loop that goes through `Join`, and nothing else."""
     own_loops.finish(accelerator, also_held=True)
     distributed = check_supported(accelerator)
     given = [] if joinables is None else listed(joinables)
-    if weighting == "world" and "divide_by_initial_world_size" in kwargs:
-        weighting = None  # torch's name for the same thing decides
-    if callable(weighting) and accelerator.gradient_accumulation_steps > 1:
+    if callable(options.get("weighting")) and accelerator.gradient_accumulation_steps > 1:
         raise UnsupportedError(
             "A weighting by a function, with gradient_accumulation_steps > 1: each step of a window would be weighted"
             " by its own count, not by the window's. Use gradient_accumulation_steps=1, and"
             " `for window in join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all"
             " of its batches but the last."
         )
-    context = AcceleratorContext(accelerator, given, distributed, weighting=weighting, **kwargs)
+    context = AcceleratorContext(accelerator, given, distributed, **options)
     driver = driver_of(context.join)
     with ExitStack() as stack:
         if distributed:
@@ -109,10 +104,7 @@ def join_batches(
     loader: DataLoader[T],
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
-    *,
-    weighting: Weighting = "world",
-    throw_on_early_termination: bool = False,
-    **kwargs: Any,
+    **options: "Unpack[JoinOptions]",
 ) -> Iterable[T]: ...
 @overload
 def join_batches(
@@ -120,17 +112,15 @@ def join_batches(
     loader: Iterable[T],
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
-    *,
-    weighting: Weighting = "world",
-    throw_on_early_termination: bool = False,
-    **kwargs: Any,
+    **options: "Unpack[JoinOptions]",
 ) -> Iterable[T]: ...
+@renamed("heartbeat", "may_break")
 def join_batches(
     accelerator: accelerate.Accelerator,
     loader: Iterable[T],
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
-    **kwargs: Any,
+    **options: Any,
 ) -> Iterable[T]:
     """Go through the batches of `loader`, in a context of its own that is `join_uneven_inputs`.
 
@@ -148,7 +138,7 @@ def join_batches(
         loader: One that was prepared, or anything else that can be iterated over.
         joinables: As in `join_uneven_inputs`.
         even_batches: As in `join_uneven_inputs`.
-        **kwargs: What else `join_uneven_inputs` takes.
+        **options: What else `join_uneven_inputs` takes.
 
     Returns:
         This process's batches, to loop over once.
@@ -160,7 +150,7 @@ def join_batches(
     return own_loops.Loop(
         accelerator,
         loader,
-        partial(_driver_within, accelerator, joinables, even_batches, goes_through_join(loader), **kwargs),
+        partial(_driver_within, accelerator, joinables, even_batches, goes_through_join(loader), **options),
         lambda driver, loader: loader if is_prepared(loader) else driver.batches(loader),
         check_supported(accelerator),  # in a single process nobody waits for this one
         "accelerator.end_training()",
@@ -176,25 +166,20 @@ def _driver_within(*args: Any, **kwargs: Any) -> Iterator[LoopDriver]:
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
     """Accelerate's, with `join_uneven_inputs` replaced, and `join_batches` added."""
 
+    @renamed("heartbeat", "may_break")
     def join_uneven_inputs(
         self,
         joinables: Any = None,
         even_batches: bool | None = False,
-        *,
-        weighting: Weighting = "world",
-        throw_on_early_termination: bool = False,
-        **kwargs: Any,
+        **options: "Unpack[JoinOptions]",
     ) -> AbstractContextManager[Join]:
         """Train on uneven inputs, exactly: see `accelerate_join.join_uneven_inputs`.
 
         Args:
             joinables: Whatever takes part besides all that was prepared.
             even_batches: Overrides the setting of prepared loaders within; `None` leaves it as it is.
-            weighting: How the gradients of the active ranks are combined.
-            throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs.
-            **kwargs: What else `torch_join.Join` takes.
+            **options: What else `torch_join.Join` takes.
         """
-        options = {"weighting": weighting, "throw_on_early_termination": throw_on_early_termination, **kwargs}
         return join_uneven_inputs(self, joinables, even_batches, **options)
 
     join_batches = join_batches  # the function above, with `self` as its accelerator

@@ -43,8 +43,8 @@ PLAIN = Way("plain loop", lambda accelerator, model: nullcontext())
 TORCH = Way("Accelerate's", lambda accelerator, model: TorchJoin([model]))
 OURS = Way("accelerate_join", lambda accelerator, model: accelerator.join_uneven_inputs(even_batches=False))
 BEATS = Way(
-    "accelerate_join, heartbeat",
-    lambda accelerator, model: accelerator.join_uneven_inputs(even_batches=False, heartbeat=True),
+    "accelerate_join, may_break",
+    lambda accelerator, model: accelerator.join_uneven_inputs(even_batches=False, may_break=True),
 )
 
 

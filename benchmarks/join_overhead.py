@@ -46,8 +46,8 @@ DDP = Way("plain DDP", lambda ddp, optimizer: nullcontext())
 TORCH = Way("torch's Join", lambda ddp, optimizer: TorchJoin([ddp]))
 SIZED = Way("join.batches", lambda ddp, optimizer: Join([ddp, optimizer]), lambda join, loader: join.batches(loader))
 BEATS = Way(
-    "heartbeat=True",
-    lambda ddp, optimizer: Join([ddp, optimizer], heartbeat=True),
+    "may_break=True",
+    lambda ddp, optimizer: Join([ddp, optimizer], may_break=True),
     lambda join, loader: join.batches(loader),
 )
 PLAIN = Way("plain for", lambda ddp, optimizer: Join([ddp, optimizer]))

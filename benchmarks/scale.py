@@ -112,11 +112,11 @@ def beat(channel: Any, beats: int, busy: str) -> tuple[float, float]:
     return 1e6 * seconds / beats, 1e6 * used / beats
 
 
-def messages_of_a_loop(steps: int, heartbeat: bool) -> list[int]:
+def messages_of_a_loop(steps: int, may_break: bool) -> list[int]:
     """Return how many messages this rank has sent and got in a loop of as many steps."""
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Join([model, optimizer], heartbeat=heartbeat) as join:
+    with Join([model, optimizer], may_break=may_break) as join:
         links = join._driver.server.channel._tree.links
         before = [*links.messages]
         for x in join.batches([torch.ones(2, 4)] * steps):
@@ -172,12 +172,12 @@ def measure_beats(job: Job, beats: int, rounds: int, busy: str) -> Iterator[dict
 def measure_loops(job: Job, world_size: int) -> Iterator[dict[str, Any]]:
     """Yield messages per step: the difference between a long and a short loop."""
     half = world_size // 2
-    for name, heartbeat, lengths in (
+    for name, may_break, lengths in (
         ("even, sized", False, lambda steps: [steps] * world_size),
         ("even, streaming", True, lambda steps: [steps] * world_size),
         ("tail", False, lambda steps: [5] * half + [steps] * (world_size - half)),
     ):
-        short, long = (job.ask(*(("loop", steps, heartbeat) for steps in lengths(n))) for n in (20, 60))
+        short, long = (job.ask(*(("loop", steps, may_break) for steps in lengths(n))) for n in (20, 60))
         each = [sum(b) - sum(a) for a, b in zip(short, long, strict=True)]
         for who, ranks in (("joined", each[:half]), ("active", each[half:])) if name == "tail" else (("all", each),):
             yield {"loop": name, "of": who, "mean": statistics.mean(ranks) / 40, "busiest": max(ranks) / 40}

@@ -15,6 +15,15 @@ from typing import Any as _Any
 from lightning.fabric.strategies import STRATEGY_REGISTRY as _OF_FABRIC
 from lightning.pytorch.strategies import StrategyRegistry
 
+from torch_join import (
+    EarlyTerminationError,
+    JoinError,
+    JoinTimeoutError,
+    JoinTypeError,
+    JoinValueError,
+    PeerFailedError,
+    UnsupportedError,
+)
 from torch_join.integration import naming_missing as _naming_missing
 
 with _naming_missing("2.5.1 to 2.6.6", "lightning.pytorch", "lightning.fabric"):
@@ -30,10 +39,17 @@ __version__ = "0.1.0"
 __all__ = [
     "DDPJoinStrategy",
     "DeepSpeedJoinStrategy",
+    "EarlyTerminationError",
     "FSDPJoinStrategy",
     "JoinCallback",
+    "JoinError",
     "JoinMonitor",
+    "JoinTimeoutError",
+    "JoinTypeError",
+    "JoinValueError",
     "ModelParallelJoinStrategy",
+    "PeerFailedError",
+    "UnsupportedError",
 ]
 
 for _strategy in (DDPJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy, DeepSpeedJoinStrategy):

@@ -23,6 +23,7 @@ from lightning_join._packages import check_trainer
 from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
 from lightning_join._strategy import DDPJoinStrategy
 from torch_join import JoinTypeError, JoinValueError, Weighting
+from torch_join.integration import Options
 
 # What a plain strategy becomes.
 JOINING: dict[type[Strategy], type[Joining]] = {
@@ -43,13 +44,7 @@ class JoinCallback(Callback):
     with an exception, strategy and loops are again what they were.
 
     Args:
-        weighting: As in `DDPJoinStrategy`.
-        divide_by_initial_world_size: As in `DDPJoinStrategy`.
-        throw_on_early_termination: As in `DDPJoinStrategy`.
-        joinables: As in `DDPJoinStrategy`.
-        backward_collectives: As in `DDPJoinStrategy`.
-        rebalance: As in `DDPJoinStrategy`.
-        hand_over_buffers: As in `DDPJoinStrategy`.
+        weighting: As in `DDPJoinStrategy`; so is the rest.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. When a run
@@ -74,16 +69,7 @@ class JoinCallback(Callback):
         rebalance: bool = False,
         hand_over_buffers: bool | None = None,
     ) -> None:
-        self._arguments: dict[str, Any] = {
-            "weighting": weighting,
-            "divide_by_initial_world_size": divide_by_initial_world_size,
-            "throw_on_early_termination": throw_on_early_termination,
-            "joinables": joinables,
-            "backward_collectives": backward_collectives,
-            "rebalance": rebalance,
-            "hand_over_buffers": hand_over_buffers,
-        }
-        DDPJoinStrategy(**self._arguments)  # so that what is wrong with the arguments is said here
+        self._given = {"joinables": tuple(joinables), "options": Options.of(locals())}
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         check_trainer(trainer, self)
@@ -92,7 +78,7 @@ class JoinCallback(Callback):
             cast(Any, strategy).joined = False
             return
         _check_upgradable(trainer)
-        _upgrade(trainer, strategy, JOINING[type(strategy)](**self._arguments))
+        _upgrade(trainer, strategy, self._given)
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         if isinstance(trainer.strategy, Joining) and trainer.strategy.undo is not None:
@@ -126,15 +112,13 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
         )
 
 
-def _upgrade(trainer: Any, strategy: Any, model: Joining) -> None:
-    """Make `strategy` what `model` is, until its `undo` is called."""
+def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
+    """Make a plain strategy one that joins and has these attributes, until its `undo` is called."""
     callbacks = list(trainer.callbacks)
     on_exception = [each for each in callbacks if _compat.saves_on_exception(each)]
-    added = {name: value for name, value in vars(model).items() if name not in vars(strategy)}
-
-    undo = partial(_undo, trainer, strategy, type(strategy), list(added), on_exception, callbacks)
-    vars(strategy).update(added, undo=undo)
-    strategy.__class__ = type(model)
+    undo = partial(_undo, trainer, strategy, type(strategy), list(given), on_exception, callbacks)
+    vars(strategy).update(given, undo=undo)
+    strategy.__class__ = JOINING[type(strategy)]
     strategy.check_arguments()
     strategy.begin_joining()
 

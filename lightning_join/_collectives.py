@@ -13,7 +13,16 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from torch_join import UnsupportedError
-from torch_join.integration import Channel, Lockstep, StepDriver, in_backward, join_rows, telling_failures
+from torch_join.integration import (
+    Channel,
+    Lockstep,
+    Options,
+    StepDriver,
+    in_backward,
+    join_rows,
+    telling_failures,
+    whole_signature,
+)
 
 _MOST_DIMENSIONS = 16
 
@@ -26,11 +35,15 @@ class ActiveCollectives:
     comes from the lowest one that has.
     """
 
-    enable_join = True
+    options: Options
     # Whether what ranks gather now surely has the same shape on all of them: something of batches that are all full.
     gathers_alike = False
     world_size: int
     root_device: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = whole_signature(cls, ActiveCollectives)  # type: ignore[attr-defined]
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
         """Return the ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
@@ -83,7 +96,7 @@ class ActiveCollectives:
         rows = [shape[0] for shape in shapes.values()]
         if any(shape[1:] != [*tensor.shape[1:]] for shape in shapes.values()):
             self._check_shapes(shapes)
-        if not self.enable_join or len(rows) == 1:
+        if not self.options.enable or len(rows) == 1:
             return tensor
         own = super().all_gather  # type: ignore[misc]
         return join_rows(tensor, rows, lambda padded: own(padded)[list(shapes)])
@@ -91,7 +104,7 @@ class ActiveCollectives:
     def _shapes_of_all(self, tensor: Tensor) -> dict[int, list[int]]:
         """Exchange the shape of what is about to be gathered: gloo ends the process where one does not fit."""
         mine, ranks = [*tensor.shape], self.find_step_ranks()
-        if not self.enable_join or self.world_size == 1 or not dist.is_initialized():
+        if not self.options.enable or self.world_size == 1 or not dist.is_initialized():
             return {0: mine}
         if (channel := self.meets_over) is not None:
             among = None if ranks is None else (f"shapes/{channel.records}", ranks)
@@ -123,7 +136,7 @@ class ActiveCollectives:
 class StepCollectives(ParallelStrategy):
     """What of the collectives is a strategy of the Trainer's; it comes before `ActiveCollectives`."""
 
-    enable_join: bool
+    options: Options
     # Until a run of several processes begins there is nobody else.
     channel = Channel()
     driver: StepDriver | None = None
@@ -166,7 +179,7 @@ class StepCollectives(ParallelStrategy):
 
         Lightning truncates it: batch sizes 10 and 25 have the mean 17 there. Here it is a float64.
         """
-        if not self.enable_join or not isinstance(tensor, Tensor):
+        if not self.options.enable or not isinstance(tensor, Tensor):
             return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
         averages = is_mean(reduce_op)
         if averages and not (tensor.is_floating_point() or tensor.is_complex()):

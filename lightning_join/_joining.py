@@ -27,16 +27,13 @@ from torch_join import Weighting
 from torch_join.integration import (
     Channel,
     ModuleMetrics,
+    Options,
     Rebalancing,
     StepDriver,
-    check_can_rebalance,
-    check_timeout,
     open_channel,
-    resolve_weighting,
+    renamed,
     use_device,
 )
-
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
 _OF_A_RUN = (
@@ -46,20 +43,7 @@ _OF_A_RUN = (
 
 
 class Joining(ParallelStrategy):
-    """A strategy that trains exactly on uneven dataloaders.
-
-    Args:
-        *args: The positional arguments of Lightning's own.
-        weighting: See `DDPJoinStrategy`.
-        divide_by_initial_world_size: See `DDPJoinStrategy`.
-        throw_on_early_termination: See `DDPJoinStrategy`.
-        enable_join: See `DDPJoinStrategy`.
-        joinables: See `DDPJoinStrategy`.
-        backward_collectives: See `DDPJoinStrategy`.
-        rebalance: See `DDPJoinStrategy`.
-        hand_over_buffers: See `DDPJoinStrategy`.
-        **kwargs: The keyword arguments of Lightning's own.
-    """
+    """A strategy that trains exactly on uneven dataloaders; `DDPJoinStrategy` describes its arguments."""
 
     # Makes it the plain strategy again that a `JoinCallback` has found.
     undo: Callable[[], None] | None = None
@@ -76,13 +60,14 @@ class Joining(ParallelStrategy):
     sets_up: bool
     meet_in_set_up: Callable[[], None]
 
+    @renamed("enable_join", "enable")
     def __init__(
         self,
         *args: Any,
         weighting: Weighting | None = None,
         divide_by_initial_world_size: bool | None = None,
         throw_on_early_termination: bool = False,
-        enable_join: bool = True,
+        enable: bool = True,
         joinables: Sequence[Joinable] = (),
         backward_collectives: bool = False,
         rebalance: bool = False,
@@ -90,18 +75,10 @@ class Joining(ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if self._timeout is not None:
-            check_timeout(self._timeout)
-        self.weighting = resolve_weighting(weighting, divide_by_initial_world_size)
-        self.throw_on_early_termination = throw_on_early_termination
-        self.enable_join = enable_join
         self.joinables = tuple(joinables)
-        self.backward_collectives = backward_collectives
-        self.rebalance = rebalance
-        self.hand_over_buffers = hand_over_buffers
-        if rebalance:
-            check_can_rebalance(heartbeat=False, throw_on_early_termination=throw_on_early_termination)
-        if enable_join:
+        timeout = Options.timeout if self._timeout is None else self._timeout
+        self.options = Options.of(locals())
+        if enable:
             self.check_arguments()
 
     def check_arguments(self) -> None:
@@ -112,7 +89,7 @@ class Joining(ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self.enable_join:
+        if self.options.enable:
             self.begin_joining()
 
     def begin_joining(self) -> None:
@@ -130,12 +107,11 @@ class Joining(ParallelStrategy):
             return
         check_module(self.lightning_module)
         take_over(trainer, cast(JoiningStrategy, self))
-        timeout = self._timeout or _DEFAULT_TIMEOUT
         use_device(self.root_device, None)  # before the channel, which may have to go by it
-        self.channel = open_channel(timeout=timeout)
+        self.channel = open_channel(timeout=self._timeout or self.options.timeout)
         self.sets_up = True
-        self.driver = StepDriver(self.channel, self.weighting, self.backward_collectives, extract_batch_size)
-        self.rebalancing = Rebalancing(self.driver.members, self.rebalance)
+        self.driver = StepDriver(self.channel, self.options, extract_batch_size)
+        self.rebalancing = Rebalancing(self.driver.members, self.options.rebalance)
         self._step_values = self.driver.add(partial(StepValues, strategy=cast(JoiningStrategy, self)))
 
     def setup(self, trainer: "Trainer") -> None:
@@ -186,7 +162,7 @@ class Joining(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         kwargs = super().distributed_sampler_kwargs
-        if self.enable_join and (trainer := _compat.trainer_of(self.lightning_module)) is not None:
+        if self.options.enable and (trainer := _compat.trainer_of(self.lightning_module)) is not None:
             mark_injected(kwargs, trainer.predicting)
         return kwargs
 
@@ -196,7 +172,7 @@ class Joining(ParallelStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
         trainer = _compat.trainer_of(self.lightning_module)
-        if self.enable_join and trainer is not None and self.world_size == 1:
+        if self.options.enable and trainer is not None and self.world_size == 1:
             load_in_one_process(checkpoint, trainer.state.fn == TrainerFn.FITTING)
         return checkpoint
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_join._compat import ResultMetric
-from torch_join import Weighting
-from torch_join.integration import Channel, Lockstep, ModuleMetrics, Rebalancing, StepDriver
+from torch_join.integration import Channel, Lockstep, ModuleMetrics, Options, Rebalancing, StepDriver
 
 
 class JoiningStrategy(Protocol):
@@ -19,8 +18,8 @@ class JoiningStrategy(Protocol):
     """
 
     @property
-    def weighting(self) -> Weighting:
-        """How the gradients of the ranks that have a batch are combined."""
+    def options(self) -> Options:
+        """What the user has chosen."""
 
     @property
     def channel(self) -> Channel:

@@ -17,6 +17,7 @@ from lightning_join._names import ENGINES, start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
+    Options,
     Part,
     StepDriver,
     engine_lockstep_join,
@@ -33,11 +34,9 @@ class Sharded(ParallelStrategy):
 
     driver: StepDriver | None
     join: Lockstep | None
-    enable_join: bool
+    options: Options
     take_joinables: Any
     backward_of_join: Callable[..., Tensor]
-    throw_on_early_termination: bool
-    hand_over_buffers: bool | None
     # How joined ranks follow the model, in steps that train and in others.
     _make_join: Callable[..., Lockstep] = staticmethod(sharded_lockstep_join)
     _follow: Callable[..., Part] = staticmethod(follow_sharded_model)
@@ -46,7 +45,7 @@ class Sharded(ParallelStrategy):
         super().setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self.driver is None:
-            if fitting and self.enable_join:
+            if fitting and self.options.enable:
                 self.take_joinables()
             return
         model, module = self.model, self.lightning_module
@@ -61,13 +60,7 @@ class Sharded(ParallelStrategy):
                 f"{type(module).__name__} optimizes manually, which a rank without a batch cannot follow where the"
                 " model is sharded. Use automatic optimization, or strategy='ddp_join'."
             )
-        self.join = self._make_join(
-            self.driver,
-            model,
-            throw_on_early_termination=self.throw_on_early_termination,
-            joinables=self.take_joinables(),
-            hand_over_buffers=self.hand_over_buffers,
-        )
+        self.join = self._make_join(self.driver, model, self.take_joinables())
 
     def check_sharded(self, model: nn.Module) -> None:
         """Raise if nobody averages the gradients of a model."""

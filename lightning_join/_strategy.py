@@ -37,7 +37,7 @@ class DDPJoinStrategy(Joining, StepCollectives, ActiveCollectives, DDPStrategy):
             `"active"`.
         throw_on_early_termination: Whether to end the fit on all ranks, with an
             `EarlyTerminationError`, when the first rank runs out while others have batches.
-        enable_join: `False` makes this a plain `DDPStrategy`.
+        enable: `False` makes this a plain `DDPStrategy`.
         joinables: `torch.distributed.algorithms.Joinable`s whose collectives a step issues, besides
             those that the module's `configure_joinables()` returns.
         backward_collectives: Whether backwards may have collectives of their own though no autograd function has one
@@ -73,7 +73,7 @@ class DDPJoinStrategy(Joining, StepCollectives, ActiveCollectives, DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         if self.join is None and self.driver is None:
-            if self.enable_join:
+            if self.options.enable:
                 self.take_joinables()
             return super()._setup_model(model)
         ddp = DistributedDataParallel(model, **_compat.ddp_arguments(self))
@@ -86,13 +86,7 @@ class DDPJoinStrategy(Joining, StepCollectives, ActiveCollectives, DDPStrategy):
         assert self.driver is not None
         assert self.lightning_module is not None
         check_manual(self.lightning_module, ddp)
-        self.join = LockstepJoin(
-            self.driver,
-            shadow,
-            throw_on_early_termination=self.throw_on_early_termination,
-            joinables=self.take_joinables(),
-            hand_over_buffers=self.hand_over_buffers,
-        )
+        self.join = LockstepJoin(self.driver, shadow, self.take_joinables())
         self._manual = self.driver.add(partial(ManualPart, strategy=self, lockstep=self.join, shadow=shadow))
         return ddp
 

@@ -3,10 +3,12 @@
 It changes with the packages of this repository, which are released together.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from torch_join import own_loops
 from torch_join._base.attributes import setting
@@ -16,7 +18,7 @@ from torch_join._base.errors import DECIDE, name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.membership import MeetingPoint
 from torch_join._base.names import check_names, naming_missing
-from torch_join._base.weighting import Count, factor_of_count, resolve_weighting
+from torch_join._base.weighting import Count, factor_of_count
 from torch_join._collectives.compat import in_backward
 from torch_join._collectives.gather import join_rows
 from torch_join._control.channel import Channel
@@ -32,7 +34,7 @@ from torch_join._schedule.attendance import ReadStep, early_termination
 from torch_join._schedule.epoch_record import EpochRecord, RankRecord
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.rebalancer import Rebalancer
-from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
+from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._shadow.model import ModelShadow
 from torch_join._shadow.reach import leads_to
 from torch_join._tail.loop import LoopDriver
@@ -40,8 +42,9 @@ from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_cert
 from torch_join._tail.refills import RefillGuard
 from torch_join.join import Join
 from torch_join.joinables import ModuleMetrics, Part
-from torch_join.joinables.arguments import check_timeout, listed
+from torch_join.joinables.arguments import listed
 from torch_join.joinables.kinds import holds_parts, is_engine, is_sharded_model
+from torch_join.joinables.options import JoinOptions, Options, renamed, whole_signature
 from torch_join.joinables.part import Driver
 
 __all__ = [
@@ -52,12 +55,14 @@ __all__ = [
     "Count",
     "Driver",
     "EpochRecord",
+    "JoinOptions",
     "Lockstep",
     "LockstepJoin",
     "LoopDriver",
     "MeetingPoint",
     "ModelShadow",
     "ModuleMetrics",
+    "Options",
     "Part",
     "RankRecord",
     "ReadStep",
@@ -67,9 +72,7 @@ __all__ = [
     "RefillGuard",
     "StepDriver",
     "StepMirror",
-    "check_can_rebalance",
     "check_names",
-    "check_timeout",
     "closed",
     "draws_exactly",
     "driver_of",
@@ -87,6 +90,7 @@ __all__ = [
     "is_length_certain",
     "is_sharded_model",
     "join_rows",
+    "join_with",
     "leads_to",
     "listed",
     "name_ranks",
@@ -94,7 +98,7 @@ __all__ = [
     "open_channel",
     "own_loops",
     "refuse_position",
-    "resolve_weighting",
+    "renamed",
     "say_farewell",
     "setting",
     "sharded_lockstep_join",
@@ -102,21 +106,22 @@ __all__ = [
     "take_group_options",
     "telling_failures",
     "use_device",
+    "whole_signature",
 ]
 
 
-def sharded_lockstep_join(driver: StepDriver, model: nn.Module, **kwargs: Any) -> Lockstep:
+def sharded_lockstep_join(driver: StepDriver, model: nn.Module, joinables: Sequence[Joinable] = ()) -> Lockstep:
     """Return the `Lockstep` of a model that FSDP shards: see `ShardedLockstepJoin`."""
     from torch_join._lockstep.sharded import ShardedLockstepJoin  # FSDP takes long to import
 
-    return ShardedLockstepJoin(driver, model, **kwargs)
+    return ShardedLockstepJoin(driver, model, joinables)
 
 
-def engine_lockstep_join(driver: StepDriver, engine: Any, **kwargs: Any) -> Lockstep:
+def engine_lockstep_join(driver: StepDriver, engine: Any, joinables: Sequence[Joinable] = ()) -> Lockstep:
     """Return the `Lockstep` of a DeepSpeed engine: see `EngineLockstepJoin`."""
     from torch_join._lockstep.engine import EngineLockstepJoin  # DeepSpeed takes long to import
 
-    return EngineLockstepJoin(driver, engine, **kwargs)
+    return EngineLockstepJoin(driver, engine, joinables)
 
 
 def follow_engine(driver: StepDriver, engine: Any) -> Part:
@@ -136,3 +141,10 @@ def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Part:
 def driver_of(join: Join) -> LoopDriver:
     """Return the driver of a `Join`: what an adapter may do with it that users may not."""
     return join._driver
+
+
+def join_with(options: Options, joinables: Sequence[Any]) -> Join:
+    """Return the `Join` that a user's options ask for."""
+    join = Join.__new__(Join)
+    join._use(joinables, options)
+    return join

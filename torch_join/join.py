@@ -9,28 +9,17 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.utils.data import DataLoader
 
-from torch_join._base.membership import Membership
-from torch_join._base.weighting import Weighting, resolve_weighting
+from torch_join._base.weighting import Weighting
 from torch_join._collectives.gather import gather_active
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.audit import Often
-from torch_join._schedule.rebalancing import Rebalancing, check_can_rebalance
 from torch_join._tail.loop import LoopDriver
-from torch_join._tail.tail import Tail
 from torch_join.joinables._torch.joinable import unwrap
-from torch_join.joinables.arguments import (
-    check_given,
-    check_options,
-    check_timeout,
-    common_group,
-    learn_arguments,
-    listed,
-)
+from torch_join.joinables.arguments import check_given, check_options, listed
+from torch_join.joinables.options import Options, renamed
 
 J = TypeVar("J", bound="Join")
 T = TypeVar("T")
-
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Join(TorchJoin):
@@ -55,7 +44,7 @@ class Join(TorchJoin):
         weighting: How the gradients of the active ranks are combined: `"world"` (the default), their sum over the
             number of ranks; `"active"`, their mean; `"samples"`, weighted by their batches' sizes; a function, by what
             it returns for the batch, as the loader yields it: its number of tokens, say.
-        heartbeat: Whether ranks meet in each step, also where lengths are certain; needed where ranks may
+        may_break: Whether ranks meet in each step, also where lengths are certain; needed where ranks may
             `break` out of their loops at different steps.
         timeout: How long a rank waits for another, by default 30 minutes.
         audit: In which loops to compare the ranks' states: `"tail"`, those that a rank ends early; `True`, all.
@@ -66,15 +55,16 @@ class Join(TorchJoin):
             in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
         rebalance: Whether ranks that have run out of batches get some of others', so that all train until the end.
             Loops must be over `batches`, and be left on all ranks at the same step.
-        **kwargs: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
+        **hooks: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
 
     Raises:
-        ValueError: `joinables` is empty, or has different process groups.
+        JoinValueError: `joinables` is empty, or has different process groups.
         JoinTypeError: One of them is of a type that cannot take part; or there is no such argument, and no hook that
             could take it.
         EarlyTerminationError: See `throw_on_early_termination`.
     """
 
+    @renamed("heartbeat", "may_break")
     def __init__(
         self,
         joinables: Sequence[Any],
@@ -82,32 +72,26 @@ class Join(TorchJoin):
         throw_on_early_termination: bool = False,
         *,
         weighting: Weighting | None = None,
-        heartbeat: bool = False,
-        timeout: timedelta = _DEFAULT_TIMEOUT,
+        may_break: bool = False,
+        timeout: timedelta = Options.timeout,
         audit: Often = "tail",
         hand_over_ignored: bool | None = None,
         hand_over_buffers: bool | None = None,
         backward_collectives: bool = False,
         rebalance: bool = False,
-        **kwargs: Any,
+        **hooks: Any,
     ) -> None:
+        self._use(joinables, Options.of(locals()))
+
+    def _use(self, joinables: Sequence[Any], options: Options) -> None:
         things = [unwrap(thing) for thing in listed(joinables)]
         check_given(things)
-        check_timeout(timeout)
-        check_options(kwargs, things)
-        weighting = resolve_weighting(weighting, kwargs.get("divide_by_initial_world_size"))
-        if rebalance:
-            check_can_rebalance(heartbeat, throw_on_early_termination)
-        self._timeout = timeout
-        members = Membership(common_group(things), weighting, may_break=heartbeat)
-        rebalancing = Rebalancing(members, rebalance and enable)
-        tail = Tail(things, audit, hand_over_ignored, hand_over_buffers)
-        self._driver = LoopDriver(members, things, tail, rebalancing, enable, throw_on_early_termination, kwargs)
-        self.backward_collectives = backward_collectives
+        check_options(options.hooks, things)
+        self._driver = LoopDriver(things, options)
 
     def __enter__(self: J) -> J:
-        if self._driver.enabled:
-            self._driver.enter(lambda: open_channel(self._driver.members.group, self._timeout))
+        if self._driver.options.enable:
+            self._driver.enter(lambda: open_channel(self._driver.members.group, self._driver.options.timeout))
         return self
 
     def __exit__(
@@ -116,7 +100,7 @@ class Join(TorchJoin):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._driver.enabled:
+        if not self._driver.options.enable:
             return
         try:
             self._driver.finish(value)
@@ -195,6 +179,3 @@ class Join(TorchJoin):
     def step(self) -> int:
         """The current step, counted from the loop's begin."""
         return self._driver.step_number
-
-
-learn_arguments(Join.__init__)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accelerate_join._loaders import certain_length
 from accelerate_join.transformers import _compat
+from torch_join import JoinTypeError
 from torch_join.integration import steps_of
 
 
@@ -102,7 +103,7 @@ class EvenedLoader:
     def __len__(self) -> int:
         lengths = [said.length for said in self.everyone or [self.said]]
         if None in lengths:
-            raise TypeError("The dataloader of some rank has no length.")
+            raise JoinTypeError("The dataloader of some rank has no length.")
         known = [length or 0 for length in lengths]
         return steps_of(known) if self.rebalances else max(known)
 

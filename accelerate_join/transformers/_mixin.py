@@ -21,8 +21,9 @@ from accelerate_join.transformers import _compat
 from accelerate_join.transformers._loader import EvenedLoader, length_of
 from accelerate_join.transformers._run import Run, check_supported, have_wrapped, set_back
 from torch_join import JoinTypeError, UnsupportedError, Weighting
-from torch_join.integration import check_can_rebalance, factor_of_count, resolve_weighting
+from torch_join.integration import Options, factor_of_count
 
+_OPTIONS = ("weighting", "rebalance", "throw_on_early_termination")
 _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
 
 
@@ -90,26 +91,25 @@ class JoinTrainerMixin:
         throw_on_early_termination: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {
-            "weighting": weighting,
-            "own_shards": own_shards,
-            "rebalance": rebalance,
-            "throw_on_early_termination": throw_on_early_termination,
-        }
-        for name, value in given.items():
-            if value is not None:
-                setattr(self, name, value)
+        given = locals()
+        for name in (*_OPTIONS, "own_shards"):
+            if given[name] is not None:
+                setattr(self, name, given[name])
         # A function in the body of a class, of a batch alone, would become a method.
         own = inspect.getattr_static(self, "weighting")
-        takes_batch = isinstance(own, FunctionType) and own.__code__.co_argcount == 1
-        self.weighting = resolve_weighting(own if takes_batch else self.weighting)
-        if self.rebalance:
-            check_can_rebalance(heartbeat=False, throw_on_early_termination=self.throw_on_early_termination)
+        if isinstance(own, FunctionType) and own.__code__.co_argcount == 1:
+            self.weighting = own
+        self.weighting = self.join_options.weighting  # checked
         if self.own_shards:
             _check_own_shards(
                 self, dict(zip(inspect.signature(super().__init__).parameters, args, strict=False)) | kwargs
             )
         super().__init__(*args, **kwargs)
+
+    @property
+    def join_options(self) -> Options:
+        """What the attributes ask for."""
+        return Options.of({name: getattr(self, name) for name in _OPTIONS})
 
     # ------------------------------------------------------------ loaders
 

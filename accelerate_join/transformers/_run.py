@@ -125,12 +125,13 @@ class Run:
         trainer = self._trainer
         use_device(trainer.args.device, None)  # before the channel, which may have to go by it
         self.channel = open_channel(timeout=timedelta(seconds=trainer.args.ddp_timeout))
-        self.driver = StepDriver(self.channel, trainer.weighting, sizes=_rows_of)
+        chosen = trainer.join_options
+        self.driver = StepDriver(self.channel, chosen, _rows_of)
         self._operations = self.driver.add(partial(StepOperations, trainer.args.device))
         self._stack = stack = ExitStack()
-        self._rebalancing = Rebalancing(self.driver.members, trainer.rebalance)
+        self._rebalancing = Rebalancing(self.driver.members, chosen.rebalance)
         where = self.channel, trainer.args.device
-        options: Any = self.driver.members.count, self._rebalancing, trainer.throw_on_early_termination
+        options: Any = self.driver.members.count, self._rebalancing, chosen.throw_on_early_termination
         self._reading[True] = Reading(*where, self._begin_training, self._finish_training, *options)
         self._reading[False] = Reading(*where, self._begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)

@@ -23,17 +23,17 @@ from torch_join.integration import (
     Channel,
     LoopDriver,
     ModelShadow,
-    check_can_rebalance,
+    Options,
     driver_of,
     holds_parts,
     is_length_certain,
+    join_with,
     own_loops,
-    resolve_weighting,
+    renamed,
     setting,
     telling_failures,
 )
 
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
 _BATCHES = "over both at once: `for a, b in fabric.strategy.batches(zip(a, b))`"
 
 
@@ -42,16 +42,8 @@ class Joins:
 
     Args:
         *args: The positional arguments of Fabric's own.
-        weighting: As in `torch_join.Join`.
-        divide_by_initial_world_size: torch's name for the same.
         joinables: What takes part besides all that is set up: averages, metrics, LR schedulers.
-        throw_on_early_termination: As in `torch_join.Join`; so is the rest.
-        heartbeat: Whether ranks may `break` out of a loop at different steps.
-        audit: In which loops to compare the ranks' states.
-        hand_over_ignored: Whether parameters that DDP ignores are handed over.
-        hand_over_buffers: Whether buffers that nobody broadcasts are.
-        backward_collectives: Whether backwards may have collectives of their own that nothing shows in forward.
-        rebalance: Whether ranks that have run out of batches get some of others'.
+        weighting: As in `torch_join.Join`; so is the rest.
         **kwargs: The keyword arguments of Fabric's own.
 
     Attributes:
@@ -69,6 +61,7 @@ class Joins:
     _within: str | None = None  # why nothing that ranks do together can be done in a loop within another
     _inner = 0  # how many loops within the current one are under way
 
+    @renamed("heartbeat", "may_break")
     def __init__(
         self,
         *args: Any,
@@ -76,8 +69,8 @@ class Joins:
         divide_by_initial_world_size: bool | None = None,
         joinables: Iterable[Any] = (),
         throw_on_early_termination: bool = False,
-        heartbeat: bool = False,
-        audit: Any = "tail",
+        may_break: bool = False,
+        audit: Any = Options.audit,
         hand_over_ignored: bool | None = None,
         hand_over_buffers: bool | None = None,
         backward_collectives: bool = False,
@@ -87,18 +80,8 @@ class Joins:
         super().__init__(*args, **kwargs)
         self.joinables: list[Any] = list(joinables)
         self._set_up: list[Any] = []
-        if rebalance:
-            check_can_rebalance(heartbeat, throw_on_early_termination)
-        self._options = {
-            "weighting": resolve_weighting(weighting, divide_by_initial_world_size),
-            "throw_on_early_termination": throw_on_early_termination,
-            "heartbeat": heartbeat,
-            "audit": audit,
-            "hand_over_ignored": hand_over_ignored,
-            "hand_over_buffers": hand_over_buffers,
-            "backward_collectives": backward_collectives,
-            "rebalance": rebalance,
-        }
+        timeout = Options.timeout if self._timeout is None else self._timeout
+        self.options = Options.of(locals())
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()  # type: ignore[misc]
@@ -203,8 +186,7 @@ class Joins:
     # ------------------------------------------------------------ loops
 
     def _new_join(self) -> Join:
-        timeout = self._timeout or _DEFAULT_TIMEOUT
-        return Join(self._taking_part(), timeout=timeout, **self._options)
+        return join_with(self.options, self._taking_part())
 
     @contextmanager
     def _context(self, join: Join | None = None) -> Iterator[LoopDriver]:

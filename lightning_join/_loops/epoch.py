@@ -264,7 +264,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
 
     def _check_accumulation(self) -> None:
         """Raise for windows of which each batch would be weighted alone, so that the mean is no mean over all items."""
-        if callable(strategy_of(self.trainer).weighting) and self.trainer.accumulate_grad_batches > 1:
+        if callable(strategy_of(self.trainer).options.weighting) and self.trainer.accumulate_grad_batches > 1:
             raise UnsupportedError(
                 "A weighting by a function, with accumulate_grad_batches > 1: Lightning has the mean of the steps of a"
                 " window, and each would be weighted by its own count, not by the window's. Use"

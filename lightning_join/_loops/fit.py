@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -22,7 +22,7 @@ from lightning_join._reading.fetcher import Place, ReadAheadFetcher
 from lightning_join._reading.stateful import epochs_of
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import check_unfrozen_parameters, take_unfrozen_parameters
-from torch_join import JoinError, UnsupportedError
+from torch_join import JoinError, JoinValueError, UnsupportedError
 from torch_join.integration import name_ranks, setting, steps_of
 
 REQUESTS = ("stop", "sigterm", "validate")
@@ -152,7 +152,7 @@ class JoinFitLoop(FitLoop):
             trainer.val_check_batch = float("inf")
         else:
             unsized = [rank for rank, length in enumerate(lengths) if length == float("inf")]
-            raise MisconfigurationException(
+            raise _loaders.DataloaderError(
                 f"The train dataloaders of {name_ranks(unsized)} have no length, so `Trainer(val_check_interval)` must"
                 " be time based, `1.0` or an int. An int k specifies checking validation every k training batches."
             )
@@ -165,7 +165,7 @@ class JoinFitLoop(FitLoop):
         if timed or not validates or not isinstance(trainer.val_check_interval, int):
             return
         if 0 < self.max_batches < trainer.val_check_interval:
-            raise ValueError(
+            raise JoinValueError(
                 f"`val_check_interval` ({trainer.val_check_interval}) must be less than or equal to the number of the"
                 f" training batches ({self.max_batches} on the longest rank). If you want to disable validation set"
                 " `limit_val_batches` to 0.0 instead. If you want to validate based on the total training"

@@ -6,6 +6,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_join._protocol import strategy_of
+from torch_join import JoinError
 
 
 def has_transfer_hooks(trainer: Any) -> bool:
@@ -32,7 +33,7 @@ class NoStopIteration:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, StopIteration):
-            raise RuntimeError(
+            raise JoinError(
                 "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
             ) from error
 

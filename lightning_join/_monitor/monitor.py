@@ -72,13 +72,13 @@ class JoinMonitor(Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         check_trainer(trainer, self)
         strategy: Any = trainer.strategy
-        joins = isinstance(strategy, Joining) and strategy.enable_join
+        joins = isinstance(strategy, Joining) and strategy.options.enable
         upgraded = type(strategy) in JOINING and any(
             isinstance(each, JoinCallback)
             for each in trainer.callbacks  # type: ignore[attr-defined]
         )
         if not (joins or upgraded or isinstance(strategy, SingleDeviceStrategy)):
-            disabled = " with enable_join=False" if isinstance(strategy, Joining) else ""
+            disabled = " with enable=False" if isinstance(strategy, Joining) else ""
             raise JoinTypeError(
                 f"JoinMonitor shows how ranks join, and under a {type(strategy).__name__}{disabled} none does. Use"
                 " Trainer(strategy='ddp_join'), add a lightning_join.JoinCallback to strategy='ddp', or leave"
@@ -132,7 +132,7 @@ class JoinMonitor(Callback):
                 logger.log_metrics(record.metrics(), step=_compat.epoch_end_step(trainer))
         if record.saving > self._reshard_above and not self._warned:
             self._warned = True
-            rebalances = isinstance(trainer.strategy, Joining) and trainer.strategy.rebalance
+            rebalances = isinstance(trainer.strategy, Joining) and trainer.strategy.options.rebalance
             rank_zero_warn(
                 f"Even shards would save {record.saving:.0%} of the steps of epoch {record.epoch}, more than the"
                 f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...): over several epochs it pays to deal the"

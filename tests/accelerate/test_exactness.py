@@ -33,7 +33,7 @@ SCRIPTS = {
     "samples": Script(samples=20, weighting="samples", accumulate=2, scheduler="step"),
     "then even": Script(samples=20, even=2, accumulate=3, scheduler="step"),
     "function": Script(samples=20, own_function=True, optimizer="sgd", clip=0.05),
-    "heartbeat": Script(samples=20, heartbeat=True, accumulate=2),
+    "heartbeat": Script(samples=20, may_break=True, accumulate=2),
     # The user has: any lengths, so that the main process joins first or has no batch.
     "main first": Script(lengths=(2, 7), accumulate=2, scheduler="step", even=1),
     "main has none": Script(lengths=(0, 5), optimizer="sgd", accumulate=3),
@@ -78,7 +78,7 @@ def draw(seed: int) -> Script:
         iterable=own and random.random() < 0.3,
         even=random.choice([0, 1]),
         own_function=random.random() < 0.3,
-        heartbeat=random.random() < 0.2,
+        may_break=random.random() < 0.2,
     )
 
 
@@ -116,7 +116,7 @@ def test_as_one_process_with_the_same_schedule(workers: Workers, name: str) -> N
 
 @pytest.mark.parametrize("seed", others_long(range(100, 120), *range(100, 106)))
 def test_any_rebalanced_script_is_as_one_process(workers: Workers, seed: int) -> None:
-    test_as_one_process(workers, replace(draw(seed), rebalance=True, heartbeat=False))
+    test_as_one_process(workers, replace(draw(seed), rebalance=True, may_break=False))
 
 
 @pytest.mark.long
@@ -124,7 +124,7 @@ def test_any_rebalanced_script_is_as_one_process(workers: Workers, seed: int) ->
 def test_many_scripts_are_as_one_process(workers: Workers, seed: int) -> None:
     script = draw(seed)
     rebalances = seed % 2 == 0
-    test_as_one_process(workers, replace(script, rebalance=rebalances, heartbeat=script.heartbeat and not rebalances))
+    test_as_one_process(workers, replace(script, rebalance=rebalances, may_break=script.may_break and not rebalances))
 
 
 @pytest.mark.covering(1)

@@ -196,10 +196,10 @@ def test_a_trigger_ends_the_loop_everywhere(workers: Workers, lengths: tuple[int
     assert {step for _, _, step in results} == {4}
 
 
-def break_off(rank: int, heartbeat: bool) -> int:
+def break_off(rank: int, may_break: bool) -> int:
     with accelerator_of(rank) as accelerator:
         model, loader = accelerator.prepare(network(False), DataLoader(dataset(20), 3))
-        with accelerator.join_uneven_inputs(even_batches=True, heartbeat=heartbeat):
+        with accelerator.join_uneven_inputs(even_batches=True, may_break=may_break):
             for step, (_, x, _) in enumerate(loader):
                 model(x).sum().backward()
                 if step == 1:
@@ -207,9 +207,9 @@ def break_off(rank: int, heartbeat: bool) -> int:
             return len(accelerator.gather_for_metrics(torch.ones(3)))
 
 
-@pytest.mark.parametrize("heartbeat", [False, True])
-def test_nothing_is_cut_off_after_a_break(workers: Workers, heartbeat: bool) -> None:
-    assert workers.run(2, break_off, heartbeat) == [6, 6]
+@pytest.mark.parametrize("may_break", [False, True])
+def test_nothing_is_cut_off_after_a_break(workers: Workers, may_break: bool) -> None:
+    assert workers.run(2, break_off, may_break) == [6, 6]
 
 
 class Lines(GeneralTracker):

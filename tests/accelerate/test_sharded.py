@@ -37,7 +37,7 @@ SCRIPTS: dict[str, Sharded] = {
     "3 ranks, one batch": Sharded(3, samples=3, optimizer="sgd", scheduler="step"),
     "3 ranks, samples": Sharded(3, samples=25, weighting="samples", accumulate=2, evaluates=True),
     "then even": Sharded(samples=20, even=1, accumulate=3, scheduler="step", own_function=True),
-    "heartbeat": Sharded(samples=20, heartbeat=True, accumulate=2),
+    "heartbeat": Sharded(samples=20, may_break=True, accumulate=2),
     # The user has: any lengths, so that the main process joins first or has no batch.
     "main first": Sharded(lengths=(2, 7), accumulate=2, scheduler="step", even=1),
     "main has none": Sharded(lengths=(0, 5), optimizer="sgd", accumulate=3),
@@ -100,7 +100,7 @@ def draw(seed: int) -> Sharded:
         iterable=own and random.random() < 0.3,
         even=random.choice([0, 1]),
         own_function=random.random() < 0.3,
-        heartbeat=random.random() < 0.2,
+        may_break=random.random() < 0.2,
         version=version,
         plugin=random.choice(plugins[version]),
         sync_each_batch=random.random() < 0.2,

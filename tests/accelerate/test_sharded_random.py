@@ -67,7 +67,7 @@ class Accelerated(Training):
 
     def joining(self) -> AbstractContextManager[Any]:
         recipe = self.recipe
-        options: dict[str, Any] = {"weighting": recipe.weighting, "heartbeat": recipe.heartbeat}
+        options: dict[str, Any] = {"weighting": recipe.weighting, "may_break": recipe.may_break}
         if recipe.framework["loop"] == "function":
             return join_uneven_inputs(self.accelerator, [self.model], **options)
         made: AbstractContextManager[Any] = self.accelerator.join_uneven_inputs(**options)
@@ -94,7 +94,7 @@ class Accelerated(Training):
     def _batches(self, loader: Any) -> Any:
         if self.recipe.framework["loop"] != "join_batches":
             return loader
-        return self.accelerator.join_batches(loader, weighting=self.recipe.weighting, heartbeat=self.recipe.heartbeat)
+        return self.accelerator.join_batches(loader, weighting=self.recipe.weighting, may_break=self.recipe.may_break)
 
     def run_epoch(self, first: int, folder: str) -> None:
         recipe = self.recipe

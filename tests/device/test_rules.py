@@ -139,19 +139,19 @@ def test_a_learning_rate_in_a_tensor_comes_to_the_own_device(devices: Workers, k
         assert kind == "of the CPU" or place in places
 
 
-@pytest.mark.parametrize("heartbeat", [False, True])
-def test_a_learning_rate_of_the_device_that_differs_is_named(devices: Workers, heartbeat: bool) -> None:
+@pytest.mark.parametrize("may_break", [False, True])
+def test_a_learning_rate_of_the_device_that_differs_is_named(devices: Workers, may_break: bool) -> None:
     """Also where its tensor has changed again before it is compared."""
-    for outcome in devices.outcomes(2, differ, heartbeat):
+    for outcome in devices.outcomes(2, differ, may_break):
         assert "lr of Adam is " in outcome.error
         assert outcome.seconds < 20
 
 
-def differ(rank: int, heartbeat: bool) -> None:
+def differ(rank: int, may_break: bool) -> None:
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     rate = torch.tensor(0.1, device=emulator.place())
     optimizer = torch.optim.Adam(ddp.parameters(), lr=rate, foreach=False, capturable=True)
-    with Join([ddp, optimizer], heartbeat=heartbeat) as join:
+    with Join([ddp, optimizer], may_break=may_break) as join:
         for _ in join.batches(range([2, 5][rank])):
             optimizer.zero_grad()
             ddp(torch.ones(2, 3)).sum().backward()

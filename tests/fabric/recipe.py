@@ -53,7 +53,7 @@ def train(
 ) -> Trained:
     """Train as Fabric's documentation does; `each` gets all that there is after each step."""
     if strategy is None:
-        strategy = DDPJoinStrategy(weighting=script.option, rebalance=script.rebalance, heartbeat=script.heartbeat)
+        strategy = DDPJoinStrategy(weighting=script.option, rebalance=script.rebalance, may_break=script.may_break)
     fabric = fabric_of(script.world_size, strategy, **options)
     torch.manual_seed(5)
     net = network(script.norm)

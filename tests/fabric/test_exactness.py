@@ -15,7 +15,7 @@ SCRIPTS = {
     "Fabric shards, 3 ranks": Script(3, samples=19, batch_size=2, optimizer="sgd"),
     "ZeRO": Script(3, lengths=(1, 4, 2), optimizer="zero", clip=0.3),
     "rebalanced": Script(3, lengths=(1, 7, 2), rebalance=True, weighting="samples"),
-    "heartbeat": Script(3, lengths=(1, 4, 2), heartbeat=True, accumulate=2),
+    "heartbeat": Script(3, lengths=(1, 4, 2), may_break=True, accumulate=2),
     "one rank": Script(1, lengths=(3,), accumulate=2, scheduler="step"),
     "one rank, a stream": Script(1, lengths=(3,), accumulate=2, iterable=True, weighting="samples"),
 }

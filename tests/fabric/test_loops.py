@@ -158,7 +158,7 @@ def test_what_reads_ahead_goes_inside(workers: Workers) -> None:
 
 
 def leave(rank: int, how: str, stream: bool) -> Any:
-    job = Job(rank, 3, heartbeat=how == "at its own step")
+    job = Job(rank, 3, may_break=how == "at its own step")
     loader = job.loader((2, 6, 3), stream)
     for _ in range(2):
         context = job.fabric.strategy.joining(loader) if how == "joining" else None

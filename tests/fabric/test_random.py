@@ -55,7 +55,7 @@ def draw(seed: int) -> Drawn:
         scheduler=r.choice((None, "step", "epoch")),
         iterable=shards and r.random() < 0.4,
         rebalance=rebalance,
-        heartbeat=not rebalance and r.random() < 0.2,
+        may_break=not rebalance and r.random() < 0.2,
         does=tuple(name for name in ("reduce", "gather", "rows", "broadcast", "barrier", "save") if r.random() < 0.3),
         only_each=r.choice((1, 2)),
     )
@@ -97,7 +97,7 @@ def act(fabric: Any, model: Any, optimizer: Any, epoch: int, step: int, script: 
 
 
 def run(rank: int, script: Drawn) -> Trained:
-    strategy = DDPJoinStrategy(weighting=script.option, rebalance=script.rebalance, heartbeat=script.heartbeat)
+    strategy = DDPJoinStrategy(weighting=script.option, rebalance=script.rebalance, may_break=script.may_break)
     return train(rank, script, strategy, lambda *args: act(*args, script=script))
 
 

@@ -18,7 +18,6 @@ from lightning_join import DDPJoinStrategy
 from tests.support.cases import Batch, Case, Module, build_trainer, fit
 from tests.support.workers import Outcome, Workers
 from torch_join import JoinValueError, PeerFailedError, UnsupportedError
-from torch_join.integration import resolve_weighting
 
 # ---------------------------------------------------------------- arguments
 
@@ -35,9 +34,13 @@ def test_a_contradicting_weighting_is_refused(weighting: str, divides: bool) -> 
 
 
 def test_torchs_name_for_the_weighting_is_understood() -> None:
-    assert resolve_weighting() == "world"
-    assert resolve_weighting(None, True) == resolve_weighting("world", True) == "world"
-    assert DDPJoinStrategy(divide_by_initial_world_size=False).weighting == "active"
+    for given, chosen in (
+        ({}, "world"),
+        ({"divide_by_initial_world_size": True}, "world"),
+        ({"divide_by_initial_world_size": True, "weighting": "world"}, "world"),
+        ({"divide_by_initial_world_size": False}, "active"),
+    ):
+        assert DDPJoinStrategy(**given).options.weighting == chosen
 
 
 @pytest.mark.parametrize("options", [{"model_averaging_period": 4}, {"ddp_comm_state": "state"}])
@@ -140,13 +143,13 @@ SETUPS: dict[str, tuple[Any, Case, dict[str, Any], tuple[str, ...]]] = {
         Module,
         Case((2, 5)),
         {"val_check_interval": 6},
-        ("ValueError", "`val_check_interval` (6)", "(5 on the longest rank)"),
+        ("JoinValueError", "`val_check_interval` (6)", "(5 on the longest rank)"),
     ),
     "interval-stream": (
         Module,
         Case((2, 5), iterable=True),
         {"val_check_interval": 0.5},
-        ("MisconfigurationException", "dataloaders of ranks 0, 1 have no length"),
+        ("DataloaderError", "dataloaders of ranks 0, 1 have no length"),
     ),
     "log-to-group-in-hook": (LogsToGroupInHook, Case((2, 3)), {}, ("UnsupportedError", "on_step=False")),
     "monitor-epoch": (
@@ -184,7 +187,7 @@ def test_one_process_needs_no_such_limits(workers: Workers, kind: Any) -> None:
 
 def test_stop_iteration_in_a_step_does_not_end_the_epoch_of_one_rank(workers: Workers) -> None:
     survivor, culprit = workers.outcomes(2, fit, Case((4, 6)), Exhausts)
-    assert "RuntimeError: A step or a hook raised StopIteration" in culprit.error
+    assert "JoinError: A step or a hook raised StopIteration" in culprit.error
     assert "PeerFailedError: Rank 1 failed" in survivor.error
 
 

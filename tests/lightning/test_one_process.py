@@ -250,18 +250,18 @@ def test_an_error_before_the_module_is_attached_is_lightnings_own(tmp_path: Path
         trainer.fit(Module(Case((1,))), train_dataloaders=[0], datamodule=pl.LightningDataModule())
 
 
-def count_lightnings_wraps(rank: int, world_size: int, enable_join: bool) -> int:
+def count_lightnings_wraps(rank: int, world_size: int, enable: bool) -> int:
     case = Case((2, 2)[:world_size])
     with mock.patch.object(DDPStrategy, "_setup_model", autospec=True, side_effect=DDPStrategy._setup_model) as wrap:
-        build_trainer(case, strategy=DDPJoinStrategy(enable_join=enable_join)).fit(Module(case))
+        build_trainer(case, strategy=DDPJoinStrategy(enable=enable)).fit(Module(case))
     return int(wrap.call_count)
 
 
-@pytest.mark.parametrize(("world_size", "enable_join", "wraps"), [(1, True, 1), (2, False, 1), (2, True, 0)])
+@pytest.mark.parametrize(("world_size", "enable", "wraps"), [(1, True, 1), (2, False, 1), (2, True, 0)])
 def test_where_nothing_joins_lightning_wraps_the_model(
-    workers: Workers, world_size: int, enable_join: bool, wraps: int
+    workers: Workers, world_size: int, enable: bool, wraps: int
 ) -> None:
-    assert workers.run(world_size, count_lightnings_wraps, world_size, enable_join) == [wraps] * world_size
+    assert workers.run(world_size, count_lightnings_wraps, world_size, enable) == [wraps] * world_size
 
 
 # ---------------------------------------------------------------- without a trainer

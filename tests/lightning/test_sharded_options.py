@@ -1,4 +1,4 @@
-"""Sharded models: precision plugins, activation checkpointing, two dimensions, `enable_join=False`, one process."""
+"""Sharded models: precision plugins, activation checkpointing, two dimensions, `enable=False`, one process."""
 
 from typing import Any
 
@@ -126,7 +126,7 @@ def test_replicas_of_shards(workers: Workers, kind: str) -> None:
 
 
 def fit_plain(rank: int, kind: str, case: Case) -> tuple[Result, Any]:
-    strategy = build_strategy(kind, case, enable_join=False)
+    strategy = build_strategy(kind, case, enable=False)
     result = sharded.fit(rank, kind, case, strategy=strategy)
     return result, strategy.driver
 

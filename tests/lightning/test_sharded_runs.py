@@ -77,7 +77,7 @@ def plain_strategy(kind: str, case: Case) -> Any:
     """Return a strategy as a user gives it, and that Lightning does not refuse for want of a GPU."""
     strategy = build_strategy(kind, case)
     strategy.__class__ = type("Plain", (FSDPStrategy if kind == "fsdp" else ModelParallelStrategy,), {})
-    for name in ("weighting", "throw_on_early_termination", "enable_join", "joinables", "start_method"):
+    for name in ("options", "joinables", "start_method"):
         vars(strategy).pop(name, None)
     return strategy
 

@@ -24,22 +24,28 @@ PACKAGES = [torch_join, lightning_join, pytorch_lightning_join, accelerate_join]
 PUBLIC = {
     torch_join: """
         EarlyTerminationError Join JoinError JoinTimeoutError JoinTypeError JoinValueError JoinableMetric
-        JoinableModel JoinableOptimizer JoinableState PeerFailedError UnpaddedDistributedSampler UnsupportedError
-        Weighting windows
+        JoinableModel JoinableOptimizer JoinableState PeerFailedError UnpaddedDistributedSampler
+        UnsupportedError Weighting windows
     """,
     torch_join.integration: """
-        DECIDE Begin Changes Channel Count Driver EpochRecord Lockstep LockstepJoin LoopDriver MeetingPoint
-        ModelShadow ModuleMetrics Part RankRecord ReadStep Reader Rebalancer Rebalancing RefillGuard StepDriver
-        StepMirror check_can_rebalance check_names check_timeout closed draws_exactly driver_of early_termination
+        DECIDE Begin Changes Channel Count Driver EpochRecord JoinOptions Lockstep LockstepJoin LoopDriver
+        MeetingPoint ModelShadow ModuleMetrics Options Part RankRecord ReadStep Reader Rebalancer Rebalancing
+        RefillGuard StepDriver StepMirror check_names closed draws_exactly driver_of early_termination
         engine_lockstep_join factor_of_count follow_engine follow_sharded_model group_options holds_parts
-        in_backward is_closed is_communication_error is_engine is_length_certain is_sharded_model join_rows leads_to
-        listed name_ranks naming_missing open_channel own_loops refuse_position resolve_weighting say_farewell
-        setting sharded_lockstep_join steps_of take_group_options telling_failures use_device
+        in_backward is_closed is_communication_error is_engine is_length_certain is_sharded_model join_rows
+        join_with leads_to listed name_ranks naming_missing open_channel own_loops refuse_position renamed
+        say_farewell setting sharded_lockstep_join steps_of take_group_options telling_failures use_device
+        whole_signature
     """,
     lightning_join: """
-        DDPJoinStrategy DeepSpeedJoinStrategy FSDPJoinStrategy JoinCallback JoinMonitor ModelParallelJoinStrategy
+        DDPJoinStrategy DeepSpeedJoinStrategy EarlyTerminationError FSDPJoinStrategy JoinCallback JoinError
+        JoinMonitor JoinTimeoutError JoinTypeError JoinValueError ModelParallelJoinStrategy PeerFailedError
+        UnsupportedError
     """,
-    accelerate_join: "Accelerator JoinError join_batches join_uneven_inputs",
+    accelerate_join: """
+        Accelerator EarlyTerminationError JoinError JoinTimeoutError JoinTypeError JoinValueError
+        PeerFailedError UnsupportedError join_batches join_uneven_inputs
+    """,
 }
 
 

@@ -53,7 +53,7 @@ class Script:
     iterable: bool = False  # without a length
     even: int = 0  # epochs on even inputs in the end, in no context
     own_function: bool = False  # join_uneven_inputs(accelerator) for Accelerate's own class
-    heartbeat: bool = False
+    may_break: bool = False
     rebalance: bool = False
 
     @property
@@ -218,7 +218,7 @@ def train(rank: int, script: Script) -> Trained:
                 scheduler.step()
 
         options: dict[str, Any] = {"even_batches": False, "weighting": script.option}
-        options |= {"heartbeat": script.heartbeat, "rebalance": script.rebalance}
+        options |= {"may_break": script.may_break, "rebalance": script.rebalance}
         if script.own_function:
             context = join_uneven_inputs(accelerator, [model], **options)
         else:

@@ -235,7 +235,7 @@ def train(rank: int, script: Sharded) -> Trained:
                     found, _ = accelerator.gather_for_metrics((numbers, outputs))
                     gathered[-1] += found.tolist()
 
-        options: dict[str, Any] = {"even_batches": False, "weighting": script.weighting, "heartbeat": script.heartbeat}
+        options: dict[str, Any] = {"even_batches": False, "weighting": script.weighting, "may_break": script.may_break}
         function = join_uneven_inputs(accelerator, [session.model], **options)
         with function if script.own_function else accelerator.join_uneven_inputs(**options):
             for _ in range(script.epochs):

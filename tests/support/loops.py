@@ -399,7 +399,7 @@ def context(program: Program, joins: str, wrapped: list[nn.Module], training: Tr
         return TorchJoin([*wrapped, *sharded], divide_by_initial_world_size=program.weighting == "world")  # type: ignore[list-item]
     stateful = [thing for thing in (training.scheduler, training.scaler) if thing is not None]
     joinables = [*wrapped, *training.optimizers, *stateful]
-    options = {"heartbeat": program.loop == "heartbeat", "rebalance": program.rebalance}
+    options = {"may_break": program.loop == "heartbeat", "rebalance": program.rebalance}
     return Join(joinables, weighting=program.data.option, **options)
 
 

@@ -55,7 +55,7 @@ class Recipe:
     doubled: bool = False  # each step has two forwards, each with its backward
     evaluates: str = ""  # in the same `with`, in another one, or without a loop's batches
     loop: str = "batches"
-    heartbeat: bool = False
+    may_break: bool = False
     scaled: float = 0.0  # the scale of a `GradScaler` to begin with
     stops: int = 0  # the step at whose end all ranks break
     dtype: torch.dtype = torch.float64

@@ -106,15 +106,7 @@ def build_strategy(kind: str, case: Case, sharded: bool = False, **options: Any)
 def plain(strategy: Any) -> Any:
     """Make a strategy that joins Lightning's own, as a user gives it to a trainer with a `JoinCallback`."""
     strategy.__class__ = FSDPStrategy if isinstance(strategy, FSDPStrategy) else ModelParallelStrategy
-    for name in (
-        "weighting",
-        "throw_on_early_termination",
-        "enable_join",
-        "joinables",
-        "start_method",
-        "backward_collectives",
-        "hand_over_buffers",
-    ):
+    for name in ("options", "joinables", "start_method"):
         vars(strategy).pop(name, None)
     return strategy
 

@@ -134,7 +134,7 @@ def _any(rng: random.Random) -> Recipe:
         if loop == "plain" or rng.random() < 0.5
         else "same with",
         loop=loop,
-        heartbeat=loop != "plain" and rng.random() < 0.25,
+        may_break=loop != "plain" and rng.random() < 0.25,
         scaled=4096.0 if scaled else 0.0,
         stops=rng.randint(1, max(lengths)) if rng.random() < 0.1 else 0,
         dtype=FULL if low else torch.float64,
@@ -231,7 +231,7 @@ def _for_accelerate(rng: random.Random) -> Recipe:
         clip=0.3 if clips and rng.random() < 0.25 else 0.0,
         scaled=64.0 if scaled else 0.0,
         doubled=rng.random() < 0.15,
-        heartbeat=rng.random() < 0.25,
+        may_break=rng.random() < 0.25,
         # Accelerate updates the scaler after each optimizer's step, so that the next one's is not unscaled any more.
         optimizers=2 if splits and not scaled and rng.random() < 0.2 else 1,
         evaluates=rng.choice(["same with", "another with"]) if recipe.evaluates else "",

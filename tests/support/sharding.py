@@ -201,7 +201,7 @@ class Training:
         return Join(
             [thing for thing in things if thing is not None],
             weighting=recipe.weighting,  # type: ignore[arg-type]
-            heartbeat=recipe.heartbeat,
+            may_break=recipe.may_break,
             timeout=LIMIT,
         )
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 
 Count: TypeAlias = Callable[[Any], float]  # gets a batch
 _Name = Literal["world", "active", "samples"]
@@ -123,7 +123,7 @@ def counter(weighting: Weighting, rank: int, count_samples: Callable[[Any], int]
         try:
             counted = count(batch)
         except StopIteration as error:  # which would end a loop without a word
-            raise RuntimeError(f"{name} raised StopIteration.") from error
+            raise JoinError(f"{name} raised StopIteration.") from error
         try:
             # What has no number for a type may still have a method that makes one of it: a tensor's raises.
             number = float(counted) if hasattr(type(counted), "__float__") else math.nan

@@ -14,7 +14,7 @@ from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
 from torch_join._control.said import Beat
-from torch_join._handover.buffers import StepBuffers
+from torch_join._handover.buffers import StepBuffers, Unsynced
 from torch_join._lockstep.driver import StepDriver
 from torch_join._schedule.attendance import ActiveRanks, ReadStep, ToldAttendance
 from torch_join._schedule.plan import Share
@@ -39,11 +39,9 @@ class Lockstep:
     Args:
         driver: The driver of its parts: what the active ranks do in a step, and joined ranks answer.
         make_model: Makes the model's part; gets the driver and an index.
-        throw_on_early_termination: Whether to raise on all ranks when the first one runs out.
         joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides
             the model's; their main hooks run on a joined rank when the active ranks notify of them.
-        options: Forwarded to every `join_hook`.
-        buffers: Those that no wrapper keeps alike.
+        unsynced: Models with buffers that no wrapper keeps alike.
 
     Attributes:
         keeps_buffers: Whether each rank keeps its own buffers for now.
@@ -60,10 +58,8 @@ class Lockstep:
         self,
         driver: StepDriver,
         make_model: Callable[[Driver, int], Part],
-        throw_on_early_termination: bool,
         joinables: Sequence[Joinable],
-        options: dict[str, Any],
-        buffers: StepBuffers,
+        unsynced: Sequence[Unsynced],
     ) -> None:
         for joinable in joinables:
             if not isinstance(joinable, Joinable) or isinstance(joinable, WrappingJoinable):
@@ -75,12 +71,12 @@ class Lockstep:
         self.driver = driver
         self.channel = driver.server.channel
         self.weighting = driver.members.weighting
-        self._throws = throw_on_early_termination
-        self._buffers = buffers
+        self._throws = driver.options.throw_on_early_termination
+        self._buffers = StepBuffers(unsynced, self.channel, driver.members.group, driver.options.hand_over_buffers)
         self._has_trained = False  # this rank has run a step of its own
         self._model: Part = driver.add(make_model)
-        self._customs = [driver.add(partial(CustomPart, joinable=j, options=options)) for j in joinables]
-        self._attendance = ToldAttendance(self.channel, throw_on_early_termination)
+        self._customs = [driver.add(partial(CustomPart, joinable=j, options={})) for j in joinables]
+        self._attendance = ToldAttendance(self.channel, self._throws)
         self.plan: Rebalancer | None = None
         self._ranks: ActiveRanks = self._attendance  # or the plan
         self._present: ActiveRanks | ReadStep = self._attendance  # these ranks, or what was read ahead

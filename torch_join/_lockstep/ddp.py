@@ -13,7 +13,6 @@ from torch_join._base import compat as _compat
 from torch_join._base import compat_groups as _compat_groups
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._base.weighting import finite
-from torch_join._handover.buffers import StepBuffers
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.driver import StepDriver
 from torch_join._lockstep.model_part import LockstepModelPart
@@ -33,10 +32,7 @@ class LockstepJoin(Lockstep):
     Args:
         driver: See `Lockstep`.
         model: The model's shadow.
-        throw_on_early_termination: See `Lockstep`.
         joinables: See `Lockstep`.
-        hand_over_buffers: See `UnsyncedBuffers`.
-        **kwargs: Forwarded to every `join_hook`.
 
     Raises:
         JoinTypeError: See `Lockstep`.
@@ -44,21 +40,9 @@ class LockstepJoin(Lockstep):
 
     _model: LockstepModelPart
 
-    def __init__(
-        self,
-        driver: StepDriver,
-        model: ModelShadow,
-        *,
-        throw_on_early_termination: bool = False,
-        joinables: Sequence[Joinable] = (),
-        hand_over_buffers: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, driver: StepDriver, model: ModelShadow, joinables: Sequence[Joinable] = ()) -> None:
         make = partial(LockstepModelPart, shadow=model)
-        buffers = StepBuffers(
-            unsynced_models([model.ddp]), driver.server.channel, driver.members.group, hand_over_buffers
-        )
-        super().__init__(driver, make, throw_on_early_termination, joinables, kwargs, buffers)
+        super().__init__(driver, make, joinables, unsynced_models([model.ddp]))
         self._in_pieces = False  # the backward of this step, which this rank follows
         self._no_loss = NoLossCount(self.channel)
         self._has_gathered = False  # in this step, with gradients

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_join._base.membership import MeetingPoint, Membership, Role
-from torch_join._base.weighting import Weighting, count_samples
+from torch_join._base.weighting import count_samples
 from torch_join._collectives.backwards import late
 from torch_join._collectives.compat import in_backward
 from torch_join._collectives.tap import Call, CollectiveTap
@@ -15,6 +15,7 @@ from torch_join._control.channel import Channel
 from torch_join._tail.records import DONE
 from torch_join._tail.server import Server
 from torch_join.joinables.clears import Clears
+from torch_join.joinables.options import Options
 from torch_join.joinables.part import Driver, Part
 
 P = TypeVar("P", bound=Part)
@@ -32,8 +33,7 @@ class StepDriver:
 
     Args:
         channel: The channel between all ranks of the job.
-        weighting: How the gradients of the active ranks are combined.
-        backward_collectives: See `DDPJoinStrategy`.
+        options: What the user has chosen.
         sizes: Returns a batch's number of samples.
 
     Attributes:
@@ -52,15 +52,15 @@ class StepDriver:
     def __init__(
         self,
         channel: Channel,
-        weighting: Weighting = "world",
-        backward_collectives: bool = False,
+        options: Options = Options(),  # noqa: B008  frozen
         sizes: Callable[[Any], int] = count_samples,
     ) -> None:
         group = dist.group.WORLD if dist.is_initialized() else None
-        self.members = Membership(group, weighting, sizes=sizes)
+        self.options = options
+        self.members = Membership(group, options.weighting, sizes=sizes)
         self.server = Server(self.members)
         self.server.open(channel)
-        self.server.backwards.always = backward_collectives
+        self.server.backwards.always = options.backward_collectives
         self.server.backwards.reset()
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:

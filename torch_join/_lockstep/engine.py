@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from torch.distributed.algorithms.join import Joinable
 
-from torch_join._handover.buffers import StepBuffers
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.driver import StepDriver
 from torch_join.joinables._deepspeed.events import EngineEvents
@@ -55,30 +54,17 @@ class EngineLockstepJoin(Lockstep):
     Args:
         driver: See `Lockstep`.
         engine: The engine.
-        throw_on_early_termination: See `Lockstep`.
         joinables: See `Lockstep`.
-        hand_over_buffers: See `UnsyncedBuffers`.
-        **kwargs: Forwarded to every `join_hook`.
 
     Raises:
         JoinTypeError: See `Lockstep`.
         UnsupportedError: See `EngineEvents`.
     """
 
-    def __init__(
-        self,
-        driver: StepDriver,
-        engine: Any,
-        *,
-        throw_on_early_termination: bool = False,
-        joinables: Sequence[Joinable] = (),
-        hand_over_buffers: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, driver: StepDriver, engine: Any, joinables: Sequence[Joinable] = ()) -> None:
         module = self._module = engine.module
-        buffers = StepBuffers([(module, None)], driver.server.channel, driver.members.group, hand_over_buffers)
         make = partial(LockstepEnginePart, engine=engine)
-        super().__init__(driver, make, throw_on_early_termination, joinables, kwargs, buffers)
+        super().__init__(driver, make, joinables, [(module, None)])
         self.follows_backward = True
         self._device = next(module.parameters()).device
 

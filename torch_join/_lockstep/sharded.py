@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.weighting import finite
-from torch_join._handover.buffers import StepBuffers
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.driver import StepDriver
 from torch_join._shadow._sharded import compat as _compat
@@ -49,29 +48,16 @@ class ShardedLockstepJoin(Lockstep):
     Args:
         driver: See `Lockstep`.
         model: The model.
-        throw_on_early_termination: See `Lockstep`.
         joinables: See `Lockstep`.
-        hand_over_buffers: See `UnsyncedBuffers`.
-        **kwargs: Forwarded to every `join_hook`.
 
     Raises:
         JoinTypeError: See `Lockstep`.
         UnsupportedError: The model cannot be followed.
     """
 
-    def __init__(
-        self,
-        driver: StepDriver,
-        model: nn.Module,
-        *,
-        throw_on_early_termination: bool = False,
-        joinables: Sequence[Joinable] = (),
-        hand_over_buffers: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, driver: StepDriver, model: nn.Module, joinables: Sequence[Joinable] = ()) -> None:
         make = partial(LockstepShardedPart, model=model)
-        buffers = StepBuffers([(model, None)], driver.server.channel, driver.members.group, hand_over_buffers)
-        super().__init__(driver, make, throw_on_early_termination, joinables, kwargs, buffers)
+        super().__init__(driver, make, joinables, [(model, None)])
         self.follows_backward = True
         self._device = next(model.parameters()).device
         self._module = model

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch_join._base.errors import JoinError, JoinTypeError, JoinValueError
+from torch_join._base.errors import JoinError, JoinTypeError
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
 from torch_join._schedule.exchange import Exchange, connections_of, find_problem
@@ -118,24 +118,6 @@ class Rebalancing:
         self.current, exchange, self._exchange = None, self._exchange, None
         if exchange is not None:
             exchange.abandon()
-
-
-def check_can_rebalance(heartbeat: bool, throw_on_early_termination: bool) -> None:
-    """Raise for what contradicts rebalancing.
-
-    Raises:
-        JoinValueError: Something does.
-    """
-    if heartbeat:
-        raise JoinValueError(
-            "rebalance=True and heartbeat=True: ranks that may `break` at different steps cannot be counted on to train"
-            " on what they are given. Leave one of them out; rebalance=True needs no heartbeat."
-        )
-    if throw_on_early_termination:
-        raise JoinValueError(
-            "rebalance=True and throw_on_early_termination=True: no rank runs out before the others where batches are"
-            " rebalanced. Leave one of them out."
-        )
 
 
 def most_gifts_of(source: Source) -> int:

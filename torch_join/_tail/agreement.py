@@ -133,7 +133,7 @@ def explain(statuses: dict[int, Any]) -> JoinError | None:
         return None
     return JoinError(
         f"A collective failed, with the active ranks in different places of the tail: {_places(words)}. Usual causes: a"
-        " collective that only some ranks issue, a `break` where others go on (this takes heartbeat=True), or a rank"
+        " collective that only some ranks issue, a `break` where others go on (this takes may_break=True), or a rank"
         " that takes longer than the process group's timeout."
     )
 

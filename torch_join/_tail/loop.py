@@ -24,8 +24,10 @@ from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
 from torch_join._tail.server import Server
 from torch_join._tail.step import Step, Telling
 from torch_join._tail.tail import Tail
+from torch_join.joinables.arguments import common_group
 from torch_join.joinables.clears import Clears, innermost_optimizer
 from torch_join.joinables.custom import CustomPart
+from torch_join.joinables.options import Options
 from torch_join.joinables.part import Part
 from torch_join.joinables.parts import make_parts
 
@@ -82,15 +84,12 @@ class LoopDriver:
     """The driver of loops of the user's: over `batches` and, from forward to forward, others.
 
     Args:
-        members: Who is active.
         objects: Everything that was given to `Join`.
-        tail: What happens where ranks join and where all have.
-        rebalancing: What rebalances batches, if they are.
-        enable: `False` has ranks know nothing of each other.
-        throws: Whether to raise when the first rank runs out of inputs while others have some.
-        options: What else was given to `Join`: arguments for hooks.
+        options: What the user has chosen.
 
     Attributes:
+        members: Who is active.
+        tail: What happens where ranks join and where all have.
         place: Where this rank's own code is.
         step: Where the ranks find out who is active at the current step.
         step_number: The current step, counted from the loop's begin.
@@ -106,30 +105,21 @@ class LoopDriver:
     is_one_loop = begins_with_loop = False
     asks = True
     plain_steps = 0
-    _backward_collectives = False
 
-    def __init__(
-        self,
-        members: Membership,
-        objects: list[Any],
-        tail: Tail,
-        rebalancing: Rebalancing,
-        enable: bool,
-        throws: bool,
-        options: dict[str, Any],
-    ) -> None:
-        self.members, self.tail = members, tail
-        self._objects, self._options = objects, options
-        self._throws = throws
-        self._rebalancing = rebalancing
-        self.enabled = enable
+    def __init__(self, objects: list[Any], options: Options) -> None:
+        self._objects, self.options = objects, options
+        self.members = Membership(common_group(objects), options.weighting, options.may_break)
+        self.tail = Tail(objects, options)
+        self._rebalancing = Rebalancing(self.members, options.rebalance and options.enable)
+        self._throws = options.throw_on_early_termination
+        self._backward_collectives = options.backward_collectives
         self._loop: Loop | None = None  # the current one, or the last
         self._clears: list[Clears] = []
         self._unbegun = Unbegun()
         self._renew_server()
         self._reset()
-        if enable:
-            self.server.parts = make_parts(self, objects, options)
+        if self.options.enable:
+            self.server.parts = make_parts(self, objects, options.hooks)
 
     def _reset(self) -> None:
         """Begin anew, as before the first step."""
@@ -153,7 +143,7 @@ class LoopDriver:
         self._telling = Telling(self.server)
         self.step = Step(self.server, self._telling, self._follow_up)
         self.server.loader = self._loader_status
-        self.server.backwards.replicas = self.tail.hands_over_ignored is True
+        self.server.backwards.replicas = self.options.hand_over_ignored is True
         self.backward_collectives = self._backward_collectives
 
     def add(self, make: Callable[["LoopDriver", int], P]) -> P:
@@ -171,7 +161,7 @@ class LoopDriver:
         _nesting.enter(self, self._objects, lambda: self.in_loop)
         if not self.server.parts:  # it has been left before
             self._renew_server()
-            self.server.parts = make_parts(self, self._objects, self._options)
+            self.server.parts = make_parts(self, self._objects, self.options.hooks)
         self._reset()
         try:
             parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
@@ -304,11 +294,11 @@ class LoopDriver:
 
     def _begin_later(self, loader: Iterable[T]) -> Iterator[T]:
         """Go through `loader` from the first `next` on, or from where it should have come to that."""
-        ticket = self._unbegun.add(lambda: self.go_through(loader, asks=False)) if self.enabled else None
+        ticket = self._unbegun.add(lambda: self.go_through(loader, asks=False)) if self.options.enable else None
         return self._in_order(ticket, loader)
 
     def _in_order(self, ticket: object, loader: Iterable[T]) -> Iterator[T]:
-        if self.enabled and not self._unbegun.begin(ticket) and _nesting.is_entered(self):
+        if self.options.enable and not self._unbegun.begin(ticket) and _nesting.is_entered(self):
             with self._telling:
                 raise _nesting.left_behind()
         yield from self.go_through(loader)
@@ -316,7 +306,7 @@ class LoopDriver:
     def go_through(
         self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader, asks: bool = True
     ) -> Iterator[T]:
-        if not self.enabled:
+        if not self.options.enable:
             self.step_number = 0
             for batch in loader:
                 yield batch

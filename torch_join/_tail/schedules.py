@@ -104,7 +104,7 @@ class Certain(Schedule):
             raise JoinValueError(
                 f"The loader of rank {self._server.members.name} said its length was {self._mine} and {does}, which the"
                 " other ranks cannot know in time. Mend what it draws from, do not change it in the loop, or use"
-                " Join(..., heartbeat=True)."
+                " Join(..., may_break=True)."
             )
         if step % 2:
             raise_any(self._server.channel.failure())

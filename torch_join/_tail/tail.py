@@ -10,7 +10,7 @@ from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinValueError, UnsupportedError, check_all_go_on
 from torch_join._base.hyperparameters import Steps, Words
 from torch_join._base.weighting import name_of
-from torch_join._handover.audit import Audit, Often
+from torch_join._handover.audit import Audit
 from torch_join._handover.buffers import UnsyncedBuffers
 from torch_join._handover.compat import is_sharded
 from torch_join._handover.departure import Departure, Word, check
@@ -22,6 +22,7 @@ from torch_join.joinables.clears import innermost_optimizer
 from torch_join.joinables.kinds import stateful, unsynced_models
 from torch_join.joinables.missing_model import missing_model
 from torch_join.joinables.model import ModelPart
+from torch_join.joinables.options import Options
 
 
 class Tail:
@@ -29,12 +30,9 @@ class Tail:
 
     Args:
         objects: Everything that was given to `Join`.
-        often: In which loops to compare the ranks' states, see `Audit`.
-        hands_over_ignored: Whether parameters that DDP ignores are handed over, see `Audit`.
-        hands_over_buffers: Whether buffers that no wrapper keeps alike are, see `UnsyncedBuffers`.
+        options: What the user has chosen: of it, what is compared and what is handed over.
 
     Attributes:
-        hands_over_ignored: The same.
         server: The ranks' server.
         departure: How this rank has left its loop by `break`, if it has.
         changes_freely: What a rank may change between a `break` and the next meeting.
@@ -43,29 +41,21 @@ class Tail:
 
     refusal: BaseException | None = None
 
-    def __init__(
-        self,
-        objects: Sequence[Any],
-        often: Often,
-        hands_over_ignored: bool | None,
-        hands_over_buffers: bool | None = None,
-    ) -> None:
+    def __init__(self, objects: Sequence[Any], options: Options) -> None:
         self._objects = objects
-        self.hands_over_ignored = hands_over_ignored
-        self._hands_over_buffers = hands_over_buffers
-        self._often = often
+        self._options = options
         self.server: Server
         self.changes_freely: object = None
 
     # Of a tail, so that an even loop pays nothing for them.
     @cached_property
     def _buffers(self) -> UnsyncedBuffers:
-        return UnsyncedBuffers(unsynced_models(self._objects), self._hands_over_buffers)
+        return UnsyncedBuffers(unsynced_models(self._objects), self._options.hand_over_buffers)
 
     @cached_property
     def _audit(self) -> Audit:
-        objects = self._objects
-        return Audit(stateful(objects), self._often, self.hands_over_ignored, Forgotten(objects), self._buffers)
+        objects, chosen = self._objects, self._options
+        return Audit(stateful(objects), chosen.audit, chosen.hand_over_ignored, Forgotten(objects), self._buffers)
 
     def reset(self) -> None:
         """Begin anew, as before the first loop."""
@@ -98,7 +88,7 @@ class Tail:
         self.server.members.last_joiner = True
         if self.server.members.announces:
             self._hand_over(self.server.end_tail())
-        elif has_run and self._often is True:
+        elif has_run and self._options.audit is True:
             self._audit.even(self.server.channel, self._has_synced, self.departure is not None)
         self.server.members.all_active()
 

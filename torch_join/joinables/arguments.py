@@ -1,8 +1,8 @@
 """What `Join` is given, checked before anything is done with it."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,15 +14,9 @@ from torch.utils.data import DataLoader
 
 from torch_join._base.errors import JoinTypeError, JoinValueError
 from torch_join._handover.compat import is_sharded
+from torch_join.joinables.options import TORCHS, Options
 
-_TORCHS = "divide_by_initial_world_size"
-_all: list[str] = [_TORCHS]  # the arguments of `Join`
-
-
-def learn_arguments(init: Callable[..., Any]) -> None:
-    """Learn from `Join`'s signature which arguments there are."""
-    named = [p.name for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    _all[:] = [*(name for name in named if name not in ("self", "joinables")), _TORCHS]
+_all = [*(one.name for one in fields(Options) if one.name != "hooks"), TORCHS]  # the arguments of `Join`
 
 
 def listed(joinables: Any) -> list[Any]:
@@ -59,20 +53,6 @@ def check_given(joinables: Sequence[Any]) -> None:
         )
 
 
-def check_timeout(timeout: Any) -> None:
-    """Raise if `timeout` is not a time.
-
-    Raises:
-        JoinTypeError: It is of another type.
-    """
-    if not isinstance(timeout, timedelta):
-        seconds = timeout if isinstance(timeout, (int, float)) else 1800
-        raise JoinTypeError(
-            f"timeout is how long a rank waits for another, as a datetime.timedelta, got {timeout!r}. Write"
-            f" timeout=timedelta(seconds={seconds})."
-        )
-
-
 def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
     """Raise for options that nothing would read.
 
@@ -88,7 +68,7 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
     hooks = [inspect.signature(thing.join_hook).parameters.values() for thing in custom]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for hook in hooks for parameter in hook)
     named = {parameter.name for hook in hooks for parameter in hook}
-    for name in options.keys() - named - {_TORCHS}:
+    for name in options.keys() - named - {TORCHS}:
         refuse_misspelt(name)
         if not takes_any:
             for meant in get_close_matches(name, _all, 1, cutoff=0.8):
@@ -134,11 +114,11 @@ def common_group(joinables: Sequence[Any]) -> Any:
     """Return the process group of all that have one.
 
     Raises:
-        ValueError: They have different ones.
+        JoinValueError: They have different ones.
     """
     groups = [j.join_process_group for j in joinables if isinstance(j, Joinable)]
     if any(group != groups[0] for group in groups):
-        raise ValueError("Using join context manager with multiple process groups")
+        raise JoinValueError("Using join context manager with multiple process groups")
     return groups[0] if groups else dist.group.WORLD
 
 

@@ -45,7 +45,7 @@ def exchange(rank: int, groups: dict[tuple[int, int], Any], how: str, loss: Tens
     return {pair: int(value.item()) for pair, value in values.items()}
 
 
-def train_in_pairs(rank: int, lengths: tuple[int, ...], heartbeat: bool, how: str) -> tuple[Any, list[Tensor]]:
+def train_in_pairs(rank: int, lengths: tuple[int, ...], may_break: bool, how: str) -> tuple[Any, list[Tensor]]:
     groups = {pair: dist.new_group(list(pair)) for pair in PAIRS}
     for pair in PAIRS:  # NCCL's are connected by the first collective, which is to be one of the same pair on both
         if rank in pair:
@@ -54,7 +54,7 @@ def train_in_pairs(rank: int, lengths: tuple[int, ...], heartbeat: bool, how: st
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.Adam(models.parameters(), lr=0.05)
     found = []
-    with Join([ddp, optimizer], timeout=timedelta(seconds=20), heartbeat=heartbeat) as join:
+    with Join([ddp, optimizer], timeout=timedelta(seconds=20), may_break=may_break) as join:
         for epoch in range(2):
             for x, y in join.batches(Program(lengths).data.batches(rank, epoch)):
                 optimizer.zero_grad()
@@ -66,13 +66,13 @@ def train_in_pairs(rank: int, lengths: tuple[int, ...], heartbeat: bool, how: st
 
 @pytest.mark.parametrize("how", ["before", "after", "async", "objects"])
 @pytest.mark.parametrize(
-    ("lengths", "heartbeat"),
+    ("lengths", "may_break"),
     [((4, 4, 1), False), ((1, 3, 5), False), ((5, 2, 4), True), ((5, 0, 2), False), ((0, 3, 3), True)],
 )
 def test_pairs_sum_over_their_active_members(
-    workers: Workers, lengths: tuple[int, ...], heartbeat: bool, how: str
+    workers: Workers, lengths: tuple[int, ...], may_break: bool, how: str
 ) -> None:
-    results = workers.run(3, train_in_pairs, lengths, heartbeat, how, deadline=30.0)
+    results = workers.run(3, train_in_pairs, lengths, may_break, how, deadline=30.0)
     expected, _ = reference(Program(lengths, epochs=2))
     for rank, (found, parameters) in enumerate(results):
         assert len(found) == 2 * lengths[rank]

@@ -320,7 +320,7 @@ def train_without_epoll(rank: int) -> list[Any]:
         assert isinstance(links_of(channel), PortableLinks)
         model = DistributedDataParallel(torch.nn.Linear(5, 1))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with Join([model, optimizer], heartbeat=True) as join:
+        with Join([model, optimizer], may_break=True) as join:
             assert isinstance(links_of(channel_of(join)), PortableLinks)
             for x in join.batches([torch.ones(2, 5)] * (5, 40, 0)[rank]):
                 model(x).sum().backward()
@@ -563,7 +563,7 @@ def train_unevenly(rank: int) -> list[int]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     keys = []
     for _ in range(3):
-        with Join([model, optimizer], heartbeat=True) as join:
+        with Join([model, optimizer], may_break=True) as join:
             store = channel_of(join)
             for step, x in enumerate(join.batches([torch.ones(2, 5)] * (5, 40, 80)[rank])):
                 model(x).sum().backward()

@@ -61,7 +61,7 @@ def killed_in_the_tail(rank: int) -> tuple[str, float]:
     model, optimizer = model_and_optimizer()
     start = time.monotonic()
     try:
-        with Join([model, optimizer], heartbeat=True, timeout=timedelta(seconds=40)) as join:
+        with Join([model, optimizer], may_break=True, timeout=timedelta(seconds=40)) as join:
             for step, x in enumerate(join.batches([torch.ones(2, 5)] * (2, 9, 9)[rank])):
                 if rank == 2 and step == 4:
                     os._exit(1)
@@ -337,7 +337,7 @@ def amiss_in_a_smaller_group(rank: int, what: str) -> str:
         optimizer = torch.optim.SGD(model.parameters(), 0.2 if is_last and what == "rates" else 0.1)
         things = [optimizer, model] if is_last and what == "order" else [model, optimizer]
         try:
-            with Join(things, timeout=timedelta(seconds=20), heartbeat=what == "raises") as join:
+            with Join(things, timeout=timedelta(seconds=20), may_break=what == "raises") as join:
                 for step, x in enumerate(join.batches([torch.ones(2, 5)] * (2 + rank))):
                     if is_last and step == 1 and what == "raises":  # the other one waits at its next step
                         raise KeyError("a hole")

@@ -88,9 +88,9 @@ class Training:
         return [*(t.detach().clone() for t in (*self.net.parameters(), *self.average.parameters())), rate]
 
 
-def train(rank: int, lengths: Lengths, stops: Lengths, how: str, where: str = "", heartbeat: bool = False) -> Any:
+def train(rank: int, lengths: Lengths, stops: Lengths, how: str, where: str = "", may_break: bool = False) -> Any:
     training = Training()
-    with Join(training.given, heartbeat=heartbeat) as join:
+    with Join(training.given, may_break=may_break) as join:
         for epoch in range(2):
             loop: Any = join.batches([batch(rank, s) for s in range(lengths[rank])])
             if where == "held":
@@ -130,7 +130,7 @@ CHANGES = {
     "weight": "parameters",
     "buffer": "buffers",
 }
-# Lengths, the step after which each rank breaks, heartbeat.
+# Lengths, the step after which each rank breaks, `may_break`.
 SOME_STAY: list[tuple[Lengths, Lengths, bool]] = [
     ((1, 4), (NEVER, 3), False),
     ((0, 4, 4), (NEVER, 3, 3), False),
@@ -150,11 +150,11 @@ ALL_LEAVE: list[tuple[Lengths, Lengths, bool]] = [
 
 
 @pytest.mark.parametrize("how", CHANGES)
-@pytest.mark.parametrize(("lengths", "stops", "heartbeat"), SOME_STAY)
+@pytest.mark.parametrize(("lengths", "stops", "may_break"), SOME_STAY)
 def test_a_change_that_others_would_repeat_or_undo_raises(
-    workers: Workers, lengths: Lengths, stops: Lengths, heartbeat: bool, how: str
+    workers: Workers, lengths: Lengths, stops: Lengths, may_break: bool, how: str
 ) -> None:
-    outcomes = workers.outcomes(len(lengths), train, lengths, stops, how, "", heartbeat)
+    outcomes = workers.outcomes(len(lengths), train, lengths, stops, how, "", may_break)
     for outcome in outcomes:
         assert "by `break` and then changed" in outcome.error, outcome
         assert CHANGES[how] in outcome.error
@@ -163,32 +163,32 @@ def test_a_change_that_others_would_repeat_or_undo_raises(
 
 
 @pytest.mark.parametrize("how", ["nothing", "swap"])
-@pytest.mark.parametrize(("lengths", "stops", "heartbeat"), SOME_STAY)
+@pytest.mark.parametrize(("lengths", "stops", "may_break"), SOME_STAY)
 def test_what_leaves_everything_as_it_was_does_not(
-    workers: Workers, lengths: Lengths, stops: Lengths, heartbeat: bool, how: str
+    workers: Workers, lengths: Lengths, stops: Lengths, may_break: bool, how: str
 ) -> None:
     expected = reference(lengths, stops, "", "")
-    for result in workers.run(len(lengths), train, lengths, stops, how, "", heartbeat):
+    for result in workers.run(len(lengths), train, lengths, stops, how, "", may_break):
         assert difference(result, expected) < 1e-10
 
 
 @pytest.mark.parametrize("how", ["average", "scheduler", "weight"])
-@pytest.mark.parametrize(("lengths", "stops", "heartbeat"), ALL_LEAVE)
+@pytest.mark.parametrize(("lengths", "stops", "may_break"), ALL_LEAVE)
 def test_where_all_ranks_break_it_is_exact(
-    workers: Workers, lengths: Lengths, stops: Lengths, heartbeat: bool, how: str
+    workers: Workers, lengths: Lengths, stops: Lengths, may_break: bool, how: str
 ) -> None:
     expected = reference(lengths, stops, how, "")
-    for result in workers.run(len(lengths), train, lengths, stops, how, "", heartbeat):
+    for result in workers.run(len(lengths), train, lengths, stops, how, "", may_break):
         assert difference(result, expected) < 1e-10
 
 
 @pytest.mark.parametrize("where", ["after a loop", "after the with"])
-@pytest.mark.parametrize(("lengths", "stops", "heartbeat"), SOME_STAY[:6:2])
+@pytest.mark.parametrize(("lengths", "stops", "may_break"), SOME_STAY[:6:2])
 def test_the_ways_that_the_error_names_are_exact(
-    workers: Workers, lengths: Lengths, stops: Lengths, heartbeat: bool, where: str
+    workers: Workers, lengths: Lengths, stops: Lengths, may_break: bool, where: str
 ) -> None:
     expected = reference(lengths, stops, "average", where)
-    for result in workers.run(len(lengths), train, lengths, stops, "average", where, heartbeat):
+    for result in workers.run(len(lengths), train, lengths, stops, "average", where, may_break):
         assert difference(result, expected) < 1e-10
 
 
@@ -196,7 +196,7 @@ def shard(rank: int, stops: Lengths, how: str) -> list[Tensor]:
     training = Training()
     ddp = DistributedDataParallel(training.net)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.05)
-    with Join([ddp, optimizer], heartbeat=True) as join:
+    with Join([ddp, optimizer], may_break=True) as join:
         for step, x in enumerate(join.batches([batch(rank, s) for s in range(6)])):
             train_on(ddp, optimizer, x)
             if step + 1 == stops[rank]:
@@ -281,7 +281,7 @@ def evaluate(rank: int, lengths: Lengths, stops: Lengths, how: str) -> list[str]
     ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters())
     with (
         warnings.catch_warnings(record=True) as said,
-        Join([ddp, optimizer], heartbeat="heartbeat" in how, audit=True) as join,
+        Join([ddp, optimizer], may_break="heartbeat" in how, audit=True) as join,
     ):
         warnings.simplefilter("always")
         for _epoch in range(2):

@@ -341,12 +341,12 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
     holder = Holder(seen=rank, started=time.time() + rank)  # as on two hosts
     things += [holder] if kind in ("a counter that differed before", "clocks") else []
     lengths = (0, 3) if kind == "a rank that never trains" else lengths
-    heartbeat = kind in ("a heartbeat", "gradients cleared first", "a scheduler stepped first")
+    may_break = kind in ("a heartbeat", "gradients cleared first", "a scheduler stepped first")
     weighting: Any = "samples" if kind == "weighting by samples" else "world"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            with Join(things, audit=True, heartbeat=heartbeat, weighting=weighting) as join:
+            with Join(things, audit=True, may_break=may_break, weighting=weighting) as join:
                 batches = range(lengths[rank])
                 for step in batches if kind == "a plain for" else join.batches([torch.randn(3, 2) for _ in batches]):
                     del step

@@ -105,7 +105,7 @@ def train(rank: int, kind: str, epochs: Any, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("ddp", {}), ("ddp", {"heartbeat": True}), ("plain", {"audit": False}), ("ignored", {}), ("fsdp2", {})],
+    [("ddp", {}), ("ddp", {"may_break": True}), ("plain", {"audit": False}), ("ignored", {}), ("fsdp2", {})],
 )
 def test_what_the_model_keeps_alike_is_handed_over(workers: Workers, kind: str, options: dict[str, Any]) -> None:
     found = workers.run(2, train, kind, EPOCHS, options, deadline=180.0, timeout=60.0)

@@ -154,7 +154,7 @@ def test_what_follows_a_model_and_was_not_given_is_named(workers: Workers, kind:
     assert "give it to Join" in said[0]
 
 
-@pytest.mark.parametrize("options", [{"heartbeat": True}, {"audit": True}, {"weighting": "samples"}], ids=str)
+@pytest.mark.parametrize("options", [{"may_break": True}, {"audit": True}, {"weighting": "samples"}], ids=str)
 def test_it_is_named_in_each_kind_of_loop(workers: Workers, options: dict[str, Any]) -> None:
     said, *_ = workers.run(3, trained, "a teacher", [2, 0, 3], options)
     assert [FORGOTTEN["a teacher"][:7] in text for text in said] == [True]

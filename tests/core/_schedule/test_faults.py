@@ -444,7 +444,7 @@ def test_thirty_contexts_leave_nothing_behind(workers: Workers) -> None:
 
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("heartbeat", "rebalance=True and heartbeat=True"), ("throw_on_early_termination", "no rank runs out before")],
+    [("may_break", "rebalance=True and may_break=True"), ("throw_on_early_termination", "no rank runs out before")],
 )
 def test_options_that_contradict_it_are_refused(option: str, says: str) -> None:
     with pytest.raises(JoinValueError, match=says):

@@ -76,7 +76,7 @@ def train(rank: int, loop: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("loop", "options"), [("batches", {}), ("batches", {"heartbeat": True}), ("plain", {}), ("torch's", {})]
+    ("loop", "options"), [("batches", {}), ("batches", {"may_break": True}), ("plain", {}), ("torch's", {})]
 )
 def test_a_buffer_may_change_its_form(workers: Workers, loop: str, options: dict[str, Any]) -> None:
     (first, buffers, names), (second, *others) = workers.run(2, train, loop, options)

@@ -285,7 +285,7 @@ def two_backwards(rank: int, lengths: Sequence[int], loop: str, used: bool) -> N
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     ddp, optimizer = DistributedDataParallel(model), sgd(model)
-    with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
+    with Join([ddp, optimizer], may_break=loop == "heartbeat") as join:
         steps = range(lengths[rank])
         for step in steps if loop == "plain" else join.batches(steps):
             optimizer.zero_grad()

@@ -21,7 +21,7 @@ def leave_amid(rank: int) -> tuple[str, list[list[float]]]:
     ddp = DistributedDataParallel(nn.Linear(2, 1).double())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     said = ""
-    with Join([ddp, optimizer], heartbeat=True) as join:
+    with Join([ddp, optimizer], may_break=True) as join:
         for attempt in range(2):
             for step, _ in enumerate(join.batches(range(3 + attempt * rank))):
                 if (attempt, step) == (0, 1):

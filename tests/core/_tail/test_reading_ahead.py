@@ -185,21 +185,21 @@ def test_a_batch_may_be_changed_by_the_loop() -> None:
     assert constant.eq(2**6).all()
 
 
-def train_refilled(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[float]:
+def train_refilled(rank: int, lengths: tuple[int, ...], may_break: bool) -> list[float]:
     ddp = DistributedDataParallel(torch.nn.Linear(1, 1).double())
     buffer = torch.zeros(1, 1, dtype=torch.float64)
     seen = []
-    with Join([ddp], heartbeat=heartbeat) as join:
+    with Join([ddp], may_break=may_break) as join:
         for batch in join.batches(Loader(lambda n: buffer.fill_(n), lengths[rank])):
             seen.append(float(batch))
             ddp(batch).sum().backward()
     return seen
 
 
-@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("may_break", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 5), (0, 5)])
-def test_no_rank_trains_on_a_refilled_batch(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
-    assert workers.run(2, train_refilled, lengths, heartbeat) == [list(map(float, range(n))) for n in lengths]
+def test_no_rank_trains_on_a_refilled_batch(workers: Workers, lengths: tuple[int, ...], may_break: bool) -> None:
+    assert workers.run(2, train_refilled, lengths, may_break) == [list(map(float, range(n))) for n in lengths]
 
 
 class Curriculum:

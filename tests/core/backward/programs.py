@@ -195,7 +195,7 @@ def train(rank: int, program: Program) -> list[Tensor]:
     if "fp16 hook" in options:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     given = [*models, optimizer, *([] if scaler is None else [scaler])]
-    switches = {name: name in options for name in ("heartbeat", "rebalance")}
+    switches = {name: name in options for name in ("may_break", "rebalance")}
     with Join(given, weighting=program.weighting, **switches) as join:  # type: ignore[arg-type]
         join.backward_collectives = "subgroup" in options and "no switch" not in options
         for epoch in range(program.epochs):

@@ -38,7 +38,7 @@ class Recipe:
     api: str
     wrapper: tuple[tuple[str, Any], ...]
     stream: bool
-    heartbeat: bool
+    may_break: bool
     extra: bool
     adam: bool
     epochs: int = 2
@@ -232,7 +232,7 @@ def train(rank: int, recipe: Recipe) -> list[Tensor]:
     else:
         model = DistributedDataParallel(net, **dict(recipe.wrapper))
     optimizer = _optimizer(recipe, model)
-    with Join([model, optimizer], weighting=recipe.weighting, heartbeat=recipe.heartbeat) as join:  # type: ignore[arg-type]
+    with Join([model, optimizer], weighting=recipe.weighting, may_break=recipe.may_break) as join:  # type: ignore[arg-type]
         ranks = _Ranks(join, rank)
         for epoch in range(recipe.epochs):
             batches = [recipe.batch(rank, step, epoch) for step in range(recipe.lengths[rank])]

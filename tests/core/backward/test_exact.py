@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]] = {
     "norms, communication hook": (("hook",), ()),
     "norms, buffers of each rank's own": ((), (("broadcast_buffers", False),)),
     "norms, streams": (("stream",), ()),
-    "norms, heartbeat": (("heartbeat",), ()),
+    "norms, heartbeat": (("may_break",), ()),
     "norms, frozen parameters": (("frozen",), ()),
     "norms, scaler": (("scaler",), ()),
     "norms, two models summed": (("summed",), ()),

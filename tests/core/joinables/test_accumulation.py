@@ -42,7 +42,7 @@ def train(rank: int, choices: tuple[list[int], ...], loop: str, set_to_none: boo
     ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     loader: Iterable[tuple[int, Tensor]] = batches(choices[rank], rank)
-    with Join([ddp, optimizer], weighting="world", heartbeat=loop == "heartbeat") as join:
+    with Join([ddp, optimizer], weighting="world", may_break=loop == "heartbeat") as join:
         for step, batch in enumerate(loader if loop == "plain" else join.batches(loader)):
             if clear_first and step % 2 == 0:
                 optimizer.zero_grad(set_to_none)
@@ -85,7 +85,7 @@ def train_over_two_loops(rank: int, loops: tuple[tuple[list[int], ...], ...], lo
     ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     step = 0
-    with Join([ddp, optimizer], weighting="world", heartbeat=loop == "heartbeat") as join:
+    with Join([ddp, optimizer], weighting="world", may_break=loop == "heartbeat") as join:
         for choices in loops:
             for number, batch in enumerate(join.batches(batches(choices[rank], rank)), step):
                 with ddp.no_sync() if number % 2 == 0 else nullcontext():
@@ -128,7 +128,7 @@ def train_in_halves(rank: int, lengths: tuple[int, ...], window: int, loop: str,
     ddp = DistributedDataParallel(Halves())
     optimizers = optimizers_of(ddp.module)
     loader = batches([0] * lengths[rank], rank)
-    with Join([ddp, *optimizers], weighting="world", heartbeat=loop == "heartbeat") as join:
+    with Join([ddp, *optimizers], weighting="world", may_break=loop == "heartbeat") as join:
         for step, (_, x) in enumerate(loader if loop == "plain" else join.batches(loader)):
             clear_halves(step, window, optimizers, set_to_none)
             with nullcontext() if (step + 1) % window == 0 else ddp.no_sync():
@@ -187,7 +187,7 @@ def mask(rank: int, loop: str, own: int) -> list[Tensor]:
     """Only rank 1 uses the expert `own`, with a loss of zero, and joins: zeros are stepped, none is not."""
     ddp = DistributedDataParallel(Experts(), find_unused_parameters=True, broadcast_buffers=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.5)
-    with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
+    with Join([ddp, optimizer], may_break=loop == "heartbeat") as join:
         loader = batches([1 - own] * 2 if rank == 0 else [own], rank)
         for step, batch in enumerate(loader if loop == "plain" else join.batches(loader)):
             with ddp.no_sync() if step == 0 else nullcontext():

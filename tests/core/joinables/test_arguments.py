@@ -117,7 +117,7 @@ def test_options_go_to_hooks_that_take_them(workers: Workers) -> None:
 WORDS = ("weight", "weights", "enabled", "timeouts", "audio", "audits", "auditor", "heart", "time", "hand_over", "able")
 SLIPS = {
     "weighting": ("weigthing", "ewighting", "weightnig", "wighting", "weightin", "weeighting", "weughting"),
-    "heartbeat": ("hearbeat", "heart_beat", "Heartbeat"),
+    "may_break": ("may_braek", "maybreak", "may_brek", "May_break"),
     "timeout": ("tiemout", "timeot", "time_out"),
     "audit": ("aduit", "adit", "audi"),
     "enable": ("enabel", "enble"),
@@ -153,7 +153,7 @@ def test_a_slip_does_not_get_there(own: str, slip: str) -> None:
 
 
 def test_the_error_lists_what_the_signature_has() -> None:
-    named = [name for name in inspect.signature(Join).parameters if name not in ("joinables", "kwargs")]
+    named = [name for name in inspect.signature(Join).parameters if name not in ("joinables", "hooks")]
     with pytest.raises(JoinTypeError, match=f"the arguments are {', '.join(named)}, divide_by_initial_world_size"):
         Join([nn.Linear(1, 1)], shape="round", enable=False)
 
@@ -165,7 +165,7 @@ def misuse(rank: int, kind: str) -> None:
         arguments: dict[str, tuple[Any, dict[str, Any]]] = {
             "model": (model, {}),
             "loader": ([model, prepared], {}),
-            "misspelt": ([], {"hearbeat": True}),
+            "misspelt": ([], {"may_brake": True}),
             "unknown": ([], {"colour": "red"}),
             "seconds": ([], {"timeout": 5}),
         }
@@ -179,7 +179,7 @@ def misuse(rank: int, kind: str) -> None:
     [
         ("model", "given as a list, not as one DistributedDataParallel"),
         ("loader", "Leave it out, and loop over it in the context: `for batch in loader`"),
-        ("misspelt", "There is no argument 'hearbeat'. Did you mean 'heartbeat'?"),
+        ("misspelt", "There is no argument 'may_brake'. Did you mean 'may_break'?"),
         ("unknown", "There is no argument 'colour'"),
         ("seconds", "timeout=timedelta(seconds=5)"),
     ],

@@ -145,7 +145,7 @@ def train(rank: int, idiom: str, pattern: Pattern, loop: str, epochs: Any) -> li
     clear = lambda: IDIOMS[idiom](list(model.parameters()), optimizer)  # noqa: E731
     for epoch, lengths in enumerate(epochs):
         loader: Iterable[Tensor] = [batch(epoch, rank, step) for step in range(lengths[rank])]
-        with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
+        with Join([ddp, optimizer], may_break=loop == "heartbeat") as join:
             for step, x in enumerate(loader if loop == "plain" else join.batches(loader)):
                 begins, ends = step % pattern.window == pattern.clears_amid, step % pattern.window == pattern.window - 1
                 if begins and not pattern.clears_after:
@@ -410,12 +410,12 @@ def test_a_copy_of_a_given_model_clears_its_own_gradients(workers: Workers) -> N
     workers.run(2, copy_in_a_loop)
 
 
-def begin_after_a_step(rank: int, view: bool, heartbeat: bool) -> list[Tensor]:
+def begin_after_a_step(rank: int, view: bool, may_break: bool) -> list[Tensor]:
     """DDP rebuilds its buckets in the first forward of the loop, when the gradients from before have been cleared."""
     model = new_model()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
     ddp(batch(0, rank, 0)).pow(2).mean().backward()
-    with Join([ddp], heartbeat=heartbeat) as join:
+    with Join([ddp], may_break=may_break) as join:
         for x in join.batches([batch(0, rank, step) for step in range(2 * rank)]):
             set_none(list(model.parameters()), torch.optim.SGD(model.parameters()))
             ddp(x).pow(2).mean().backward()
@@ -423,11 +423,11 @@ def begin_after_a_step(rank: int, view: bool, heartbeat: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("heartbeat", [False, True])
-def test_what_is_cleared_before_buckets_are_rebuilt_is_seen(workers: Workers, heartbeat: bool, view: bool) -> None:
+@pytest.mark.parametrize("may_break", [False, True])
+def test_what_is_cleared_before_buckets_are_rebuilt_is_seen(workers: Workers, may_break: bool, view: bool) -> None:
     model = new_model()
     (model(batch(0, 1, 1)).pow(2).mean() / 2).backward()
-    for found in workers.run(2, begin_after_a_step, view, heartbeat):
+    for found in workers.run(2, begin_after_a_step, view, may_break):
         assert difference(found, gradients(list(model.parameters()))) < 1e-10
 
 

@@ -247,7 +247,7 @@ def test_a_metric_that_syncs_in_a_tail_and_was_not_given(workers: Workers, kind:
     assert said[0].startswith(f"{name} syncs while some ranks have joined")
     assert "Join([model, optimizer, metric])" in said[0]
     assert workers.run(2, compute, kind, [1, 3], {"given": True}) == [[], []]
-    assert workers.run(2, compute, kind, [2, 2], {"heartbeat": True}) == [[], []]
+    assert workers.run(2, compute, kind, [2, 2], {"may_break": True}) == [[], []]
 
 
 def test_a_sum_over_a_step_needs_no_word(workers: Workers) -> None:

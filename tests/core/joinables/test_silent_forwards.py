@@ -66,7 +66,7 @@ def warm_up(training: Training, join: Join, rank: int) -> None:
 def evaluate(rank: int, lengths: Sequence[int], how: str, seconds: float = 0.0) -> tuple[float, list[Tensor]]:
     training, total, length = Training(), 0.0, lengths[rank]
     timeout = timedelta(seconds=2) if seconds else SHORT
-    with Join(training.given, heartbeat=how in ("heartbeat", "break"), timeout=timeout) as join:
+    with Join(training.given, may_break=how in ("heartbeat", "break"), timeout=timeout) as join:
         warm_up(training, join, rank)
         loader = batches(rank, length + 2 if how == "break" and length else length)
         # An evaluation that has forgotten no_grad.
@@ -97,7 +97,7 @@ def test_a_joined_rank_hears_of_forwards_that_no_backward_follows(workers: Worke
 
 def leave_after_a_forward(rank: int, stops: Sequence[int], then: str) -> list[Tensor]:
     training = Training()
-    with Join(training.given, heartbeat=True, timeout=SHORT) as join:
+    with Join(training.given, may_break=True, timeout=SHORT) as join:
         warm_up(training, join, rank)
         for step, x in enumerate(join.batches(batches(rank, 9)), 1):
             training.step(iter([training.ddp(x).pow(2).mean()]))
@@ -129,7 +129,7 @@ def test_a_loop_may_be_left_after_a_forward(workers: Workers, stops: Sequence[in
 def raise_after_a_forward(rank: int) -> tuple[str, bool]:
     training, text = Training(), ""
     try:
-        with Join(training.given, heartbeat=True, timeout=SHORT) as join:
+        with Join(training.given, may_break=True, timeout=SHORT) as join:
             warm_up(training, join, rank)
             for step, x in enumerate(join.batches(batches(rank, (1, 9, 9)[rank]))):
                 loss = training.ddp(x).pow(2).mean()
@@ -161,7 +161,7 @@ def losses(apply: Apply, x: Tensor, between: str, no_sync: Callable[[], Any]) ->
 
 def train(rank: int, lengths: Sequence[int], between: str, how: str) -> list[Tensor]:
     training = Training()
-    with Join(training.given, heartbeat=how == "heartbeat", timeout=SHORT) as join:
+    with Join(training.given, may_break=how == "heartbeat", timeout=SHORT) as join:
         loader = batches(rank, lengths[rank])
         for x in loader if how == "plain" else join.batches(loader):
             training.step(losses(training.ddp, x, between, training.ddp.no_sync))
@@ -197,7 +197,7 @@ def terminate(rank: int) -> int:
     training.ddp.module.register_forward_hook(lambda *_: forwards.append(1))
     with (
         pytest.raises(EarlyTerminationError),
-        Join(training.given, throw_on_early_termination=True, heartbeat=True, timeout=SHORT) as join,
+        Join(training.given, throw_on_early_termination=True, may_break=True, timeout=SHORT) as join,
     ):
         warm_up(training, join, rank)
         for x in join.batches(batches(rank, 5 + rank)):

@@ -22,7 +22,7 @@ def train(rank: int, epochs: Epochs, skipped: Skipped, loop: str, view: bool) ->
     model = new_model()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
+    with Join([ddp, optimizer], may_break=loop == "heartbeat") as join:
         for epoch, lengths in enumerate(epochs):
             batches = [batch(epoch, rank, step) for step in range(lengths[rank])]
             for step, x in enumerate(join.batches(iter(batches) if loop == "unsized" else batches)):

@@ -49,7 +49,7 @@ def loss_of(model: Callable[..., Tensor], x: Tensor, kind: str, step: int, windo
 def train(rank: int, kind: str, lengths: tuple[int, ...], window: int, loop: str) -> list[Tensor]:
     ddp = DistributedDataParallel(Net(), find_unused_parameters="nobody" in kind)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.05)
-    options: dict[str, Any] = {"weighting": "samples"} if loop == "samples" else {"heartbeat": loop == "heartbeat"}
+    options: dict[str, Any] = {"weighting": "samples"} if loop == "samples" else {"may_break": loop == "heartbeat"}
     loader = [batch(rank, step) for step in range(lengths[rank])]
     with Join([ddp, optimizer], **options) as join:
         for step, x in enumerate(loader if loop == "plain" else join.batches(loader)):

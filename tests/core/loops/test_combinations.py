@@ -183,7 +183,7 @@ def leave_and_evaluate(rank: int, lengths: Sequence[int]) -> list[bool]:
     model = program.model()
     ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
-    with Join([ddp, optimizer], heartbeat=True) as join:
+    with Join([ddp, optimizer], may_break=True) as join:
         for step in join.batches(range(3)):
             optimizer.zero_grad()
             ddp(program.batch(rank, 0, step)).pow(2).mean().backward()

@@ -23,7 +23,7 @@ def train(rank: int, compiled: str, loop: str) -> list[Tensor]:
     optimizer = SGD(ddp.parameters(), 0.1, momentum=0.9)
     step: Any = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
     for epoch, lengths in enumerate(EPOCHS):
-        with Join([ddp, optimizer], heartbeat=loop == "heartbeat") as join:
+        with Join([ddp, optimizer], may_break=loop == "heartbeat") as join:
             batches = [batch(rank, 10 * epoch + step) for step in range(lengths[rank])]
             for x in batches if loop == "plain" else join.batches(batches):
                 optimizer.zero_grad()

@@ -45,11 +45,11 @@ def saved(thing: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def copy_amid(rank: int, lengths: tuple[int, ...], how: str, heartbeat: bool) -> list[Tensor]:
+def copy_amid(rank: int, lengths: tuple[int, ...], how: str, may_break: bool) -> list[Tensor]:
     training = Training(lengths, rank)
     duplicate = copy.deepcopy if how == "deepcopy" else saved
     copies: list[Any] = []
-    with Join([training.ddp, training.optimizer], heartbeat=heartbeat) as join:
+    with Join([training.ddp, training.optimizer], may_break=may_break) as join:
         copies.append(duplicate(training.ddp.module if how == "inner" else training.ddp))
         for batch in join.batches(training.batches):
             training.step(batch)
@@ -68,13 +68,13 @@ def copy_amid(rank: int, lengths: tuple[int, ...], how: str, heartbeat: bool) ->
     return training.parameters
 
 
-@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("may_break", [False, True])
 @pytest.mark.parametrize("how", ["deepcopy", "saved", "inner"])
 @pytest.mark.parametrize("lengths", [(3, 3), (1, 3), (3, 0, 2)])
 def test_a_model_may_be_copied_in_the_loop(
-    workers: Workers, lengths: tuple[int, ...], how: str, heartbeat: bool
+    workers: Workers, lengths: tuple[int, ...], how: str, may_break: bool
 ) -> None:
-    check_exact(workers.run(len(lengths), copy_amid, lengths, how, heartbeat), lengths)
+    check_exact(workers.run(len(lengths), copy_amid, lengths, how, may_break), lengths)
 
 
 def clear_a_copy(rank: int) -> list[bool]:

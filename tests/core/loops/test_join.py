@@ -177,7 +177,7 @@ def evaluate_slowly(rank: int, lengths: tuple[int, ...]) -> int:
     connect()
     ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
     steps = 0
-    with Join([ddp], heartbeat=True, timeout=timedelta(seconds=4)) as join, torch.no_grad():
+    with Join([ddp], may_break=True, timeout=timedelta(seconds=4)) as join, torch.no_grad():
         for _ in join.batches([torch.ones(1, 1)] * lengths[rank]):
             ddp(torch.ones(1, 1))
             steps += 1

@@ -92,7 +92,7 @@ class Training:
         if fault.where == "lists" and self.rank == fault.rank:
             joinables.pop()
         timeout = timedelta(seconds=TIMEOUT)
-        with Join(joinables, timeout=timeout, heartbeat=fault.loop == "heartbeat") as self.join:
+        with Join(joinables, timeout=timeout, may_break=fault.loop == "heartbeat") as self.join:
             for step, batch in enumerate(self.loop(batches)):
                 self.step(step, batch)
             self.at(len(batches), "exit")
@@ -453,7 +453,7 @@ def uneven(
     models = Models(Program(real))
     ddp = DistributedDataParallel(models)
     optimizer = torch.optim.Adam(models.parameters(), lr=0.05)
-    with Join([ddp, optimizer], heartbeat=leaves is not None, timeout=timedelta(seconds=TIMEOUT)) as join:
+    with Join([ddp, optimizer], may_break=leaves is not None, timeout=timedelta(seconds=TIMEOUT)) as join:
         for step, (x, y) in enumerate(join.batches(Claims(Program(real).data.batches(rank, 0), claimed[rank]))):
             if leaves is not None and not late and step == leaves[rank]:
                 break

@@ -104,7 +104,7 @@ def run(model: Any, enable: bool, loop: str, extra: Any = ()) -> list[Any]:
     things, optimizer = pieces(model)
     seen: list[Any] = []
     listed = [*([model] if isinstance(model, DistributedDataParallel) else []), *things, *extra]
-    join = Join(listed, enable=enable, throw_on_early_termination=True, heartbeat=loop == "heartbeat")
+    join = Join(listed, enable=enable, throw_on_early_termination=True, may_break=loop == "heartbeat")
     with join as entered:
         assert entered is join
         for batch in [1.0, 2.0, 3.0] if loop == "plain" else join.batches([1.0, 2.0, 3.0]):
@@ -208,7 +208,7 @@ def nested(rank: int, how: str) -> str:
                 step(model)
                 count += 1
             if how == "plain":
-                with Join([other], heartbeat=True) as inner:
+                with Join([other], may_break=True) as inner:
                     for _ in inner.batches(range(3 - rank)):
                         step(other)
                         count += 1

@@ -83,7 +83,7 @@ def add_up(
     LOG.clear()
     things = [AllReducer(name, times=1 + i) for i, name in enumerate("abc"[:reducers])]
     totals = [0.0] * reducers
-    with Join(things, heartbeat=loop == "heartbeat", option=3) as join:
+    with Join(things, may_break=loop == "heartbeat", option=3) as join:
         for _ in range(lengths[rank]) if loop == "plain" else join.batches(list(range(lengths[rank]))):
             for i, thing in enumerate(things):
                 totals[i] += thing()
@@ -109,7 +109,7 @@ def in_turns(rank: int, lengths: list[int], loop: str) -> tuple[str, list[dict[s
     LOG.clear()
     a, b, c, silent = things = [AllReducer(name, times=1 + i) for i, name in enumerate("abcs")]
     options = {"option": 3, "divide_by_initial_world_size": False, "other": "x"}
-    with Join(things, heartbeat=loop == "heartbeat", **options) as join:
+    with Join(things, may_break=loop == "heartbeat", **options) as join:
         for step in range(lengths[rank]) if loop == "plain" else join.batches(list(range(lengths[rank]))):
             for thing in (a, c, b, c) if step % 2 else (a, c):
                 thing()
@@ -213,7 +213,7 @@ def leave_nothing(rank: int, where: str, loop: str) -> list[Any]:
     before = [state_of(model), thing._join_config, optimizer._join_config, in_the_process()]
     raised: Any = None
     try:
-        with Join(things, heartbeat=loop == "heartbeat") as join:
+        with Join(things, may_break=loop == "heartbeat") as join:
             for step in range(2 + 2 * rank) if loop == "plain" else join.batches(list(range(2 + 2 * rank))):
                 optimizer.zero_grad()
                 model(torch.ones(1, 1)).sum().backward()

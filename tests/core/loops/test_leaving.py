@@ -54,7 +54,7 @@ def check_exact(found: list[list[Tensor]], lengths: tuple[int, ...], weighting: 
 def leave(rank: int, lengths: tuple[int, ...], stops: tuple[int, ...], how: str) -> tuple[list[Tensor], float, float]:
     training = Training(lengths, rank)
     total, seen = torch.ones(1) * len(lengths), 0.0
-    with Join([training.ddp, training.optimizer], heartbeat=True, timeout=SHORT) as join:
+    with Join([training.ddp, training.optimizer], may_break=True, timeout=SHORT) as join:
         loop: Any = join.batches(training.batches)
         if how == "held":
             loop = iter(loop)
@@ -129,7 +129,7 @@ def test_a_loop_in_a_loop_raises_at_once(workers: Workers, lengths: tuple[int, .
 
 def last_after_break(rank: int, stops: tuple[int, ...]) -> list[bool]:
     training, counter = Training((6, 6), rank), Counter()
-    with Join([training.ddp, training.optimizer, counter], heartbeat=True, timeout=SHORT) as join:
+    with Join([training.ddp, training.optimizer, counter], may_break=True, timeout=SHORT) as join:
         for step, batch in enumerate(join.batches(training.batches)):
             training.step(batch)
             if step + 1 == stops[rank]:
@@ -185,9 +185,9 @@ def test_one_pair_alone(workers: Workers, lengths: tuple[int, ...], pair: tuple[
         assert totals == expected
 
 
-def forward_more(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[Tensor]:
+def forward_more(rank: int, lengths: tuple[int, ...], may_break: bool) -> list[Tensor]:
     training = Training(lengths, rank)
-    with Join([training.ddp, training.optimizer], heartbeat=heartbeat, timeout=SHORT) as join:
+    with Join([training.ddp, training.optimizer], may_break=may_break, timeout=SHORT) as join:
         for batch in join.batches(training.batches):
             training.step(batch)
             training.ddp(x=batch[0])  # what is announced of it waits for the next announcement
@@ -195,16 +195,16 @@ def forward_more(rank: int, lengths: tuple[int, ...], heartbeat: bool) -> list[T
     return training.parameters
 
 
-@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("may_break", [False, True])
 @pytest.mark.parametrize("lengths", [(2, 6), (6, 9, 2), (4, 0, 4)])
-def test_a_forward_that_no_backward_follows(workers: Workers, lengths: tuple[int, ...], heartbeat: bool) -> None:
-    check_exact(workers.run(len(lengths), forward_more, lengths, heartbeat), lengths)
+def test_a_forward_that_no_backward_follows(workers: Workers, lengths: tuple[int, ...], may_break: bool) -> None:
+    check_exact(workers.run(len(lengths), forward_more, lengths, may_break), lengths)
 
 
-def keys_of_a_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool, pairs: bool) -> list[int]:
+def keys_of_a_tail(rank: int, lengths: tuple[int, ...], may_break: bool, pairs: bool) -> list[int]:
     """Return how many keys there are within a long tail, at its end, and after the loop."""
     training, pair, counts = Training(lengths, rank), dist.new_group([0, 1]), []
-    with Join([training.ddp, training.optimizer], heartbeat=heartbeat) as join:
+    with Join([training.ddp, training.optimizer], may_break=may_break) as join:
         store = channel_of(join)
         for step, batch in enumerate(join.batches(training.batches)):
             training.step(batch)
@@ -219,16 +219,16 @@ def keys_of_a_tail(rank: int, lengths: tuple[int, ...], heartbeat: bool, pairs: 
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heartbeat", "pairs"),
+    ("lengths", "may_break", "pairs"),
     [
-        *[(lengths, heartbeat, False) for lengths in ((1, 60), (60, 1, 60)) for heartbeat in (False, True)],
+        *[(lengths, may_break, False) for lengths in ((1, 60), (60, 1, 60)) for may_break in (False, True)],
         *[(lengths, False, True) for lengths in ((1, 60, 60), (60, 1, 60), (60, 60, 1), (1, 1, 60), (60, 2, 1))],
     ],
 )
 def test_a_long_tail_leaves_nothing_in_the_store(
-    workers: Workers, lengths: tuple[int, ...], heartbeat: bool, pairs: bool
+    workers: Workers, lengths: tuple[int, ...], may_break: bool, pairs: bool
 ) -> None:
-    for counts in workers.run(len(lengths), keys_of_a_tail, lengths, heartbeat, pairs):
+    for counts in workers.run(len(lengths), keys_of_a_tail, lengths, may_break, pairs):
         assert counts[-1] <= 4  # others may have come to what follows
         if len(counts) == 3:
             assert counts[1] <= counts[0] + 4
@@ -273,7 +273,7 @@ def backward_after_the_loop(rank: int, options: dict[str, Any], breaks: bool) ->
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("options", [{}, {"heartbeat": True}], ids=["batches", "beats"])
+@pytest.mark.parametrize("options", [{}, {"may_break": True}], ids=["batches", "beats"])
 def test_a_backward_after_the_loop_is_weighted_as_in_its_step(
     workers: Workers, options: dict[str, Any], breaks: bool
 ) -> None:
@@ -295,7 +295,7 @@ def step_behind_a_break(rank: int, sharded: bool) -> list[Tensor]:
     else:
         model = DistributedDataParallel(model)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, momentum=0.9)
-    with Join([model, optimizer], heartbeat=True) as join:
+    with Join([model, optimizer], may_break=True) as join:
         for step in join.batches(range((1, 4)[rank])):
             if step < 2:
                 optimizer.zero_grad()

@@ -116,7 +116,7 @@ def ask_amid_a_backward(rank: int) -> list[float]:
         assert asked.wait(10)
 
     losses = []
-    with Join([ddp], heartbeat=True, timeout=timedelta(seconds=20)) as join:
+    with Join([ddp], may_break=True, timeout=timedelta(seconds=20)) as join:
         threading.Thread(target=fill, args=(join.batches([torch.ones(2, 3)] * 3),)).start()
         while (x := batches.get()) is not None:
             loss = ddp(x).mean()

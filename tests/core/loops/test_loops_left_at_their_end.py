@@ -23,10 +23,10 @@ def reference(lengths: tuple[int, ...], last: int | None = None) -> Any:
     return pytest.approx(alone(len(lengths), EPOCHS * steps_of(lengths, last)), abs=1e-12)
 
 
-def train(rank: int, lengths: tuple[int, ...], how: str, breaks: int, heartbeat: bool = False) -> list[float]:
+def train(rank: int, lengths: tuple[int, ...], how: str, breaks: int, may_break: bool = False) -> list[float]:
     training, batches = Training(DistributedDataParallel), batches_of(rank, lengths)
     kept: list[Any] = []
-    with Join(training.given, heartbeat=heartbeat) as join:
+    with Join(training.given, may_break=may_break) as join:
         for _ in range(EPOCHS):
             if how == "for" or (how == "mixed" and rank == 0):
                 for step, x in enumerate(join.batches(batches)):
@@ -44,13 +44,13 @@ def train(rank: int, lengths: tuple[int, ...], how: str, breaks: int, heartbeat:
     return training.weight
 
 
-@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("may_break", [False, True])
 @pytest.mark.parametrize("how", ["next", "kept", "mixed"])
 @pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 4), (1, 2), (6, 4, 2)])
 def test_a_loop_that_never_asks_for_the_end(
-    workers: Workers, lengths: tuple[int, ...], how: str, heartbeat: bool
+    workers: Workers, lengths: tuple[int, ...], how: str, may_break: bool
 ) -> None:
-    for weight in workers.run(len(lengths), train, lengths, how, 0, heartbeat):
+    for weight in workers.run(len(lengths), train, lengths, how, 0, may_break):
         assert weight == reference(lengths)
 
 
@@ -63,9 +63,9 @@ def test_a_break_at_the_same_step_may_be_some_ranks_last(workers: Workers, lengt
 Epochs = list[tuple[int, ...]]
 
 
-def train_by_next(rank: int, epochs: Epochs, heartbeat: bool, keeps: bool) -> list[float]:
+def train_by_next(rank: int, epochs: Epochs, may_break: bool, keeps: bool) -> list[float]:
     training, kept = Training(DistributedDataParallel), []
-    with Join(training.given, heartbeat=heartbeat) as join:
+    with Join(training.given, may_break=may_break) as join:
         for lengths in epochs:
             iterator = iter(join.batches(batches_of(rank, lengths)))
             kept += [iterator] if keeps else []
@@ -76,7 +76,7 @@ def train_by_next(rank: int, epochs: Epochs, heartbeat: bool, keeps: bool) -> li
 
 # A rank without a batch never calls `next`, and must not take the others' next loop for this one.
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("heartbeat", [False, True])
+@pytest.mark.parametrize("may_break", [False, True])
 @pytest.mark.parametrize(
     "epochs",
     [
@@ -89,10 +89,10 @@ def train_by_next(rank: int, epochs: Epochs, heartbeat: bool, keeps: bool) -> li
     ],
 )
 def test_a_loop_that_a_rank_never_asks_for_a_batch(
-    workers: Workers, epochs: Epochs, heartbeat: bool, keeps: bool
+    workers: Workers, epochs: Epochs, may_break: bool, keeps: bool
 ) -> None:
     expected = alone(len(epochs[0]), [places for lengths in epochs for places in steps_of(lengths)])
-    for weight in workers.run(len(epochs[0]), train_by_next, epochs, heartbeat, keeps):
+    for weight in workers.run(len(epochs[0]), train_by_next, epochs, may_break, keeps):
         assert weight == pytest.approx(expected, abs=1e-12)
 
 

@@ -46,7 +46,7 @@ WAYS: dict[str, Ahead] = {"look ahead": look_ahead, "windows": windows, "skip": 
 def train(rank: int, lengths: tuple[int, ...], way: str, kind: str = "list", inside: bool = False) -> Any:
     shard = partial(fully_shard, mesh=init_device_mesh("cpu", (len(lengths),)))
     training = Training(shard if kind == "sharded" else DistributedDataParallel)
-    options: dict[str, Any] = {"weighting": "samples"} if kind == "samples" else {"heartbeat": kind == "heartbeat"}
+    options: dict[str, Any] = {"weighting": "samples"} if kind == "samples" else {"may_break": kind == "heartbeat"}
     ahead, mine = WAYS[way], batches_of(rank, lengths)
     loader = iter(mine) if kind == "stream" else mine
     try:

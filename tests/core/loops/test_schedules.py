@@ -51,7 +51,7 @@ def train(rank: int, lengths: tuple[int, ...], kind: str, own: bool, how: str) -
                     scheduler.step()
             steps = EPOCHS * max(lengths) // 2
         return training.weight
-    with Join(given, heartbeat=kind == "heartbeat") as join:
+    with Join(given, may_break=kind == "heartbeat") as join:
         for epoch in range(EPOCHS):
             for x in join.batches(iter(batches) if kind == "stream" else batches):
                 step_on(x)

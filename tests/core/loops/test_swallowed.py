@@ -77,7 +77,7 @@ def watch(rank: int, case: Swallowing) -> tuple[str, str, float]:
     swallowed = raised = ""
     entered: list[Any] = []
     start = time.monotonic()
-    options = {"heartbeat": case.loop == "heartbeat", "throw_on_early_termination": case.loop == "early"}
+    options = {"may_break": case.loop == "heartbeat", "throw_on_early_termination": case.loop == "early"}
     try:
         with Join([ddp, optimizer], timeout=timedelta(seconds=TIMEOUT), **options) as join:
             entered.append(weakref.ref(join))

@@ -16,7 +16,7 @@ WAYS = {
     "no sync": Recipe(window=3, no_sync=True),
     "iterable": Recipe(loop="iterable", forwards=2),
     "plain": Recipe(loop="plain", window=2, no_sync=True),
-    "heartbeat": Recipe(heartbeat=True, clip=0.3, scheduled=True),
+    "heartbeat": Recipe(may_break=True, clip=0.3, scheduled=True),
     "evaluates": Recipe(evaluates="same with", optimizer="sgd", doubled=True),
     "masked": Recipe(masked=1, window=2, no_sync=True, optimizer="sgd"),
 }

@@ -255,7 +255,7 @@ def clip_first(rank: int, options: dict[str, Any]) -> None:
     ClipsFirst(rank, Recipe((4, 3), **options)).run()
 
 
-@pytest.mark.parametrize("options", [{"loop": "plain"}, {"heartbeat": True}, {"weighting": "samples"}, {}])
+@pytest.mark.parametrize("options", [{"loop": "plain"}, {"may_break": True}, {"weighting": "samples"}, {}])
 def test_what_is_done_before_the_tail_is_noticed(workers: Workers, options: dict[str, Any]) -> None:
     for outcome in workers.outcomes(2, clip_first, options, **PATIENCE):
         with pytest.raises(RuntimeError, match=f"(?s){PARAMETER}"):

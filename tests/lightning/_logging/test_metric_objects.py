@@ -97,5 +97,5 @@ def validate_stopping(rank: int) -> None:
 
 def test_a_stop_iteration_in_a_step_is_an_error_on_all_ranks(workers: Workers) -> None:
     waiting, own = workers.outcomes(2, validate_stopping, deadline=30.0)
-    assert own.error.startswith("RuntimeError: A step or a hook raised StopIteration"), own
+    assert own.error.startswith("JoinError: A step or a hook raised StopIteration"), own
     assert "PeerFailedError: Rank 1 failed" in waiting.error, waiting

@@ -286,8 +286,8 @@ class NotesItsLoop(Module):
         self.noted = type(self.trainer.fit_loop).__name__
 
 
-def test_enable_join_false_is_plain_ddp(workers: Workers) -> None:
-    case = Case((4, 4), ddp={"enable_join": False})
+def test_enable_false_is_plain_ddp(workers: Workers) -> None:
+    case = Case((4, 4), ddp={"enable": False})
     results = workers.run(2, fit, case, NotesItsLoop)
     assert [result.noted for result in results] == ["_FitLoop"] * 2
     assert_reference(results[0], case)

@@ -109,7 +109,7 @@ def fit_alone(rank: int, folder: str) -> list[str]:
         monitor = JoinMonitor(f"{folder}/{strategy}.png")
         build_trainer(Case((2,)), strategy=strategy, callbacks=[monitor], max_epochs=1).fit(Module(Case((2,))))
         lines.append(str(monitor.epochs[0]))
-    for strategy in ("ddp", DDPJoinStrategy(enable_join=False)):
+    for strategy in ("ddp", DDPJoinStrategy(enable=False)):
         trainer = build_trainer(Case((2,)), strategy=strategy, callbacks=[JoinMonitor()])
         try:
             trainer.fit(Module(Case((2,))))
@@ -125,7 +125,7 @@ def test_one_process_and_strategies_that_do_not_join(workers: Workers, tmp_path:
         assert line.startswith("Epoch 0: 2 batches (2 on 1 rank) in ")
         assert line.endswith(" s, no rank joined.")
     assert "under a DDPStrategy none does. Use Trainer(strategy='ddp_join')" in lines[2]
-    assert "under a DDPJoinStrategy with enable_join=False none does" in lines[3]
+    assert "under a DDPJoinStrategy with enable=False none does" in lines[3]
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["auto.png", "ddp_join.png"]
 
 

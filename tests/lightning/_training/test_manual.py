@@ -413,7 +413,7 @@ class Misused(Manual):
         ("twice", "UnsupportedError: Twice evaluates its closure more than once"),
         ("local", "UnsupportedError: An optimizer was stepped with 9 gradients that were not averaged"),
         ("clipped", "was changed by hand (clipping, scaling, noise) between backwards without a sync"),
-        ("stops", "RuntimeError: A step or a hook raised StopIteration"),
+        ("stops", "JoinError: A step or a hook raised StopIteration"),
     ],
 )
 def test_what_cannot_be_repeated_raises_on_all_ranks(workers: Workers, program: str, text: str) -> None:

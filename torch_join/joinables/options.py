@@ -1,0 +1,134 @@
+"""What a user chooses about joining: one object, made and checked where it is given, and passed on."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, ParamSpec, TypedDict, TypeVar
+
+from torch_join._base.errors import JoinTypeError, JoinValueError
+from torch_join._base.weighting import Weighting, resolve_weighting
+from torch_join._handover.audit import Often
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TORCHS = "divide_by_initial_world_size"  # torch's name for a weighting
+
+
+class JoinOptions(TypedDict, total=False):
+    """What `Join` takes by keyword, for functions that pass all of it on."""
+
+    throw_on_early_termination: bool
+    weighting: Weighting | None
+    divide_by_initial_world_size: bool | None
+    may_break: bool
+    timeout: timedelta
+    audit: Often
+    hand_over_ignored: bool | None
+    hand_over_buffers: bool | None
+    backward_collectives: bool
+    rebalance: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user has chosen, the same on all ranks; `Join` says what each is.
+
+    Attributes:
+        hooks: What goes to every `join_hook`.
+
+    Raises:
+        JoinTypeError: `timeout` is not a time.
+        JoinValueError: Something contradicts `rebalance`.
+    """
+
+    enable: bool = True
+    throw_on_early_termination: bool = False
+    weighting: Weighting = "world"
+    may_break: bool = False
+    timeout: timedelta = timedelta(minutes=30)
+    audit: Often = "tail"
+    hand_over_ignored: bool | None = None
+    hand_over_buffers: bool | None = None
+    backward_collectives: bool = False
+    rebalance: bool = False
+    hooks: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.timeout, timedelta):
+            seconds = self.timeout if isinstance(self.timeout, (int, float)) else 1800
+            raise JoinTypeError(
+                f"timeout is how long a rank waits for another, as a datetime.timedelta, got {self.timeout!r}. Write"
+                f" timeout=timedelta(seconds={seconds})."
+            )
+        if self.rebalance and self.may_break:
+            raise JoinValueError(
+                "rebalance=True and may_break=True: ranks that may `break` at different steps cannot be counted on to"
+                " train on what they are given. Leave one of them out; rebalance=True needs no may_break."
+            )
+        if self.rebalance and self.throw_on_early_termination:
+            raise JoinValueError(
+                "rebalance=True and throw_on_early_termination=True: no rank runs out before the others where batches"
+                " are rebalanced. Leave one of them out."
+            )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "Options":
+        """Take them, by their names, from the arguments of a function, which may have others.
+
+        Raises:
+            JoinValueError: The weighting is unknown, or contradicts torch's name for the same.
+        """
+        own = {name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments}
+        divides = {**own.get("hooks", {}), **arguments}.get(TORCHS)
+        return cls(**{**own, "weighting": resolve_weighting(own.get("weighting"), divides)})
+
+
+def renamed(old: str, new: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function take a keyword by its old name too, until 0.3.0.
+
+    Args:
+        old: The old name.
+        new: That of today.
+
+    Raises:
+        JoinTypeError: When it is called: both are given.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if old in kwargs:
+                if new in kwargs:
+                    raise JoinTypeError(f"{old}= is the old name of {new}=, and both are given. Leave {old}= out.")
+                warnings.warn(
+                    f"{old}= is called {new}= now. The old name works until 0.3.0.", FutureWarning, stacklevel=2
+                )
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def whole_signature(kind: type, ours: type) -> Signature:
+    """Return a class's signature with what the classes behind it take in place of its `**kwargs`.
+
+    Args:
+        kind: The class.
+        ours: The last of its bases that is ours; the next that is made with arguments is the last to be asked.
+    """
+    found: dict[str, Parameter] = {}
+    for place, each in enumerate(kind.__mro__):
+        if "__init__" in vars(each):
+            _, *more = signature(each.__init__).parameters.values()  # type: ignore[misc]
+            if found.pop("kwargs", None):  # these are reached by keyword
+                more = [p.replace(kind=max(p.kind, p.KEYWORD_ONLY)) for p in more if p.kind is not p.VAR_POSITIONAL]
+            found = {p.name: p for p in more} | found
+            if "kwargs" not in found or place > kind.__mro__.index(ours):
+                break
+    return Signature(sorted(found.values(), key=lambda p: p.kind))
