@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import accelerate
 import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.state import PartialState
 from accelerate.utils import operations
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join.integration import check_names, setting
 
 SEEN = "1.5 to 1.15"
+PreparedLoader: TypeAlias = DataLoaderShard | DataLoaderDispatcher | SkipDataLoader
 
 
 def parallelism(accelerator: accelerate.Accelerator) -> Any:

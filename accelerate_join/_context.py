@@ -10,9 +10,10 @@ import accelerate
 from torch.utils.data import DataLoader
 
 from accelerate_join._accelerator import class_replaced
+from accelerate_join._compat import PreparedLoader
 from accelerate_join._loaders import PreparedReader, even_batches_set, goes_through_join, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
-from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
+from accelerate_join._prepared import Progress, check_supported, prepared_by, unwrap
 from torch_join import Join, JoinTypeError, UnsupportedError, Weighting
 from torch_join.integration import LoopDriver, driver_of, listed, own_loops
 

@@ -25,7 +25,7 @@ from accelerate.data_loader import (
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate_join import _compat
-from accelerate_join._prepared import PreparedLoader
+from accelerate_join._compat import PreparedLoader
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import Begin, Count, Reader, draws_exactly, refuse_position, setting
 

@@ -3,20 +3,19 @@
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import accelerate
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import _compat
+from accelerate_join._compat import PreparedLoader
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import is_engine, is_sharded_model
 
-PreparedLoader: TypeAlias = DataLoaderShard | DataLoaderDispatcher | SkipDataLoader
 _INSTEAD = (
     "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
     " state, use FSDP or DeepSpeed to shard the model too, or give all processes equally many batches"

@@ -1,6 +1,5 @@
 """`transformers.Trainer` on uneven dataloaders.
 
-May import: `_active`, `_compat`, `_loaders`, `_prepared`.
 Begin with: `_mixin.py`; what ranks do together is in `_run.py`.
 """
 

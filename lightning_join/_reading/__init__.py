@@ -1,5 +1,5 @@
 """Each rank's own dataloaders: how many batches they have, reading ahead, samplers, and where a rank is in them.
 
-May import: `_compat`. Nothing here meets the other ranks but `exchange` in `loaders.py`.
+Nothing here meets the other ranks but `exchange` in `loaders.py`.
 Begin with: `fetcher.py`, with which a rank knows one step ahead that its batches end.
 """

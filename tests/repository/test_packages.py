@@ -4,18 +4,57 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import accelerate_join
 import lightning_join
 import pytorch_lightning_join
 import torch_join
+import torch_join.integration
 from scripts import structure
 from scripts.structure import is_private
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [torch_join, lightning_join, pytorch_lightning_join, accelerate_join]
+
+
+PUBLIC = {
+    torch_join: """
+        EarlyTerminationError Join JoinError JoinTimeoutError JoinTypeError JoinValueError JoinableMetric
+        JoinableModel JoinableOptimizer JoinableState PeerFailedError UnpaddedDistributedSampler UnsupportedError
+        Weighting windows
+    """,
+    torch_join.integration: """
+        Begin Changes Channel Count Driver EpochRecord Lockstep LockstepJoin LoopDriver MeetingPoint
+        ModelShadow ModuleMetrics Part RankRecord ReadStep Reader Rebalancer Rebalancing RefillGuard StepDriver
+        StepMirror check_can_rebalance check_names check_timeout closed draws_exactly driver_of early_termination
+        engine_lockstep_join factor_of_count follow_engine follow_sharded_model group_options holds_parts
+        in_backward is_closed is_communication_error is_engine is_length_certain is_sharded_model join_rows leads_to
+        listed name_ranks naming_missing open_channel own_loops refuse_position resolve_weighting
+        setting sharded_lockstep_join steps_of take_group_options telling_failures use_device
+    """,
+    lightning_join: """
+        DDPJoinStrategy DeepSpeedJoinStrategy FSDPJoinStrategy JoinCallback JoinMonitor ModelParallelJoinStrategy
+    """,
+    accelerate_join: "Accelerator JoinError join_batches join_uneven_inputs",
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_public_names(module: Any) -> None:
+    assert structure.listed_as_public(ast.parse(Path(module.__file__).read_text())) == PUBLIC[module].split()
+    assert all(hasattr(module, name) for name in PUBLIC[module].split())
+
+
+def test_public_names_of_join() -> None:
+    model = torch.nn.Linear(1, 1)
+    names = "active_ranks all_gather backward_collectives batch_owner batches joined"
+    names += " notify_join_context owner_batch_idx step"
+    for join in (torch_join.Join, torch_join.Join([model, torch.optim.SGD(model.parameters(), 0.1)])):
+        assert [name for name in dir(join) if not name.startswith("_")] == names.split()
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

@@ -1,5 +1,4 @@
 """Replicated state, from the rank that joined last to all others; and what tells whether it was replicated.
 
-May import: `_base`, `_control`, `_shadow`, `_collectives`.
 Begin with: `handover.py`. `audit.py` compares what should be the same on all ranks, by digests.
 """

@@ -1,5 +1,4 @@
 """Who trains on which batch at which step, and how a batch gets there that is trained on by another rank.
 
-May import: `_base`, `_control`.
 Begin with: `attendance.py`, without rebalancing; `plan.py`, with it.
 """

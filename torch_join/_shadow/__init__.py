@@ -1,5 +1,4 @@
 """What a joined rank runs in place of a model's step: DDP's own wrapper on a graph whose gradients are zero.
 
-May import: `_base`, `_control`.
 Begin with: `model.py`.
 """

@@ -24,7 +24,7 @@ from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
 from torch_join._tail.server import Server
 from torch_join._tail.step import Step, Telling
 from torch_join._tail.tail import Tail
-from torch_join.joinables._gradients.clears import Clears, innermost_optimizer
+from torch_join.joinables.clears import Clears, innermost_optimizer
 from torch_join.joinables.custom import CustomPart
 from torch_join.joinables.part import Driver, Part
 from torch_join.joinables.parts import make_parts

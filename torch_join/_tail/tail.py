@@ -18,7 +18,7 @@ from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
 from torch_join._tail.records import END
 from torch_join._tail.server import Server
-from torch_join.joinables._gradients.clears import innermost_optimizer
+from torch_join.joinables.clears import innermost_optimizer
 from torch_join.joinables.kinds import stateful, unsynced_models
 from torch_join.joinables.missing_model import missing_model
 from torch_join.joinables.model import ModelPart

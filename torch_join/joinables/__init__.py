@@ -2,7 +2,6 @@
 
 One mechanism a file; none knows the loop that it takes part in but by the protocol `Driver` in `part.py`.
 
-May import: `_base`, `_control`, `_shadow`, `_collectives`, `_handover`.
 Begin with: `part.py`, then `model.py`. `_torch/` makes them usable in torch's own `Join`.
 """
 

@@ -11,7 +11,7 @@ from torch_join._base import compat as _compat
 from torch_join._base import compat_metrics as _compat_metrics
 from torch_join._handover.buffers import Unsynced
 from torch_join._handover.state import has_state
-from torch_join.joinables._gradients.clears import innermost_optimizer
+from torch_join.joinables.clears import innermost_optimizer
 
 
 def holds_metrics(thing: Any) -> bool:

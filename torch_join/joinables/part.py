@@ -11,7 +11,7 @@ from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
 from torch_join._handover import objects as _objects
-from torch_join.joinables._gradients.clears import Clears
+from torch_join.joinables.clears import Clears
 
 
 class Announcer(Protocol):

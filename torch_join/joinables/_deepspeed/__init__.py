@@ -1,5 +1,5 @@
 """DeepSpeed engines: a joined rank replays the engine's events, with zeros for gradients.
 
-May import: the wings above `joinables`, and its other files. Nothing but `parts.py` imports this.
+Nothing but `parts.py` imports this.
 Begin with: `events.py`, then `loop.py`.
 """

@@ -25,8 +25,8 @@ from torch_join._base.errors import JoinError
 from torch_join._base.membership import Membership
 from torch_join._handover.mirror import Known, is_known, known, versions
 from torch_join._shadow.zero_gradient import empty_sparse
-from torch_join.joinables._gradients.clears import Clears
 from torch_join.joinables._gradients.verdicts import CHANGED, CLEARED, FULL, KEPT, NONE, UNKNOWN, ZERO, State
+from torch_join.joinables.clears import Clears
 
 Measure = tuple[Tensor, Tensor] | None  # a gradient's 1-norm, and its sum: that alone tells a change of signs
 Values = tuple[float | None, float | None]

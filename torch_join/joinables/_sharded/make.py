@@ -9,11 +9,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
-from torch_join.joinables._gradients.clears import innermost_optimizer
 from torch_join.joinables._sharded.clipping import clipping_parts
 from torch_join.joinables._sharded.model import ShardedModelPart
 from torch_join.joinables._sharded.optimizer import ShardedStepPart
 from torch_join.joinables._sharded.scaler import ShardedScalerPart
+from torch_join.joinables.clears import innermost_optimizer
 from torch_join.joinables.kinds import holds_shards, is_sharded_model
 from torch_join.joinables.part import Driver, Part
 

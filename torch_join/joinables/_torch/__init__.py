@@ -1,5 +1,4 @@
 """The public joinables, for torch's own `Join` too, which runs a step by hooks.
 
-May import: the wings above `joinables`, and the parts.
 Begin with: `public.py`; `joinable.py` has the driver under torch's `Join`.
 """
