@@ -22,7 +22,7 @@ _MAIN = 0
 
 
 class ActiveOperations:
-    """What a `Part` does for these operations, on an active rank and on one that has joined."""
+    """What a `Participant` does for these operations, on an active rank and on one that has joined."""
 
     kinds: ClassVar[dict[str, Any]] = {
         "gather": tuple[list[tuple[torch.Size, torch.dtype, str]], bool],
@@ -30,10 +30,10 @@ class ActiveOperations:
     }
     _for_metrics = False
     _device: torch.device
-    # Of a `Part`.
+    # Of a `Participant`.
     driver: Any
     members: Any
-    server: Any
+    tail_log: Any
     announce: Callable[..., None]
 
     @property
@@ -71,7 +71,7 @@ class ActiveOperations:
         self.before_gather("accelerator.gather")
         # A rank that has joined takes part with no rows of these.
         self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
-        with self.server.own_collectives():
+        with self.tail_log.own_collectives():
             gathered = iter(self._gather(tensors))
         return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
 
@@ -81,7 +81,7 @@ class ActiveOperations:
             return _compat.current_gather_object(data)
         self.before_gather("accelerator.gather_object")
         self.announce("gather_object", self._for_metrics)
-        with self.server.own_collectives():
+        with self.tail_log.own_collectives():
             everyone = self._gather_object(data)
         return [item for rank in self.active for item in everyone[rank]]
 
@@ -99,7 +99,7 @@ class ActiveOperations:
             return own(tensor, reduction, scale)
         return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
 
-    def answer(self, kind: str, payload: Any) -> None:
+    def mirror(self, kind: str, payload: Any) -> None:
         if kind == "gather":
             specs, for_metrics = payload
             self.note_missed(for_metrics)
@@ -114,7 +114,7 @@ class ActiveOperations:
         mine = crc32(" ".join(kinds).encode()), [len(tensor) for tensor in tensors]
         # Over the channel, so that no rank waits for its device.
         plain = self.driver.meets_at is MeetingPoint.FORWARD and not self.members.serves
-        everyone = self.server.channel.gather(mine, plain, tuple[int, list[int]])
+        everyone = self.tail_log.channel.gather(mine, plain, tuple[int, list[int]])
         if any(kinds_there != mine[0] for kinds_there, _ in everyone):
             raise JoinError(
                 f"The tensors to gather differ between the ranks in more than their number of rows: rank"

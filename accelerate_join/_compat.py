@@ -142,7 +142,7 @@ def unsaved(loader: Any) -> AbstractContextManager[None]:
     return setting(loader, use_stateful_dataloader=False)
 
 
-def standing_in_for_main() -> AbstractContextManager[None]:
+def acting_for_main() -> AbstractContextManager[None]:
     """Have this process do what only the main process does."""
     return setting(PartialState(), process_index=0, local_process_index=0)
 

@@ -15,7 +15,7 @@ from accelerate_join._prepared import Progress
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import (
     LoopDriver,
-    Part,
+    Participant,
     holds_parts,
     is_closed,
     is_communication_error,
@@ -29,7 +29,7 @@ _CALL, _SAVE, _OF_MODEL = "call", "save_state", "of a model"
 _CALLED = ("log", "load_state", "save_state", "save_model", "get_state_dict")
 
 
-class Operations(ActiveOperations, Part):
+class Operations(ActiveOperations, Participant):
     """What processes do together through Accelerate, on an active rank and on one that has joined.
 
     Args:
@@ -48,7 +48,7 @@ class Operations(ActiveOperations, Part):
 
     def __init__(self, accelerator: accelerate.Accelerator, progress: Progress, driver: LoopDriver, index: int) -> None:
         super().__init__(driver, index)
-        driver.server.hears_asides = True
+        driver.tail_log.hears_asides = True
         self._accelerator, self.progress = accelerator, progress
         self._type = type(accelerator)
         self._device = accelerator.device
@@ -62,7 +62,7 @@ class Operations(ActiveOperations, Part):
         except Exception as error:
             if not is_communication_error(error):
                 raise
-            with telling_failures(self.server.channel):
+            with telling_failures(self.tail_log.channel):
                 raise
 
     # ------------------------------------------------------------ operations
@@ -98,7 +98,7 @@ class Operations(ActiveOperations, Part):
         A rank that has joined writes what is each rank's own. All states are handed over only where such a rank
         writes them.
         """
-        if not self.server.meet():
+        if not self.tail_log.meet():
             return self._save(args, kwargs, False)
         args, kwargs = tuple(map(_as_text, args)), {name: _as_text(arg) for name, arg in kwargs.items()}
         everywhere = self._accelerator.project_configuration.save_on_each_node or self.driver.find_main_joined()
@@ -108,8 +108,8 @@ class Operations(ActiveOperations, Part):
         if everywhere or not self._saves_alone(payload):
             with self._together(_SAVE, payload):
                 return self._save(args, kwargs, everywhere)
-        self.driver.server.announce_aside(self.index, _SAVE, payload)
-        with self.driver.server.together():
+        self.driver.tail_log.announce_aside(self.index, _SAVE, payload)
+        with self.driver.tail_log.together():
             return self._save(args, kwargs, everywhere)
 
     def _saves_alone(self, payload: Any) -> bool:
@@ -142,7 +142,7 @@ class Operations(ActiveOperations, Part):
 
     def _call_with(self, model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method on all ranks, if it needs all shards of a model."""
-        if not (holds_parts(model) and self.server.meet()):
+        if not (holds_parts(model) and self.tail_log.meet()):
             return self._call(name, (model, *args), kwargs)
         place = next((place for place, mine in enumerate(_compat.models(self._accelerator)) if mine is model), None)
         if place is None:
@@ -155,17 +155,17 @@ class Operations(ActiveOperations, Part):
 
     def _together(self, kind: str = "", payload: Any = None) -> AbstractContextManager[None]:
         """Put around what all ranks do, and an active one announces as `kind`: nothing within is announced."""
-        return self.driver.server.together(partial(self.announce_open, kind, payload))
+        return self.driver.tail_log.together(partial(self.announce_open, kind, payload))
 
     def acting_for_main_process(self) -> AbstractContextManager[None]:
         """Within, the lowest active rank stands in for a main process that has joined."""
-        return _compat.standing_in_for_main() if self.driver.find_stand_in() else nullcontext()
+        return _compat.acting_for_main() if self.driver.find_acting_main() else nullcontext()
 
     # ------------------------------------------------------------ on a joined rank
 
-    def answer(self, kind: str, payload: Any) -> None:
+    def mirror(self, kind: str, payload: Any) -> None:
         if kind in ActiveOperations.kinds:
-            super().answer(kind, payload)
+            super().mirror(kind, payload)
         elif kind == _SAVE:
             with self._together():
                 self._save(*payload)

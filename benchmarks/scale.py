@@ -117,7 +117,7 @@ def messages_of_a_loop(steps: int, may_break: bool) -> list[int]:
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Join([model, optimizer], may_break=may_break) as join:
-        links = join._driver.server.channel._tree.links
+        links = join._driver.tail_log.channel._tree.links
         before = [*links.messages]
         for x in join.batches([torch.ones(2, 4)] * steps):
             model(x).sum().backward()

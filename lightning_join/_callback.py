@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import (
 from torch.distributed.algorithms.join import Joinable
 
 from lightning_join import _compat
-from lightning_join._joining import Joining
+from lightning_join._base_strategy import Joining
 from lightning_join._loops.takeover import give_back
 from lightning_join._packages import check_trainer
 from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy

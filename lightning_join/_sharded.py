@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_join import _compat
+from lightning_join._base_strategy import Joining
 from lightning_join._collectives import ActiveCollectives
-from lightning_join._joining import Joining
 from lightning_join._names import ENGINES, start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
     Options,
-    Part,
+    Participant,
     StepDriver,
     engine_lockstep_join,
     follow_engine,
@@ -39,7 +39,7 @@ class Sharded(ParallelStrategy):
     backward_of_join: Callable[..., Tensor]
     # How joined ranks follow the model, in steps that train and in others.
     _make_join: Callable[..., Lockstep] = staticmethod(sharded_lockstep_join)
-    _follow: Callable[..., Part] = staticmethod(follow_sharded_model)
+    _follow: Callable[..., Participant] = staticmethod(follow_sharded_model)
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)

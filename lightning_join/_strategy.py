@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_join import _compat
+from lightning_join._base_strategy import Joining
+from lightning_join._checks import check_manual, check_strategy
 from lightning_join._collectives import ActiveCollectives
-from lightning_join._joining import Joining
 from lightning_join._names import ddp_names
-from lightning_join._supported import check_manual, check_strategy
-from lightning_join._training.manual import ManualPart
+from lightning_join._training.manual import ManualParticipant
 from torch_join.integration import LockstepJoin, ModelShadow
 
 
@@ -65,7 +65,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         "strategy=DDPStrategy(": "strategy=DDPJoinStrategy(",
     }
     join: LockstepJoin | None = None
-    _manual: ManualPart | None = None
+    _manual: ManualParticipant | None = None
 
     def check_arguments(self) -> None:
         check_strategy(self)
@@ -86,7 +86,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         assert self.lightning_module is not None
         check_manual(self.lightning_module, ddp)
         self.join = LockstepJoin(self.driver, shadow, self.take_joinables())
-        self._manual = self.driver.add(partial(ManualPart, strategy=self, lockstep=self.join, shadow=shadow))
+        self._manual = self.driver.add(partial(ManualParticipant, strategy=self, lockstep=self.join, shadow=shadow))
         return ddp
 
     def wrap_again(self) -> None:

@@ -67,5 +67,6 @@ def reached_into(tree: ast.AST, own: Iterable[str]) -> Iterator[tuple[int, str]]
 
 if __name__ == "__main__":
     lines = [*violations(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent)]
-    print(*lines, sep="\n")
+    for line in lines:
+        print(line)
     sys.exit(bool(lines))

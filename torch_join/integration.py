@@ -12,46 +12,46 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join import own_loops
 from torch_join._base.attributes import setting
-from torch_join._base.compat import is_communication_error
 from torch_join._base.devices import use_device
 from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.membership import MeetingPoint
 from torch_join._base.names import check_names, naming_missing
 from torch_join._base.weighting import Count, factor_of_count
-from torch_join._collectives.compat import in_backward
-from torch_join._collectives.gather import join_rows
+from torch_join._collectives.gather_active import join_rows
+from torch_join._compat.ddp import is_communication_error
+from torch_join._compat.operators import in_backward
 from torch_join._control.channel import Channel
 from torch_join._control.codec import closed, is_closed
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._lockstep.base import Lockstep
-from torch_join._lockstep.ddp import LockstepJoin
-from torch_join._lockstep.driver import StepDriver
-from torch_join._schedule.attendance import ReadStep, early_termination
+from torch_join._lockstep.lockstep_join import LockstepJoin
+from torch_join._lockstep.step_driver import StepDriver
+from torch_join._participants import ModuleMetrics, Participant
+from torch_join._participants.arguments import listed
+from torch_join._participants.kinds import holds_parts, is_engine, is_sharded_model
+from torch_join._participants.options import JoinOptions, Options, renamed, whole_signature
+from torch_join._participants.participant import Driver
+from torch_join._schedule.active_ranks import ReadStep, early_termination
 from torch_join._schedule.epoch_record import EpochRecord, RankRecord
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing
-from torch_join._shadow.model import ModelShadow
+from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.reach import leads_to
 from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
 from torch_join.join import Join
-from torch_join.joinables import ModuleMetrics, Part
-from torch_join.joinables.arguments import listed
-from torch_join.joinables.kinds import holds_parts, is_engine, is_sharded_model
-from torch_join.joinables.options import JoinOptions, Options, renamed, whole_signature
-from torch_join.joinables.part import Driver
 
 # fmt: off
 __all__ = [
     "Begin", "Changes", "Channel", "Count", "Driver", "EpochRecord", "JoinOptions", "Lockstep", "LockstepJoin",
-    "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Part", "RankRecord", "ReadStep", "Reader",
-    "Rebalancer", "Rebalancing", "RefillGuard", "StepDriver", "StepMirror", "check_names", "closed", "draws_exactly",
-    "driver_of", "early_termination", "engine_lockstep_join", "factor_of_count", "follow_engine",
+    "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Participant", "RankRecord", "ReadStep",
+    "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "StepDriver", "StepMirror", "check_names", "closed",
+    "draws_exactly", "driver_of", "early_termination", "engine_lockstep_join", "factor_of_count", "follow_engine",
     "follow_sharded_model", "group_options", "holds_parts", "in_backward", "is_closed", "is_communication_error",
     "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with", "leads_to", "listed", "name_ranks",
     "naming_missing", "open_channel", "own_loops", "refuse_position", "renamed", "setting", "sharded_lockstep_join",
@@ -74,18 +74,18 @@ def engine_lockstep_join(driver: StepDriver, engine: Any, joinables: Sequence[Jo
     return EngineLockstepJoin(driver, engine, joinables)
 
 
-def follow_engine(driver: StepDriver, engine: Any) -> Part:
+def follow_engine(driver: StepDriver, engine: Any) -> Participant:
     """Have joined ranks replay, in steps that evaluate, what a DeepSpeed engine gathers."""
-    from torch_join._lockstep.engine import LockstepEnginePart
+    from torch_join._lockstep.engine import LockstepEngineParticipant
 
-    return driver.add(partial(LockstepEnginePart, engine=engine))
+    return driver.add(partial(LockstepEngineParticipant, engine=engine))
 
 
-def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Part:
+def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Participant:
     """Have joined ranks follow, in steps that evaluate, what FSDP gathers of `model`."""
-    from torch_join._lockstep.sharded import LockstepShardedPart
+    from torch_join._lockstep.sharded import LockstepShardedParticipant
 
-    return driver.add(partial(LockstepShardedPart, model=model))
+    return driver.add(partial(LockstepShardedParticipant, model=model))
 
 
 def driver_of(join: Join) -> LoopDriver:

@@ -10,13 +10,13 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.utils.data import DataLoader
 
 from torch_join._base.weighting import Weighting
-from torch_join._collectives.gather import gather_active
+from torch_join._collectives.gather_active import gather_active
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.audit import Often
+from torch_join._participants._torch.joinable import unwrap
+from torch_join._participants.arguments import check_given, check_options, listed
+from torch_join._participants.options import Options, renamed
 from torch_join._tail.loop import LoopDriver
-from torch_join.joinables._torch.joinable import unwrap
-from torch_join.joinables.arguments import check_given, check_options, listed
-from torch_join.joinables.options import Options, renamed
 
 J = TypeVar("J", bound="Join")
 T = TypeVar("T")

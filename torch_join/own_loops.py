@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_join._base.compat import differentiable
 from torch_join._base.errors import DECIDE, ENDS, JoinError, JoinTimeoutError, PeerFailedError, check_all_go_on
+from torch_join._compat.ddp import differentiable
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._tail.loop import LoopDriver

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accelerate_join.transformers import _compat
+from accelerate_join import _compat_transformers as _compat
 from accelerate_join.transformers._loader import map_tensors
 from accelerate_join.transformers._reading import broadcast
 from torch_join.integration import ReadStep, StepDriver

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 
+from accelerate_join import _compat_transformers as _compat
 from accelerate_join._loaders import certain_length
-from accelerate_join.transformers import _compat
 from torch_join import JoinTypeError
 from torch_join.integration import steps_of
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from accelerate_join import _compat_transformers as _compat
 from accelerate_join._compat import has_prepared
-from accelerate_join.transformers import _compat
 from accelerate_join.transformers._loader import EvenedLoader, length_of
 from accelerate_join.transformers._run import Run, check_supported, have_wrapped
 from torch_join import JoinTypeError, UnsupportedError, Weighting

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from accelerate.data_loader import SkipBatchSampler
 from accelerate.utils import send_to_device
 
+from accelerate_join import _compat_transformers as _compat
 from accelerate_join._compat import without_none
-from accelerate_join.transformers import _compat
 from accelerate_join.transformers._loader import EvenedLoader, without_rows
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import Channel, Count, Reader, ReadStep, Rebalancer, Rebalancing, early_termination

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate_join import _compat_transformers as _compat
 from accelerate_join import _prepared
 from accelerate_join._active import ActiveOperations
 from accelerate_join._compat import forget_prepared, gather
-from accelerate_join.transformers import _compat
 from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader, Said
 from accelerate_join.transformers._monitor import JoinMonitor
@@ -24,7 +24,7 @@ from torch_join.integration import (
     Lockstep,
     LockstepJoin,
     ModelShadow,
-    Part,
+    Participant,
     ReadStep,
     Rebalancing,
     StepDriver,
@@ -76,7 +76,7 @@ def have_wrapped(trainer: Any) -> None:
     forget_prepared(trainer.model)
 
 
-class StepOperations(ActiveOperations, Part):
+class StepOperations(ActiveOperations, Participant):
     """Accelerate's operations in a trainer: of the ranks that have a batch in a step, and of all between steps."""
 
     driver: StepDriver

@@ -13,8 +13,8 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_join import _compat_fabric as _compat
 from lightning_join._collectives import active_places, is_mean
-from lightning_join._fabric import compat as _compat
 from lightning_join._fabric.operations import Operations
 from lightning_join._reading.samplers import mark_injected, without_padding
 from torch_join import Join, JoinError, UnsupportedError, Weighting
@@ -218,7 +218,7 @@ class Joins:
         for batch in driver.go_through(loader, _AheadReader):
             yield batch
             if self._inner:
-                with telling_failures(driver.server.channel):
+                with telling_failures(driver.tail_log.channel):
                     raise JoinError(
                         "A loop over a dataloader of Fabric's asked for its next batch while another one, which was"
                         f" begun inside it, has not ended. If these are two loaders of one loop, go {_BATCHES}. If an"
@@ -227,7 +227,7 @@ class Joins:
 
     def _nested(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
         """Go through a loader within a loop of another, as in a validation each few steps: no rank has joined yet."""
-        channel = driver.server.channel
+        channel = driver.tail_log.channel
         with telling_failures(channel):
             self._check_nested(driver)
             length = len(loader) if is_length_certain(loader) else None  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ class Joins:
     @contextmanager
     def _apart(self, driver: LoopDriver) -> Iterator[None]:
         """Put around a loop in which ranks may have different numbers of batches, and none serves another."""
-        models: list[Any] = [part.modules[0] for part in driver.server.models()]
+        models: list[Any] = [participant.modules[0] for participant in driver.tail_log.models()]
         within = "a loop over a dataloader of Fabric's, inside another one, of which ranks may have different numbers"
         with ExitStack() as stack:
             for model in models:
@@ -271,7 +271,7 @@ class Joins:
     def _check_outside(self, what: str) -> None:
         own_loops.finish(self)
         if self._driver is not None:
-            with telling_failures(self._driver.server.channel):
+            with telling_failures(self._driver.tail_log.channel):
                 raise JoinError(
                     f"{what} inside of a loop over a dataloader of Fabric's, which cannot serve it any more. Do this"
                     " before. A loop whose iterator is held in a variable has not ended: `del` it."
@@ -286,19 +286,19 @@ class Joins:
         """
         own_loops.finish(self)
         found = self._operations
-        return found if found is not None and found.server.meet() else None
+        return found if found is not None and found.tail_log.meet() else None
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
         """See `ActiveCollectives`, and `find_tail`."""
         if self._within is not None and self._driver is not None:
-            with telling_failures(self._driver.server.channel):
+            with telling_failures(self._driver.tail_log.channel):
                 raise JoinError(f"Ranks did something together in {self._within} of batches. Do this after that loop.")
         return None if self.find_tail() is None else self.active_ranks
 
     @property
     def meets_over(self) -> Channel | None:
         """Where the ranks can meet; `None` outside of a loop."""
-        return None if self._driver is None else self._driver.server.channel
+        return None if self._driver is None else self._driver.tail_log.channel
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         ranks = self.find_step_ranks()
@@ -329,7 +329,7 @@ class Joins:
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         if (tail := self.find_tail()) is not None:
-            with telling_failures(tail.server.channel):
+            with telling_failures(tail.tail_log.channel):
                 raise UnsupportedError(
                     "fabric.load in a step that some rank does not have: only some ranks would load. Load before the"
                     " loop, or after it."

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 
-from lightning_join._fabric import compat as _compat
+from lightning_join import _compat_fabric as _compat
 from lightning_join._fabric.joins import Joins
 from lightning_join._fabric.operations import Operations
 from torch_join import UnsupportedError
@@ -60,7 +60,7 @@ def _zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    if tail.driver.find_stand_in():
+    if tail.driver.find_acting_main():
         print(*args, **kwargs)
     else:
         own(fabric, *args, **kwargs)
@@ -75,7 +75,7 @@ def _log_dict(
 
 
 def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    with _compat.acting_for_main() if tail.driver.find_stand_in() else nullcontext():
+    with _compat.acting_for_main() if tail.driver.find_acting_main() else nullcontext():
         own(fabric, *args, **kwargs)
 
 

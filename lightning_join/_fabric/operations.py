@@ -7,9 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from lightning_join._fabric.compat import convert_state
+from lightning_join._compat_fabric import convert_state
 from torch_join import UnsupportedError
-from torch_join.integration import LoopDriver, Part, closed, is_closed, is_engine, is_sharded_model
+from torch_join.integration import LoopDriver, Participant, closed, is_closed, is_engine, is_sharded_model
 
 _LOG, _SAVE = "log", "save"
 
@@ -21,7 +21,7 @@ class Taking(NamedTuple):
     place: int
 
 
-class Operations(Part):
+class Operations(Participant):
     """What rank 0 does for all: saving and logging, on an active rank and on one that has joined.
 
     Args:
@@ -38,7 +38,7 @@ class Operations(Part):
     def __init__(self, strategy: Any, driver: LoopDriver, index: int) -> None:
         super().__init__(driver, index)
         self._strategy = strategy
-        driver.server.hears_asides = True
+        driver.tail_log.hears_asides = True
 
     def holds_parts(self, state: dict[str, Any]) -> bool:
         """Whether each rank holds a part of what is saved."""
@@ -52,7 +52,7 @@ class Operations(Part):
     def log(self, metrics: dict[str, Any], step: int | None) -> None:
         """Have rank 0, which has joined, log the lowest active rank's values; other ranks may call this or not."""
         if is_closed((metrics, step)):
-            self.driver.server.announce_aside(self.index, _LOG, (metrics, step))
+            self.driver.tail_log.announce_aside(self.index, _LOG, (metrics, step))
         else:
             self.announce_open(_LOG, (metrics, step))
 
@@ -75,14 +75,16 @@ class Operations(Part):
         sent = {key: Taking(places[id(value)]) for key, value in state.items() if key not in whole}
         sent |= convert_state(self._strategy, whole, only or {})
         sent = {key: sent[key] for key in state if key in sent}
-        with self.driver.server.together(partial(self.announce_open, _SAVE, (str(Path(path)), sent, storage_options))):
+        with self.driver.tail_log.together(
+            partial(self.announce_open, _SAVE, (str(Path(path)), sent, storage_options))
+        ):
             self._save(path, sent, storage_options)
 
-    def answer(self, kind: str, payload: Any) -> None:
+    def mirror(self, kind: str, payload: Any) -> None:
         if kind == _LOG:
             self._strategy.log_own(*payload)
             return
-        with self.driver.server.together():
+        with self.driver.tail_log.together():
             self._save(*payload)
 
     def _save(self, path: Any, sent: dict[str, Any], storage_options: Any) -> None:

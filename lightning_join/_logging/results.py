@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_join._compat import ResultCollection, ResultMetric
 from lightning_join._logging.step_values import Logged, is_synced
-from lightning_join._protocol import JoiningStrategy
+from lightning_join._strategy_protocol import JoiningStrategy
 from torch_join import UnsupportedError
 from torch_join.integration import Channel, name_ranks
 

@@ -15,9 +15,9 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_join._compat import Metadata, ResultCollection, ResultMetric, Sync, default_dtype, mark_updated
-from lightning_join._protocol import JoiningStrategy
+from lightning_join._strategy_protocol import JoiningStrategy
 from torch_join import UnsupportedError
-from torch_join.integration import Driver, Lockstep, Part, closed
+from torch_join.integration import Driver, Lockstep, Participant, closed
 
 
 def is_synced(sync: Sync) -> bool:
@@ -96,7 +96,7 @@ def _find_metric(meta: Metadata, module: Any) -> Any:
         ) from None
 
 
-class StepValues(Part):
+class StepValues(Participant):
     """Reduces step values over the active ranks, and hands the results to joined ones.
 
     Args:
@@ -111,24 +111,24 @@ class StepValues(Part):
 
     def around_update(self, key: str, item: ResultMetric, value: Any) -> AbstractContextManager[None]:
         """Put around the update of `item` with `value`, on an active rank."""
-        is_seen = item.meta.on_step and not self.server.is_quiet()
+        is_seen = item.meta.on_step and not self.tail_log.is_quiet()
         return self._around_update(key, item, value) if is_seen else nullcontext()
 
     @contextmanager
     def _around_update(self, key: str, item: ResultMetric, value: Any) -> Iterator[None]:
         if item.is_tensor and is_synced(item.meta.sync):  # the update reduces it
-            if self.server.announces:
+            if self.tail_log.announces:
                 self.announce("log", Logged.of(key, item, value))
-            with self.server.own_collectives():
+            with self.tail_log.own_collectives():
                 yield
             return
         yield
         # It is reduced already.
-        if not item.is_tensor and syncs_in_forward(value) and self.server.announces:
+        if not item.is_tensor and syncs_in_forward(value) and self.tail_log.announces:
             step_value = move_data_to_device(item._forward_cache, torch.device("cpu"))
             self.announce_open("metric", (Logged.of(key, item, None), step_value))
 
-    def answer(self, kind: str, payload: Any) -> None:
+    def mirror(self, kind: str, payload: Any) -> None:
         trainer: Any = cast(Any, self._strategy.lightning_module).trainer
         if kind == "metric":
             logged, value = payload

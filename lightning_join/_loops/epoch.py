@@ -15,12 +15,12 @@ from lightning_join._compat import TrainingEpochLoop, call
 from lightning_join._logging.results import check_monitored
 from lightning_join._logging.step_values import HookLogging, drop_own_step_values
 from lightning_join._loops.fit import JoinFitLoop
+from lightning_join._loops.placeholder import Placeholder, State
 from lightning_join._loops.progress import JoinBatchProgress
-from lightning_join._loops.stand_in import StandIn, State
 from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration, has_transfer_hooks
-from lightning_join._protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
+from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.learning_rates import check_plateaus, check_rates, learning_rates
 from torch_join import UnsupportedError
 
@@ -35,7 +35,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
     """
 
     reads = "[_TrainingEpochLoop].train_dataloader_next"
-    _stand_in: StandIn
+    _placeholder: Placeholder
     _lacks_values = False  # some rank's first batch hooks run before it has logged anything
     _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
     _made_step = True
@@ -56,7 +56,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
 
     def begin_fit(self) -> None:
         """Begin a fit in which this rank has not had a batch yet."""
-        self._stand_in = StandIn()
+        self._placeholder = Placeholder()
 
     @property
     def done(self) -> bool:
@@ -84,8 +84,8 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         self._fit_loop.start_reading(data_fetcher)
         end = data_fetcher.fill()
         requests = self._fit_loop.requests
-        self._stand_in.begin_epoch()
-        had_batch = self._stand_in.state is not State.MISSING
+        self._placeholder.begin_epoch()
+        had_batch = self._placeholder.state is not State.MISSING
         mine = (data_fetcher.said, had_batch, data_fetcher.claimed, end, requests, learning_rates(trainer))
         data_fetcher.claimed = None
         self._has_transfer_hooks = has_transfer_hooks(trainer)
@@ -120,7 +120,12 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
             return
         count = join.driver.members.count
         if not was_even:
-            options = {"taken": data_fetcher.taken, "most_gifts": most, "count": count, "leaves": data_fetcher.left}
+            options = {
+                "taken": data_fetcher.taken,
+                "max_sent_per_step": most,
+                "count": count,
+                "leaves": data_fetcher.left,
+            }
             options["is_certain"] = data_fetcher.is_certain
             # What has been read ahead tells more than was known then; the steps are to be those that were planned.
             join.rebalance(rebalancing, data_fetcher, None if was_unknown else data_fetcher.remaining, **options)
@@ -182,9 +187,9 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
             else:
                 output = self.manual_optimization.run(kwargs)
         if join.joined:
-            output = self._stand_in.output or output
+            output = self._placeholder.output or output
         elif not self._has_next(data_fetcher):
-            self._stand_in.keep(batch, output)
+            self._placeholder.keep(batch, output)
 
         self.batch_progress.is_last_batch = join.is_last_step  # for checkpoints from here on
         self.batch_progress.increment_processed()
@@ -220,7 +225,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         """Say all that may end the epoch or the fit, and go on to the next step; hear it of the others now or later."""
         trainer: Any = self.trainer
         join = join_of(trainer)
-        self._hear()
+        self._hear_others()
         waits = self._needs_all(data_fetcher)
         if not waits:
             join.channel.defer_reads()  # until the next forward
@@ -231,10 +236,10 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         if data_fetcher.claimed is not None:
             notice["claimed"], notice["end"] = data_fetcher.claimed, data_fetcher.fetched
             data_fetcher.claimed = None  # it is said once
-        self._is_late = not join.say(end, self._next_count(data_fetcher), notice or None, waits)
+        self._is_late = not join.arrive(end, self._next_count(data_fetcher), notice or None, waits)
         self._is_unheard = True
         if notice or not self._is_late:
-            self._hear()
+            self._hear_others()
 
     def _needs_all(self, data_fetcher: ReadAheadFetcher) -> bool:
         """Whether all ranks do something together before the next step's batch is trained on, or there may be none."""
@@ -242,13 +247,13 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         # Once all have agreed to stop they keep to that, or take it back, together.
         return may_end or self._fit_loop.agreed_stop or self._should_check_val_fx(data_fetcher)
 
-    def _hear(self) -> None:
+    def _hear_others(self) -> None:
         """Take what the ranks have said when they came to this step, unless this one has."""
         self._validation_due = False
         if not self._is_unheard:
             return
         self._is_unheard = False
-        notices = join_of(self.trainer).hear()
+        notices = join_of(self.trainer).meet()
         self._validation_due = "validate" in self._fit_loop.apply_requests(notices, not self._is_late)
         self._asks_to_validate = not self._validation_due and any("validate" in each for each in notices.values())
         for rank, each in notices.items():
@@ -317,12 +322,12 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         if join.plan is not None:
             data_fetcher.begin_step()
         if join.joined:
-            if self._stand_in.use():
+            if self._placeholder.use():
                 drop_own_step_values(self._results)
             if self._has_transfer_hooks:
                 join.driver.follow(join.active_ranks)
-            return self._stand_in.batch
-        self._stand_in.let_go()
+            return self._placeholder.batch
+        self._placeholder.let_go()
         # A step of its own: these hooks run where there is a batch only, and may issue collectives.
         with join.driver.step(join.active_ranks) if self._has_transfer_hooks else nullcontext():
             batch = data_fetcher.take() if join.plan is None else join.plan.take()
@@ -339,8 +344,8 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         source = join_of(self.trainer).active_ranks[0]
         mine = move_data_to_device(batch, "cpu") if self.trainer.global_rank == source else None
         shared = strategy.broadcast(mine, source)
-        if self._stand_in.state is State.MISSING:
-            self._stand_in.use_shared(batch := move_data_to_device(shared, strategy.root_device))
+        if self._placeholder.state is State.MISSING:
+            self._placeholder.use_shared(batch := move_data_to_device(shared, strategy.root_device))
         return batch
 
     def _leave_if_told(self, response: Any, data_fetcher: ReadAheadFetcher, batch: Any, batch_idx: int) -> None:
@@ -352,7 +357,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
             self._fit_loop.set_steps(join.plan.steps)  # fewer ranks may need more
         if leaves:
             data_fetcher.drop()
-            self._stand_in.keep(batch, None)
+            self._placeholder.keep(batch, None)
         if ranks and join.active_ranks:
             lost = join.plan.lost if join.plan is not None else 0
             rank_zero_warn(

@@ -15,11 +15,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_join._compat import EvaluationLoop, call, no_grad_context
 from lightning_join._logging.results import JoinResultCollection, check_monitored
 from lightning_join._logging.step_values import drop_own_step_values
-from lightning_join._loops.rounds import Rounds
+from lightning_join._loops.evaluation_rounds import Rounds
 from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
-from lightning_join._protocol import channel_of, metrics_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import read_as_planned
+from lightning_join._strategy_protocol import channel_of, metrics_of, strategy_of
 from torch_join.integration import setting
 
 

@@ -16,10 +16,10 @@ from lightning_join import _compat
 from lightning_join._compat import FitLoop, call
 from lightning_join._logging.results import JoinResultCollection, check_monitored
 from lightning_join._loops.resuming import KEY, check_world
-from lightning_join._protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import Place, ReadAheadFetcher
 from lightning_join._reading.stateful import epochs_of
+from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import check_unfrozen_parameters, take_unfrozen_parameters
 from torch_join import JoinError, JoinValueError, UnsupportedError
@@ -40,7 +40,7 @@ class JoinFitLoop(FitLoop):
     _steps: int | float = -1  # what follows from them, or from a plan
     _stateful = False  # whether some rank's dataloaders have a state
     _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch begins
-    _most_gifts: list[int] | None = None  # by rank, in the epoch that is resumed
+    _max_sent_per_step: list[int] | None = None  # by rank, in the epoch that is resumed
     _unsaid: Sequence[int] = ()  # ranks that could not say there how many batches they have
     _was_even = False  # whether there was nothing to rebalance in it
     _last_place: Place | None = None  # where this rank was when the fit ended
@@ -309,7 +309,7 @@ class JoinFitLoop(FitLoop):
         plan = join.plan if join is not None else None
         if plan is None:
             return {"even": rebalancing_of(self.trainer) is not None}
-        return {"most_gifts": plan.most_gifts, "unknown": plan.unknown_at(step)}
+        return {"max_sent_per_step": plan.max_sent_per_step, "unknown": plan.unknown_at(step)}
 
     def take_plan(self) -> tuple[int | None, bool, bool]:
         """Return what this rank said of the epoch that is resumed, once.
@@ -318,8 +318,8 @@ class JoinFitLoop(FitLoop):
             How many batches it may give away in a step, if it said so; whether it could not say how many it has left;
             whether all had as many, so that nothing is rebalanced in the epoch, even if that proves wrong.
         """
-        most, unknown, even, rank = self._most_gifts, self._unsaid, self._was_even, self.trainer.global_rank
-        self._most_gifts, self._unsaid, self._was_even = None, (), False
+        most, unknown, even, rank = self._max_sent_per_step, self._unsaid, self._was_even, self.trainer.global_rank
+        self._max_sent_per_step, self._unsaid, self._was_even = None, (), False
         return most[rank] if most is not None else None, rank in unknown, even
 
     def _place(self) -> Place | None:
@@ -358,18 +358,18 @@ class JoinFitLoop(FitLoop):
         if record is None:
             fetcher.start(self._as_lightning(states) if states and resumes else None)
             return
-        self._most_gifts, self._unsaid = (
-            (record.get("most_gifts"), record.get("unknown", ())) if resumes else (None, ())
+        self._max_sent_per_step, self._unsaid = (
+            (record.get("max_sent_per_step"), record.get("unknown", ())) if resumes else (None, ())
         )
         self._was_even = resumes and not record["over"] and record.get("even", False)
-        if self._most_gifts is not None and not record["over"] and rebalancing_of(trainer) is None:
+        if self._max_sent_per_step is not None and not record["over"] and rebalancing_of(trainer) is None:
             raise UnsupportedError(
                 "The checkpoint was written in the middle of an epoch in which batches were rebalanced, so the steps"
                 " that were made are not the batches that each rank has used. Resume with rebalance=True, or from a"
                 " checkpoint of an epoch's end."
             )
         if record["world_size"] != trainer.world_size:
-            self._most_gifts, self._unsaid, self._was_even = None, (), False
+            self._max_sent_per_step, self._unsaid, self._was_even = None, (), False
             self._start_in_another_world(fetcher, record, resumes)
             return
         place = record["places"].get(trainer.global_rank)

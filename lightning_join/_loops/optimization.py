@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_join._compat import AutomaticOptimization, BatchNorm, ClosureResult, ManualOptimization, call
 from lightning_join._loops.user_code import NoStopIteration, shadow_step
-from lightning_join._protocol import JoiningStrategy, join_of, strategy_of
+from lightning_join._strategy_protocol import JoiningStrategy, join_of, strategy_of
 
 
 class JoinAutomaticOptimization(AutomaticOptimization):

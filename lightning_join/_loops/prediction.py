@@ -7,11 +7,11 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_join._compat import PredictionLoop, no_grad_context
-from lightning_join._loops.rounds import Rounds
+from lightning_join._loops.evaluation_rounds import Rounds
 from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
-from lightning_join._protocol import channel_of, strategy_of
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import read_as_planned
+from lightning_join._strategy_protocol import channel_of, strategy_of
 from torch_join.integration import setting
 
 

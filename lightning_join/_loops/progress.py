@@ -23,7 +23,7 @@ class JoinBatchProgress(BatchProgress):
         if self._join is not None:
             join = self._join()
             known = vars(self)["is_last_batch"] if join is None else join.is_last_step
-            if join is not None and not join.has_heard:  # amid a wait
+            if join is not None and not join.has_met:  # amid a wait
                 return bool(known)
             self.is_last_batch = known
         return bool(vars(self)["is_last_batch"])

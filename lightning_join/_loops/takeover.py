@@ -19,7 +19,7 @@ from lightning_join._loops.optimization import JoinAutomaticOptimization, JoinMa
 from lightning_join._loops.prediction import JoinPredictionLoop
 from lightning_join._loops.progress import JoinBatchProgress
 from lightning_join._loops.signals import JoinSignalConnector
-from lightning_join._protocol import JoiningStrategy
+from lightning_join._strategy_protocol import JoiningStrategy
 from torch_join import UnsupportedError
 
 _CLASSES: dict[type, type] = {

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_join._protocol import strategy_of
+from lightning_join._strategy_protocol import strategy_of
 from torch_join import JoinError
 
 

@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_join import _compat
+from lightning_join._base_strategy import Joining
 from lightning_join._callback import JOINING, JoinCallback
-from lightning_join._joining import Joining
 from lightning_join._packages import check_trainer
 from torch_join import JoinTypeError, JoinValueError
 from torch_join.integration import Channel, EpochRecord, RankRecord
@@ -33,7 +33,7 @@ class JoinMonitor(Callback):
     ranks' seconds, from 0 to 1), `join/epoch_seconds`, and for each rank `join/batches_rank_0`,
     `join/shadow_steps_rank_0` and `join/active_seconds_rank_0` (until it joined). With more than 16
     ranks the last three are `join/batches_min`, `join/batches_mean`, `join/batches_max` and so on.
-    Where batches are rebalanced also `join/gifts`, `join/gift_bytes` and `join/steps_saved`, of all ranks.
+    Where batches are rebalanced also `join/donated`, `join/donated_bytes` and `join/steps_saved`, of all ranks.
 
     It warns, once a fit, when the skew is so large that resharding would pay more than joining. With
     n batches in all, W ranks with even shards need ceil(n / W) steps, and uneven ones as many as the
@@ -170,7 +170,7 @@ def _given(trainer: Any) -> tuple[int, int]:
     """Return how many batches this rank has given away in the epoch, and how many bytes in the fit."""
     strategy = trainer.strategy
     plan = strategy.join.plan if isinstance(strategy, Joining) and strategy.join is not None else None
-    return (plan.gifts, strategy.rebalancing.nbytes) if plan is not None else (0, 0)
+    return (plan.donated, strategy.rebalancing.nbytes) if plan is not None else (0, 0)
 
 
 def _check_plot(path: object) -> None:

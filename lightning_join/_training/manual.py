@@ -19,7 +19,7 @@ from torch_join.integration import (
     Changes,
     LockstepJoin,
     ModelShadow,
-    Part,
+    Participant,
     StepDriver,
     StepMirror,
     group_options,
@@ -28,7 +28,7 @@ from torch_join.integration import (
 )
 
 
-class ManualPart(Part):
+class ManualParticipant(Participant):
     """The training that `training_step` does by itself.
 
     Args:
@@ -75,10 +75,10 @@ class ManualPart(Part):
         self._let_buffers_sync()
         guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
         try:
-            if self.server.announces:
+            if self.tail_log.announces:
                 self._mirror.remember()
             yield
-            if self.server.announces:
+            if self.tail_log.announces:
                 self._send_changes()
                 states = [config.scheduler.state_dict() for config in self._strategy.lr_scheduler_configs]
                 self.announce_open("end", (states, [group_options(o) for o in self._strategy.optimizers]))
@@ -97,16 +97,16 @@ class ManualPart(Part):
         assert module is not None
         precision = strategy.precision_plugin
         synced = self._ddp.require_backward_grad_sync
-        is_nothing = synced and self.server.channel.world_size > 1 and not self._shadow.is_reached_by(loss)
+        is_nothing = synced and self.tail_log.channel.world_size > 1 and not self._shadow.is_reached_by(loss)
         if is_nothing:  # DDP would hear of no gradient, and the others wait
             loss = loss + self._shadow.no_loss_output()
-        if self.server.announces:
+        if self.tail_log.announces:
             self._send_changes(with_parameters=False)
             self.announce("backward", synced)
         if not self.members.serves and self._lockstep.loss_factor != 1.0:
             loss = loss * self._lockstep.loss_factor
         # Joined ranks run the hooks themselves. What is in the graph is seen.
-        with self._driver.server.on_all_ranks():
+        with self._driver.tail_log.on_all_ranks():
             strategy.pre_backward(loss)
             loss = precision.pre_backward(loss, module)
         self._in_backward = True
@@ -117,12 +117,12 @@ class ManualPart(Part):
                 precision.backward(loss, module, None, *args, **kwargs)
         finally:
             self._in_backward = False
-        with self._driver.server.on_all_ranks():
+        with self._driver.tail_log.on_all_ranks():
             loss = precision.post_backward(loss, module)
             strategy.post_backward(loss)
-        self._shadow.first.settle()
+        self._shadow.first.finish_watching()
         self._lockstep.check_reduced()
-        if self.server.announces:
+        if self.tail_log.announces:
             self._mirror.after_backward(synced)
         else:
             self._mirror.before_tail(synced)
@@ -147,20 +147,20 @@ class ManualPart(Part):
         def closure_and_announce() -> Any:
             nonlocal calls
             calls += 1
-            if calls > 1 and self.server.channel.world_size > 1:
+            if calls > 1 and self.tail_log.channel.world_size > 1:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} evaluates its closure more than once, which a rank without a batch"
                     " cannot follow. Use an optimizer that takes one gradient per step."
                 )
             result = closure()
-            if self.server.announces:
+            if self.tail_log.announces:
                 self._mirror.check_averaged([p for group in optimizer.param_groups for p in group["params"]])
                 self._send_changes()
                 self.announce_open(
                     "step", (self._strategy.optimizers.index(optimizer), group_options(optimizer), options)
                 )
             # From here on joined ranks do the same.
-            rest.enter_context(self._driver.server.on_all_ranks())
+            rest.enter_context(self._driver.tail_log.on_all_ranks())
             return result
 
         try:
@@ -168,10 +168,10 @@ class ManualPart(Part):
                 yield closure_and_announce
         finally:
             self._stepping = before
-        if self.server.announces:
+        if self.tail_log.announces:
             self._mirror.remember()
 
-    def answer(self, kind: str, payload: Any) -> None:
+    def mirror(self, kind: str, payload: Any) -> None:
         strategy = self._strategy
         if kind == "changes":
             self._mirror.take(payload, self.members.leader)
@@ -193,7 +193,7 @@ class ManualPart(Part):
         changes = self._mirror.changes(with_parameters)
         if changes:
             self.announce("changes", changes)
-            with self.server.own_collectives():
+            with self.tail_log.own_collectives():
                 self._mirror.take(changes, self.members.leader)
 
     def _let_buffers_sync(self) -> None:
@@ -202,7 +202,7 @@ class ManualPart(Part):
         self._ddp.require_forward_param_sync = True
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._stepping and self.server.channel.world_size > 1:
+        if not self._stepping and self.tail_log.channel.world_size > 1:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step() was called past Lightning in `training_step`, so ranks without a"
                 " batch would not step theirs. Return the optimizer from `configure_optimizers` and step what"

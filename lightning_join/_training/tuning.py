@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_join._compat import LRCallback
-from lightning_join._protocol import join_of
+from lightning_join._strategy_protocol import join_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -1,6 +1,6 @@
 """Parameters that are unfrozen between epochs."""
 
-from lightning_join._protocol import JoiningStrategy
+from lightning_join._strategy_protocol import JoiningStrategy
 from torch_join import UnsupportedError
 from torch_join.integration import Lockstep
 

@@ -14,7 +14,7 @@ from torch_join._control._links.layout import Layout
 from torch_join._control._links.node import Node
 from torch_join._control._links.tree import Tree
 from torch_join._control.channel import Channel
-from torch_join._tail.server import Server
+from torch_join._tail.tail_log import TailLog
 
 
 def trees(world_size: int) -> list[Tree]:
@@ -55,12 +55,12 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
     return outcomes
 
 
-def server_over(channel: Channel) -> Server:
+def server_over(channel: Channel) -> TailLog:
     """Return what serves a tail on this rank."""
     members = Membership(None, "world")
     members.rank, members.world_size = channel.rank, channel.world_size
     members.global_ranks = [*channel.global_ranks]
     members.reset()
-    server = Server(members)
-    server.open(channel)
-    return server
+    tail_log = TailLog(members)
+    tail_log.open(channel)
+    return tail_log

@@ -30,7 +30,7 @@ from tests.support.run import difference, reference
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinableOptimizer
 from torch_join._base.specs import TensorSpec
-from torch_join._collectives.compat import finished_work
+from torch_join._compat.operators import finished_work
 from torch_join._handover import objects, transfer
 from torch_join.integration import ModelShadow
 

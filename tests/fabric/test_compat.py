@@ -5,7 +5,7 @@ import inspect
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from lightning_join._fabric import compat
+from lightning_join import _compat_fabric as compat
 
 
 def test_names() -> None:

@@ -29,7 +29,7 @@ PUBLIC = {
     """,
     torch_join.integration: """
         Begin Changes Channel Count Driver EpochRecord JoinOptions Lockstep LockstepJoin LoopDriver MeetingPoint
-        ModelShadow ModuleMetrics Options Part RankRecord ReadStep Reader Rebalancer Rebalancing RefillGuard
+        ModelShadow ModuleMetrics Options Participant RankRecord ReadStep Reader Rebalancer Rebalancing RefillGuard
         StepDriver StepMirror check_names closed draws_exactly driver_of early_termination engine_lockstep_join
         factor_of_count follow_engine follow_sharded_model group_options holds_parts in_backward is_closed
         is_communication_error is_engine is_length_certain is_sharded_model join_rows join_with leads_to listed

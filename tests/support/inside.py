@@ -23,14 +23,14 @@ from torch.nn.utils import clip_grad
 
 from tests.emulator import place
 from torch_join import integration, own_loops
-from torch_join._base import compat_groups as _compat_groups
-from torch_join._base import compat_metrics as _compat_metrics
 from torch_join._base.devices import use_device
 from torch_join._collectives import call as _call
 from torch_join._collectives.tap import CollectiveTap
+from torch_join._compat import groups as _compat_groups
+from torch_join._compat import metrics as _compat_metrics
 from torch_join._control import channel as _channel
 from torch_join._control import codec as _codec
-from torch_join._control import quiesce as _quiesce
+from torch_join._control import exit_guard as _drain_gloo
 from torch_join._control import rendezvous as _rendezvous
 from torch_join._control._links import handshake as _handshake
 from torch_join._control._links import layout as _layout
@@ -38,7 +38,7 @@ from torch_join._control._links import links as _links
 from torch_join._control._links import node as _node
 from torch_join._control._links import tree as _tree
 from torch_join._control._links import wiring as _wiring
-from torch_join._control._links.stream import Stream
+from torch_join._control._links.stream import ChannelState
 from torch_join._control._links.tree import Tree
 from torch_join._control.channel import Channel
 from torch_join._handover import digest as _digest
@@ -46,13 +46,13 @@ from torch_join._handover import optimizers as _optimizers
 from torch_join._handover import replicas as _replicas
 from torch_join._handover import transfer as _transfer
 from torch_join._handover.state import Capture
-from torch_join._schedule import exchange as _exchange
+from torch_join._participants.ddp_model import ModelParticipant
+from torch_join._participants.hook import Hook
+from torch_join._schedule import batch_exchange as _exchange
 from torch_join._schedule import rebalancing as _rebalancing
 from torch_join._schedule.packing import Skeleton, pack, unpack
 from torch_join._schedule.plan import Plan
 from torch_join._tail import nesting as _nesting
-from torch_join.joinables.hook import Hook
-from torch_join.joinables.model import ModelPart
 
 Where = _handshake.Where
 
@@ -69,7 +69,7 @@ entered_joins = _nesting._entered
 TILES_PLACE = (_digest, "_tiles")
 PLACES_PLACE = (_optimizers, "_places")
 SET_TRAINING_PLACE = (_replicas, "_set_training")
-QUIESCE_PLACE = (_quiesce, "_quiesce")
+QUIESCE_PLACE = (_drain_gloo, "_drain_gloo")
 
 
 def transfer_sizes(bucket: int = _transfer.BUCKET_BYTES, large: int = LARGE) -> AbstractContextManager[Any]:
@@ -110,7 +110,7 @@ def seen_plans() -> Iterator[list[int]]:
 def planned_rows(
     lengths: Sequence[int],
     said: Sequence[int | None] | None = None,
-    most_gifts: Sequence[int] | None = None,
+    max_sent_per_step: Sequence[int] | None = None,
     leaves: tuple[int, int] | None = None,
 ) -> list[dict[int, tuple[int, int]]]:
     """By step and rank that trains: whose batch, and which of its.
@@ -118,7 +118,7 @@ def planned_rows(
     `said` are the lengths that ranks know at the begin, which may turn out shorter; by default all of them. The rank
     and the step of `leaves` are where one leaves the epoch, when the step after that is planned already.
     """
-    plan, at, rows = Plan(said or lengths, most_gifts or [len(lengths)] * len(lengths)), [0] * len(lengths), []
+    plan, at, rows = Plan(said or lengths, max_sent_per_step or [len(lengths)] * len(lengths)), [0] * len(lengths), []
     while True:
         if leaves is not None and len(rows) == leaves[1] + 2:
             gone = leaves[0]
@@ -151,37 +151,37 @@ class Gifts:
 
     def __init__(self, receive: Callable[..., Any], seconds: float) -> None:
         self._receive, self._seconds = receive, seconds
-        self._gifts: list[list[weakref.ref[torch.UntypedStorage]]] = []
+        self._donated: list[list[weakref.ref[torch.UntypedStorage]]] = []
         self.most_alive = 0
 
     def __call__(self, *args: Any) -> Any:
         time.sleep(self._seconds)
         skeleton, contents = self._receive(*args)
-        self._gifts.append([weakref.ref(content.untyped_storage()) for content in contents])
+        self._donated.append([weakref.ref(content.untyped_storage()) for content in contents])
         self.most_alive = max(self.most_alive, self.alive)
         return skeleton, contents
 
     @property
     def count(self) -> int:
-        return len(self._gifts)
+        return len(self._donated)
 
     @property
     def alive(self) -> int:
         """Of how many gifts there are bytes in memory."""
-        return sum(any(ref() is not None for ref in gift) for gift in self._gifts)
+        return sum(any(ref() is not None for ref in donated) for donated in self._donated)
 
 
 @contextmanager
 def counted_gifts(seconds: float = 0.0) -> Iterator[Gifts]:
     """Count what this rank is given, each of which it begins to receive some seconds later than it could."""
-    gifts = Gifts(_exchange._receive_batch, seconds)
-    with mock.patch.object(_exchange, "_receive_batch", gifts):
-        yield gifts
+    donated = Gifts(_exchange._receive_batch, seconds)
+    with mock.patch.object(_exchange, "_receive_batch", donated):
+        yield donated
 
 
 def gives_at_most(number: int) -> AbstractContextManager[Any]:
     """Have this rank give away as many batches in one step, whatever their size."""
-    return mock.patch.object(_rebalancing, "most_gifts_of", lambda source: number if source.read(1) else 0)
+    return mock.patch.object(_rebalancing, "max_sent_per_step_of", lambda source: number if source.read(1) else 0)
 
 
 def gifts_of_one_step(nbytes: int) -> AbstractContextManager[Any]:
@@ -209,7 +209,7 @@ def checksum(objects: Sequence[Any]) -> int:
 def keys_of(channel: Channel) -> int:
     """How much of what was said in a channel this rank holds, besides what it keeps for others."""
     stream = channel._stream
-    return sum(map(len, (stream.values, stream.numbers, stream.arrivals, stream.beats, stream.answers)))
+    return sum(map(len, (stream.values, stream.numbers, stream.arrivals, stream.barriers, stream.answers)))
 
 
 def shared_tensor(group: Any, tensor: Tensor, look: Callable[[], None]) -> Tensor:
@@ -357,7 +357,7 @@ class Nodes:
             self.stream(rank).place = lambda rank=rank: lambda: str(rank).encode()  # type: ignore[misc]
 
     def stream(self, rank: int) -> Any:
-        return self.all[rank].streams.setdefault(0, Stream())
+        return self.all[rank].streams.setdefault(0, ChannelState())
 
     def _send(self, source: int, peers: Iterable[int], kind: int, stream: int, payload: bytes) -> None:
         for peer in peers:
@@ -375,11 +375,11 @@ class Nodes:
     def meet(self, rank: int, gather: int) -> Callable[[], bool]:
         """Have a rank come to a gather; return what says whether all have."""
         self.all[rank].arrive(0, _node.GATHERS | gather, 1, 0, 0, b"")
-        return lambda: (_node.GATHERS | gather, 0) in self.stream(rank).beats
+        return lambda: (_node.GATHERS | gather, 0) in self.stream(rank).barriers
 
 
 def roll_calls_last(seconds: float) -> AbstractContextManager[Any]:
-    """For how long calls of the roll are one."""
+    """For how long health checks are one."""
     return mock.patch.object(_node, "_SAME_CALL_SECONDS", seconds)
 
 
@@ -413,7 +413,7 @@ def messages(channel: Any) -> list[int]:
 
 
 def channel_of(join: Any) -> Channel:
-    channel: Channel = join._driver.server.channel
+    channel: Channel = join._driver.tail_log.channel
     return channel
 
 
@@ -422,9 +422,9 @@ def leader_of(join: Any) -> int:
     return leader
 
 
-def answer(server: Any, kind: str, payload: Any) -> None:
+def mirror(tail_log: Any, kind: str, payload: Any) -> None:
     """Have a joined rank answer a record that is no part's."""
-    server._answer(-1, kind, payload)
+    tail_log._answer(-1, kind, payload)
 
 
 def given_objects(join: Any) -> list[Any]:
@@ -434,7 +434,7 @@ def given_objects(join: Any) -> list[Any]:
 
 def unwritten(join: Any) -> list[Any]:
     """What has been announced, and is not in the log yet."""
-    found: list[Any] = join._driver.server._said
+    found: list[Any] = join._driver.tail_log._said
     return found
 
 
@@ -475,7 +475,7 @@ def see(tap: CollectiveTap, operator: str, arguments: dict[str, Any]) -> Any:
 def gradient_hook(begin: Callable[[], float]) -> Callable[[tuple[Tensor, ...]], Any]:
     """Return a model's hook on gradients, where `begin` finds the factor when a backward begins."""
 
-    class Part(ModelPart):
+    class Participant(ModelParticipant):
         def __init__(self) -> None:
             self._task, self._factor, self._beginning = -1, 1.0, threading.Lock()
             self._pieces = mock.Mock()
@@ -483,7 +483,7 @@ def gradient_hook(begin: Callable[[], float]) -> Callable[[tuple[Tensor, ...]], 
         def _begin_backward(self) -> None:
             self._factor = begin()
 
-    return partial(Part()._before_gradient, 0)
+    return partial(Participant()._before_gradient, 0)
 
 
 # ---------------------------------------------------------------- a sharded model
@@ -538,7 +538,7 @@ def awake_longer(factor: int) -> AbstractContextManager[Any]:
 
 def lacking_of_engine(engine: Any) -> list[str]:
     """Return what the objects of a DeepSpeed engine lack of what is relied on, by what has it."""
-    from torch_join.joinables._deepspeed import compat
+    from torch_join._compat import deepspeed as compat
 
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     needed: list[tuple[Any, Sequence[str]]] = [

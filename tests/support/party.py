@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.support.collectives import Case
-from torch_join._base import compat as _compat
 from torch_join._collectives.neutral import mirror
 from torch_join._collectives.tap import Call, CollectiveTap
+from torch_join._compat import ddp as _compat
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ class Recipe(Run):
     framework: dict[str, Any] = field(default_factory=dict)  # what else Lightning or Accelerate is to do
 
     @property
-    def team(self) -> int:
+    def peers(self) -> int:
         """How many ranks compute each batch together."""
         return int(self.options.get("tensor", 1))
 

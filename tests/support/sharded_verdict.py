@@ -37,7 +37,7 @@ def verdict(workers: Workers, recipe: Recipe, train: Callable[..., Any], *args: 
     """Return "right", "refused: ...", or what is wrong."""
     if not fits_torch(recipe):
         return "refused: torch cannot do it"
-    ranks = recipe.world_size * recipe.team
+    ranks = recipe.world_size * recipe.peers
     try:
         outcomes = workers.outcomes(ranks, train, *args, deadline=DEADLINE, timeout=15.0)
     except DeadlineError as error:
@@ -52,7 +52,7 @@ def verdict(workers: Workers, recipe: Recipe, train: Callable[..., Any], *args: 
         f"{what} on rank {rank}, run {run}": value
         for rank, outcome in enumerate(outcomes)
         for run, found in enumerate(outcome.value)
-        for what, value in differences(found, rank // recipe.team, wanted[rank // recipe.team], recipe).items()
+        for what, value in differences(found, rank // recipe.peers, wanted[rank // recipe.peers], recipe).items()
         if not value <= recipe.tolerance
     }
     return f"wrong: {len(off)} things are off: {dict([*off.items()][:3])}" if off else "right"

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch_join._base.errors import UnsupportedError, name_ranks
 from torch_join._base.membership import Membership
 from torch_join._base.weighting import name_of
-from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.call import is_inexact, multiplied, tensors_in
+from torch_join._compat import operators as _compat_c10d
 
 EXCHANGES = ("all_to_all", "reduce_scatter")  # how the names of operations begin by which experts get tokens
 
@@ -20,7 +20,7 @@ class Backwards:
     """What a `CollectiveTap` tells of collectives in the backwards of a loop, and asks.
 
     Args:
-        server: The loop's `Server`.
+        tail_log: The loop's `TailLog`.
         members: Who is active.
         check: Called with each first; see `before_collective`.
 
@@ -31,8 +31,8 @@ class Backwards:
         replicas: Whether all ranks hold the same of what DistributedDataParallel ignores.
     """
 
-    def __init__(self, server: Any, members: Membership, check: Callable[[list[int], bool], None]) -> None:
-        self._server: Any = weakref.proxy(server)  # a circle would keep what that refers to, after the loop
+    def __init__(self, tail_log: Any, members: Membership, check: Callable[[list[int], bool], None]) -> None:
+        self._tail_log: Any = weakref.proxy(tail_log)  # a circle would keep what that refers to, after the loop
         self._members = members
         self.check = check
         self.replicas = False
@@ -50,19 +50,19 @@ class Backwards:
             group: The global ranks of its process group.
             ddps: Whether it is DistributedDataParallel's.
         """
-        in_tail = self._server.meet()
+        in_tail = self._tail_log.meet()
         self.check(group, ddps)
         if not ddps and self._is_apart(group):
             return
         if in_tail:
-            for part in self._server.parts:
-                part.before_collective(ddps)
+            for participant in self._tail_log.participants:
+                participant.before_collective(ddps)
             if ddps:
-                self._server.tell()
+                self._tail_log.tell()
         if ddps or self.in_pieces:
             return
         self.before_differentiable(group)
-        if in_tail and not self.in_pieces and any(part.in_pieces for part in self._server.parts):
+        if in_tail and not self.in_pieces and any(participant.in_pieces for participant in self._tail_log.participants):
             raise late(f"A collective of ranks {group}, of which others may not know,")
 
     def before_differentiable(self, group: list[int]) -> None:
@@ -85,9 +85,11 @@ class Backwards:
         Raises:
             UnsupportedError: Ranks that have joined may own a part of a model.
         """
-        if not self._server.meet() or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
+        if not self._tail_log.meet() or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
             return
-        owned = [] if self.replicas else [name for part in self._server.parts for name in part.owned]
+        owned = (
+            [] if self.replicas else [name for participant in self._tail_log.participants for name in participant.owned]
+        )
         if owned:
             raise UnsupportedError(
                 f"{operation} of a model while {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'} joined, and"
@@ -105,7 +107,7 @@ class Backwards:
         """Whether these ranks' gradients (global ones, of a process group) are weighted where they reach parameters."""
         if self._members.count is None or self._members.serves or self._is_apart(group):
             return False
-        return any(part.is_model and part.in_pieces for part in self._server.parts)
+        return any(participant.is_model and participant.in_pieces for participant in self._tail_log.participants)
 
     @property
     def weighting(self) -> str:
@@ -119,7 +121,7 @@ class Backwards:
         Raises:
             UnsupportedError: That backward does not come to the parameters.
         """
-        if any(model.will_accumulate for model in self._server.models()):
+        if any(model.will_accumulate for model in self._tail_log.models()):
             return self._members.loss_factor
         raise UnsupportedError(
             "A collective in a backward that does not come to the model's parameters (torch.autograd.grad; gradients of"

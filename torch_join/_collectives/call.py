@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_join._collectives import compat as _compat_c10d
+from torch_join._compat import operators as _compat_c10d
 from torch_join._control.codec import brief, closed
 
 OBJECT_OPERATIONS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")

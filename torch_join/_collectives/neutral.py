@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_join._base.errors import JoinError
-from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.call import Call, TensorSpec
+from torch_join._compat import operators as _compat_c10d
 
 
 def _lowest(dtype: torch.dtype) -> float:

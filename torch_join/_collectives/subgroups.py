@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_join._base.errors import UnsupportedError
-from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.call import Call
 from torch_join._collectives.neutral import begin
+from torch_join._compat import operators as _compat_c10d
 from torch_join._control.channel import Channel
 
 _RECORD = tuple[int, Call]  # after how many of the common log it comes, and what

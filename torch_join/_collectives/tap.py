@@ -16,9 +16,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from torch_join._base import compat_c10d as _dispatch
 from torch_join._base.errors import JoinError, UnsupportedError
-from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.backwards import EXCHANGES, Backwards, check_weighted, issue_weighted
 from torch_join._collectives.call import (
     OBJECT_OPERATIONS,
@@ -29,6 +27,8 @@ from torch_join._collectives.call import (
     starts_objects,
     tensors_in,
 )
+from torch_join._compat import c10d as _dispatch
+from torch_join._compat import operators as _compat_c10d
 
 __all__ = ["Call", "CollectiveTap"]
 

@@ -19,7 +19,7 @@ from torch_join._control._links import node as _node
 from torch_join._control._links.stream import no_place
 from torch_join._control._links.tree import Tree
 from torch_join._control.peers import LEFT, MOST_TEXT, SILENT, Peers
-from torch_join._control.said import Beat, Health, Status, met_another_way, waited_in_vain
+from torch_join._control.reports import BarrierResult, Health, Status, met_another_way, waited_in_vain
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Channel:
     Attributes:
         rank, world_size: This rank, and how many there are.
         global_ranks: By rank, its number in the whole job, which errors say.
-        beat: A number that tells the last barrier that this rank has come to from all others.
+        barrier_number: A number that tells the last barrier that this rank has come to from all others.
         records: How many records of the log this rank has written, or would have, or followed.
         status: Returns what this rank adds to its answer where others ask who is there.
         explain: Returns what the answers of all, by global rank, tell of a failure.
@@ -65,7 +65,7 @@ class Channel:
         self.looks_every = _LOOKS_EVERY
         self.before_meeting: Callable[[], object] = lambda: None
         self._peers = Peers(self.rank, self.global_ranks, tree.node.processes)
-        self.beat, self._them = 0, 0  # and of whom that is
+        self.barrier_number, self._them = 0, 0  # and of whom that is
         self._gathers = self.records = self._asked = 0
         self._waits = False
         self._is_awake = False  # while it waits for what others wait for it to answer
@@ -78,7 +78,7 @@ class Channel:
 
     # ------------------------------------------------------------ meetings
 
-    def barrier(self, count: float = 0, notice: dict[str, Any] | None = None) -> Beat:
+    def barrier(self, count: float = 0, notice: dict[str, Any] | None = None) -> BarrierResult:
         """Meet all ranks: add up a number and share what some of them have to say; `arrive` and `wait` in one."""
         self.arrive(count, notice)
         return self.wait()
@@ -102,12 +102,12 @@ class Channel:
         some = ranks is not None and len(ranks) < self.world_size
         self._them = _bits(ranks or ()) if some else 0
         # Those of some ranks are counted from the last one of all: the others take no part in them.
-        self.beat = self.beat + 1 if some else (self.beat // _SOME + 1) * _SOME
+        self.barrier_number = self.barrier_number + 1 if some else (self.barrier_number // _SOME + 1) * _SOME
         said = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
         with self._links.lock:
-            self._node.arrive(self._number, self.beat, 1, _units(count) if count else 0, self._them, said)
+            self._node.arrive(self._number, self.barrier_number, 1, _units(count) if count else 0, self._them, said)
 
-    def wait(self) -> Beat:
+    def wait(self) -> BarrierResult:
         """Wait until all participants have come to the barrier that this rank has come to with `arrive`.
 
         Returns:
@@ -117,31 +117,31 @@ class Channel:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
         """
-        key, beats = (self.beat, self._them), self._stream.beats
-        if self._links.is_put_off and key not in beats:
+        key, barriers = (self.barrier_number, self._them), self._stream.barriers
+        if self._links.reads_deferred and key not in barriers:
             self.poll()
-        if key not in beats:
-            self._until(lambda: key in beats, later=self._tell_of_waiting)
+        if key not in barriers:
+            self._until(lambda: key in barriers, later=self._tell_of_waiting)
         else:
             self._links.resume()
-        total, notices = beats.pop(key)
+        total, notices = barriers.pop(key)
         lines = [self._decode("a notice", line, tuple[int, dict[str, Any]]) for line in notices.splitlines()]
-        return Beat(total / _UNIT, dict(sorted(lines, key=lambda notice: notice[0])))
+        return BarrierResult(total / _UNIT, dict(sorted(lines, key=lambda notice: notice[0])))
 
     def _tell_of_waiting(self) -> None:
         with self._links.lock:
-            self._node.come(self._number, self.beat, self._them)
+            self._node.come(self._number, self.barrier_number, self._them)
 
     def defer_reads(self) -> None:
         """Note that this rank calls `poll` in a moment, or waits: what comes need not be read before.
 
         Without it, another thread reads at once what comes, and takes the interpreter's lock for that.
         """
-        self._links.put_off()
+        self._links.defer_reads()
 
     def poll(self) -> None:
         """Read what has come since `defer_reads`, and pass it on; waits for nobody."""
-        if self._links.is_put_off:
+        if self._links.reads_deferred:
             self._links.read()
             if self._node.layout.children:  # a rank that passes messages on is ready for more
                 self._links.resume()
@@ -149,7 +149,7 @@ class Channel:
     def gather(
         self,
         value: T,
-        unless_beat: bool = False,
+        unless_barrier: bool = False,
         of: Any = Any,
         among: tuple[str, Sequence[int]] | None = None,
     ) -> list[T]:
@@ -157,12 +157,12 @@ class Channel:
 
         Args:
             value: What this rank has to say: numbers, strings, lists, tuples, dictionaries and the like.
-            unless_beat: Whether to raise, within a second, where another rank comes to the next barrier instead.
+            unless_barrier: Whether to raise, within a second, where another rank comes to the next barrier instead.
             of: The type that all values must be of.
             among: A name that is used once, and the ranks that meet; by default all do.
 
         Raises:
-            JoinError: See `unless_beat`. Or what was read is no message of a rank, or not of that type.
+            JoinError: See `unless_barrier`. Or what was read is no message of a rank, or not of that type.
             JoinTypeError: `value` is of no kind that goes over the channel.
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
@@ -173,7 +173,7 @@ class Channel:
         else:
             self.before_meeting()
             index, self._gathers = self._gathers, self._gathers + 1
-            values = self._gather(index, data, 0, self._check_nobody_waits_elsewhere if unless_beat else None)
+            values = self._gather(index, data, 0, self._check_nobody_waits_elsewhere if unless_barrier else None)
             self._pass_log()
         found: dict[bytes, T] = {}  # often all say the same
         for rank, said in sorted(values.items()):
@@ -182,16 +182,16 @@ class Channel:
         return [found[said] for _, said in sorted(values.items())]
 
     def _gather(self, name: int, data: bytes, them: int, later: Callable[[], None] | None = None) -> dict[int, bytes]:
-        key, beats = (_node.GATHERS | name, them), self._stream.beats
+        key, barriers = (_node.GATHERS | name, them), self._stream.barriers
         with self._links.lock:
             self._node.arrive(self._number, key[0], 1, 0, them, _node.VALUE.pack(self.rank, len(data)) + data)
-        self._until(lambda: key in beats, later=later)
-        _, said = beats.pop(key)
+        self._until(lambda: key in barriers, later=later)
+        _, said = barriers.pop(key)
         return _node.values_of(said)
 
     def _check_nobody_waits_elsewhere(self) -> None:
         # One that has met this one here says so later, when all have met.
-        if self._stream.came > self.beat:
+        if self._stream.came > self.barrier_number:
             raise met_another_way(self.global_ranks[self.rank])
 
     # ------------------------------------------------------------ the log, and what is posted
@@ -302,7 +302,7 @@ class Channel:
         """Return that sum, once, on the first of the ranks; `None` while it is not complete. Waits for nobody."""
         self._links.read()
         name = _node.SUMS | _node.number_of(key), 1 << min(ranks)
-        total, _ = self._stream.beats.pop(name, (None, b""))
+        total, _ = self._stream.barriers.pop(name, (None, b""))
         return total
 
     # ------------------------------------------------------------ failures

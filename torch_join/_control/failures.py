@@ -2,8 +2,8 @@
 
 from types import TracebackType
 
-from torch_join._base import compat as _compat
 from torch_join._base.errors import PeerFailedError, name_ranks, raise_any
+from torch_join._compat import ddp as _compat
 from torch_join._control.channel import Channel
 from torch_join._control.peers import SILENT
 

@@ -6,13 +6,13 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from torch_join._base import compat as _compat
 from torch_join._base.errors import UnsupportedError
+from torch_join._compat import ddp as _compat
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.wiring import wire
 from torch_join._control.channel import Channel
+from torch_join._control.exit_guard import drain_gloo_at_exit
 from torch_join._control.failures import telling_failures
-from torch_join._control.quiesce import quiesce_at_exit
 from torch_join._control.set_up import SetUp
 
 _trees: WeakKeyDictionary[dist.ProcessGroup, Tree] = WeakKeyDictionary()
@@ -36,7 +36,7 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = ti
         UnsupportedError: The ranks cannot be connected, or the job has no store.
     """
     if dist.is_initialized():
-        quiesce_at_exit()
+        drain_gloo_at_exit()
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return Channel()
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_join._base import compat as _compat
-from torch_join._base.compat_groups import is_gone
 from torch_join._base.errors import JoinTimeoutError, PeerFailedError, raise_any
+from torch_join._compat import ddp as _compat
+from torch_join._compat.groups import is_gone
 from torch_join._control import codec as _codec
-from torch_join._control.beside import beside
 from torch_join._control.peers import GONE, MOST_TEXT, Peers
+from torch_join._control.run_polling import run_polling
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class SetUp:
 
     def _request(self, act: Callable[[], T]) -> T:
         try:
-            return beside(act, self._look_at_peers)
+            return run_polling(act, self._look_at_peers)
         except dist.DistNetworkError as error:
             self._find_cause(error)
             raise PeerFailedError(STORE_GONE) from error

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base.errors import name_ranks
-from torch_join._base.tree import Keep, Nested, Pickled, Place, Slot
+from torch_join._base.pytree import Keep, Nested, Pickled, Place, Slot
 from torch_join._control.channel import Channel
 from torch_join._handover.buffers import UnsyncedBuffers
 from torch_join._handover.digest import checksums

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_join._base import compat as _compat
-from torch_join._base.compat_metrics import is_metric
 from torch_join._base.specs import TensorSpec, flaw
+from torch_join._compat import ddp as _compat
+from torch_join._compat import optimizer_state as _compat_state
+from torch_join._compat.metrics import is_metric
 from torch_join._control.channel import Channel
-from torch_join._handover import compat as _compat_state
 from torch_join._handover.digest import checksums
 from torch_join._handover.handover import hand_over
 

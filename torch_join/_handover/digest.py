@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_join._base.devices import read
+from torch_join._base.pytree import Keep, Nested, Pickled, Slot
 from torch_join._base.specs import flat_elements, raw_bytes
-from torch_join._base.tree import Keep, Nested, Pickled, Slot
 
 _WORD = 8  # bytes
 _TILE = 2**17  # words that are weighed one by one, as a core's cache holds; tiles have weights of their own

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_join._base.compat import is_shard
 from torch_join._base.specs import flaw
+from torch_join._compat.ddp import is_shard
 from torch_join._handover.optimizers import is_optimizer
 
 _FRAMES = 16  # whose variables are looked through

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from torch_join._base.errors import JoinError, JoinTypeError, JoinValueError
+from torch_join._base.pytree import Captured
 from torch_join._base.specs import TensorSpec
-from torch_join._base.tree import Captured
 from torch_join._control.channel import Channel
 from torch_join._control.codec import closed
 from torch_join._handover import objects as _objects

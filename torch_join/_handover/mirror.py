@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._base import compat as _compat
 from torch_join._base.devices import read
 from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._compat import ddp as _compat
 from torch_join._control.codec import closed
 from torch_join._handover.digest import unread_checksums
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_join._base.errors import JoinValueError
-from torch_join._base.tree import Captured, Place
-from torch_join._handover import compat as _compat_state
+from torch_join._base.pytree import Captured, Place
+from torch_join._compat import optimizer_state as _compat_state
 from torch_join._handover.state import Capture, Restore, has_state
 
 _CONTAINERS = ("state", "param_groups")

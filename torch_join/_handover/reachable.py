@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._base.compat_metrics import is_metric
 from torch_join._base.specs import flaw
-from torch_join._handover.compat import is_sharded
+from torch_join._compat.metrics import is_metric
+from torch_join._compat.optimizer_state import is_sharded
 from torch_join._handover.optimizers import is_optimizer, with_wrapped
 
 _PLAIN = (bool, int, float, complex, str, type(None))

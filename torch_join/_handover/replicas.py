@@ -14,10 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from torch_join._base import compat as _compat
 from torch_join._base.errors import JoinTypeError, JoinValueError
-from torch_join._base.tree import Captured
-from torch_join._handover import compat as _compat_state
+from torch_join._base.pytree import Captured
+from torch_join._compat import ddp as _compat
+from torch_join._compat import optimizer_state as _compat_state
 from torch_join._handover.optimizers import capture_optimizer, is_optimizer, restore_optimizer
 from torch_join._handover.state import MISSING, Capture, Restore, has_state
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torch_join._base.errors import JoinTypeError, JoinValueError
+from torch_join._base.pytree import Keep, Nested, Pickled, Place, Slot
 from torch_join._base.specs import TensorSpec, flaw
-from torch_join._base.tree import Keep, Nested, Pickled, Place, Slot
 
 MISSING: Any = object()
 # What a state may refer to without it being a part of the state: every rank keeps its own.

@@ -13,19 +13,19 @@ from torch.distributed.algorithms.join import Joinable
 from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinTypeError
 from torch_join._base.weighting import loss_factor
-from torch_join._control.said import Beat
+from torch_join._control.reports import BarrierResult
 from torch_join._handover.buffers import StepBuffers, Unsynced
-from torch_join._lockstep.driver import StepDriver
-from torch_join._schedule.attendance import ReadStep, ToldAttendance
+from torch_join._lockstep.step_driver import StepDriver
+from torch_join._participants._torch.joinable import WrappingJoinable
+from torch_join._participants.custom import CustomParticipant
+from torch_join._participants.participant import Driver, Participant
+from torch_join._schedule.active_ranks import ExchangedActiveRanks, ReadStep
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer, Source
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join._shadow.zero_gradient import following_zero
-from torch_join._tail.planned import refuse_teams
-from torch_join.joinables._torch.joinable import WrappingJoinable
-from torch_join.joinables.custom import CustomPart
-from torch_join.joinables.part import Driver, Part
+from torch_join._tail.planned import refuse_model_parallel
 
 
 class Lockstep:
@@ -57,7 +57,7 @@ class Lockstep:
     def __init__(
         self,
         driver: StepDriver,
-        make_model: Callable[[Driver, int], Part],
+        make_model: Callable[[Driver, int], Participant],
         joinables: Sequence[Joinable],
         unsynced: Sequence[Unsynced],
     ) -> None:
@@ -69,17 +69,17 @@ class Lockstep:
                     " every rank steps its own."
                 )
         self.driver = driver
-        self.channel = driver.server.channel
+        self.channel = driver.tail_log.channel
         self.weighting = driver.members.weighting
         self._throws = driver.options.throw_on_early_termination
         self._buffers = StepBuffers(unsynced, self.channel, driver.members.group, driver.options.hand_over_buffers)
         self._has_trained = False  # this rank has run a step of its own
-        self._model: Part = driver.add(make_model)
-        self._customs = [driver.add(partial(CustomPart, joinable=j, options={})) for j in joinables]
-        self._attendance = ToldAttendance(self.channel, self._throws)
+        self._model: Participant = driver.add(make_model)
+        self._customs = [driver.add(partial(CustomParticipant, joinable=j, options={})) for j in joinables]
+        self._exchanged = ExchangedActiveRanks(self.channel, self._throws)
         self.plan: Rebalancer | None = None
-        self._ranks: ToldAttendance | Rebalancer = self._attendance  # or the plan
-        self._present: ToldAttendance | Rebalancer | ReadStep = self._attendance  # or what was read ahead
+        self._ranks: ExchangedActiveRanks | Rebalancer = self._exchanged  # or the plan
+        self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or what was read ahead
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
 
     def note_gather(self) -> None:
@@ -117,18 +117,18 @@ class Lockstep:
         Returns:
             Every rank's `value`.
         """
-        for part in self._customs:
-            part.renew()
+        for participant in self._customs:
+            participant.renew()
         self._buffers.begin()
-        attendance = ToldAttendance(self.channel, self._throws, first_step)
-        self._attendance = self._ranks = self._present = attendance
+        active_ranks = ExchangedActiveRanks(self.channel, self._throws, first_step)
+        self._exchanged = self._ranks = self._present = active_ranks
         self.plan = None
         mine = (end, float(count), value, self._known())
         everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None])
         self._compare([known for *_, known in everyone], end is None or end > first_step)
-        attendance.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
-        attendance.counted, attendance.total = count, math.fsum(theirs for _, theirs, *_ in everyone)
-        attendance.check_termination(self.channel.rank, self._throws)
+        active_ranks.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
+        active_ranks.counted, active_ranks.total = count, math.fsum(theirs for _, theirs, *_ in everyone)
+        active_ranks.check_termination(self.channel.rank, self._throws)
         return [value for _, _, value, _ in everyone]
 
     def rebalance(self, rebalancing: Rebalancing, source: Source, length: int | None, **options: Any) -> None:
@@ -143,21 +143,21 @@ class Lockstep:
         Raises:
             UnsupportedError: Several ranks compute a batch together.
         """
-        refuse_teams(self.driver.server)
+        refuse_model_parallel(self.driver.tail_log)
 
-        def meet(count: float, notice: dict[str, Any]) -> Beat:
+        def meet(count: float, notice: dict[str, Any]) -> BarrierResult:
             return self.channel.barrier(count, notice or None)
 
-        step = self._attendance.step
+        step = self._exchanged.step
         self.plan = rebalancing.begin(self.channel, source, length, meet, step=step, **options)
-        self._ranks = self._present = self.plan or self._attendance
+        self._ranks = self._present = self.plan or self._exchanged
 
     @property
     def share(self) -> Share | None:
         """Whose batch this rank trains on at the current step."""
         return self._ranks.share_of(self.channel.rank)
 
-    def say(self, end: int | None, count: float, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
+    def arrive(self, end: int | None, count: float, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
         """Go on to the next step, and say what the others need to know of it; all ranks call this.
 
         Args:
@@ -173,23 +173,23 @@ class Lockstep:
         """
         if end is not None:
             notice = {"end": end, **(notice or {})}
-        return self._ranks.say(count, notice, waits or not self._forwards_alone)
+        return self._ranks.arrive(count, notice, waits or not self._forwards_alone)
 
     @property
-    def has_heard(self) -> bool:
+    def has_met(self) -> bool:
         """Whether this rank has heard what all ranks have said of the current step."""
-        return self._ranks.has_heard
+        return self._ranks.has_met
 
-    def hear(self) -> dict[int, dict[str, Any]]:
+    def meet(self) -> dict[int, dict[str, Any]]:
         """Hear what all ranks have said of the current step, unless this rank has.
 
         Returns:
             The notices of the ranks that had one.
         """
-        return self._ranks.hear()
+        return self._ranks.meet()
 
     def go_to(self, step: ReadStep) -> None:
-        """Go on to a step that was read ahead; all ranks call this, in place of `say`."""
+        """Go on to a step that was read ahead; all ranks call this, in place of `arrive`."""
         self._present = step
 
     def skip(self, skips: bool) -> list[int]:
@@ -199,13 +199,13 @@ class Lockstep:
             The ranks that leave.
         """
         count = 0 if skips else self._counts[0]
-        beat = self.channel.barrier(count, {} if skips else None)
-        self._ranks.leave([*beat.notices], count, beat.total)
-        return [*beat.notices]
+        result = self.channel.barrier(count, {} if skips else None)
+        self._ranks.leave([*result.notices], count, result.total)
+        return [*result.notices]
 
     def count_first(self, count: float) -> None:
         """Say what this rank's first batch counts, where that was not said as the epoch began; all ranks meet."""
-        self._attendance.counted, self._attendance.total = count, self.channel.barrier(count).total
+        self._exchanged.counted, self._exchanged.total = count, self.channel.barrier(count).total
 
     @property
     def counts_nothing(self) -> bool:
@@ -220,13 +220,13 @@ class Lockstep:
     @property
     def _counts(self) -> tuple[float, float]:
         """What this rank's batch counts, and what all of the step do."""
-        self._ranks.hear()
+        self._ranks.meet()
         return self._present.counted, self._present.total
 
     def finish(self) -> None:
         """End the epoch: run the joinables' post-hooks."""
-        for part in self._customs:
-            part.after_all(self._present.ended_last(self.channel.rank))
+        for participant in self._customs:
+            participant.after_all(self._present.ended_last(self.channel.rank))
         self._ranks.end()
         self._buffers.end()
 

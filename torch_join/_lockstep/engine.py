@@ -9,12 +9,12 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.attributes import setting
 from torch_join._lockstep.base import Lockstep
-from torch_join._lockstep.driver import StepDriver
-from torch_join.joinables._deepspeed.events import EngineEvents
-from torch_join.joinables.part import Driver, Part
+from torch_join._lockstep.step_driver import StepDriver
+from torch_join._participants._deepspeed.events import EngineEvents
+from torch_join._participants.participant import Driver, Participant
 
 
-class LockstepEnginePart(Part):
+class LockstepEngineParticipant(Participant):
     """A `DeepSpeedEngine` whose steps all ranks run.
 
     Attributes:
@@ -39,8 +39,8 @@ class LockstepEnginePart(Part):
             self.before_epilogue()
         original()
 
-    def answer(self, kind: str, payload: Any) -> None:
-        self.events.answer(kind, payload)
+    def mirror(self, kind: str, payload: Any) -> None:
+        self.events.mirror(kind, payload)
 
 
 class EngineLockstepJoin(Lockstep):
@@ -59,11 +59,11 @@ class EngineLockstepJoin(Lockstep):
         UnsupportedError: See `EngineEvents`.
     """
 
-    _model: LockstepEnginePart
+    _model: LockstepEngineParticipant
 
     def __init__(self, driver: StepDriver, engine: Any, joinables: Sequence[Joinable] = ()) -> None:
         module = self._module = engine.module
-        make = partial(LockstepEnginePart, engine=engine)
+        make = partial(LockstepEngineParticipant, engine=engine)
         super().__init__(driver, make, joinables, [(module, None)])
         self.follows_backward = True
         self._device = next(module.parameters()).device

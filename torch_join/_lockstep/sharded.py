@@ -9,18 +9,18 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.weighting import finite
+from torch_join._compat import fsdp as _compat
 from torch_join._lockstep.base import Lockstep
-from torch_join._lockstep.driver import StepDriver
-from torch_join._shadow._sharded import compat as _compat
-from torch_join.joinables._sharded.following import Following
-from torch_join.joinables.part import Driver, Part
+from torch_join._lockstep.step_driver import StepDriver
+from torch_join._participants._sharded.following import Following
+from torch_join._participants.participant import Driver, Participant
 
 
 def _nothing() -> None:
     pass
 
 
-class LockstepShardedPart(Part):
+class LockstepShardedParticipant(Participant):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
     kinds: ClassVar[dict[str, Any]] = Following.kinds
@@ -33,10 +33,10 @@ class LockstepShardedPart(Part):
         self._undo += [self.following.watch(), _compat.clip_by_whole_norms()]
 
     def leave_tail(self) -> None:
-        self.following.settle()
+        self.following.reach_joined_state()
 
-    def answer(self, kind: str, payload: Any) -> None:
-        self.following.answer(kind, payload)
+    def mirror(self, kind: str, payload: Any) -> None:
+        self.following.mirror(kind, payload)
 
 
 class ShardedLockstepJoin(Lockstep):
@@ -55,10 +55,10 @@ class ShardedLockstepJoin(Lockstep):
         UnsupportedError: The model cannot be followed.
     """
 
-    _model: LockstepShardedPart
+    _model: LockstepShardedParticipant
 
     def __init__(self, driver: StepDriver, model: nn.Module, joinables: Sequence[Joinable] = ()) -> None:
-        make = partial(LockstepShardedPart, model=model)
+        make = partial(LockstepShardedParticipant, model=model)
         super().__init__(driver, make, joinables, [(model, None)])
         self.follows_backward = True
         self._device = next(model.parameters()).device

@@ -85,14 +85,14 @@ class EpochRecord:
                 values.update({f"join/{name}_rank_{rank}": value for rank, value in enumerate(by_rank)})
             else:
                 values.update({f"join/{name}_{of}": summary(by_rank) for of, summary in _SUMMARIES.items()})
-        if self._gifts:
-            values["join/gifts"] = self._gifts
-            values["join/gift_bytes"] = sum(rank.given_bytes for rank in self.ranks)
+        if self._donated:
+            values["join/donated"] = self._donated
+            values["join/donated_bytes"] = sum(rank.given_bytes for rank in self.ranks)
             values["join/steps_saved"] = self.steps_saved
         return values
 
     @property
-    def _gifts(self) -> int:
+    def _donated(self) -> int:
         return sum(rank.given for rank in self.ranks)
 
     def __str__(self) -> str:
@@ -100,9 +100,9 @@ class EpochRecord:
         few = len(batches) <= MOST_RANKS
         numbers = ", ".join(map(str, batches)) if few else f"{min(batches)} to {max(batches)}"
         text = f"Epoch {self.epoch}: {sum(batches)} batches ({numbers} on {len(batches)} rank{'s'[: len(batches) - 1]})"
-        if self._gifts:
+        if self._donated:
             size = sum(rank.given_bytes for rank in self.ranks) / 1e6
-            text += f", {self._gifts} of them given away ({size:.1f} MB), which saved {self.steps_saved} steps,"
+            text += f", {self._donated} of them given away ({size:.1f} MB), which saved {self.steps_saved} steps,"
         joined = [(rank.active_seconds, number) for number, rank in enumerate(self.ranks) if rank.joined_at is not None]
         if not joined:
             return f"{text} in {self.seconds:.1f} s, no rank joined."

@@ -38,7 +38,7 @@ class Plan:
 
     Args:
         left: By rank, how many batches it has from here on; `None` where it cannot say yet.
-        most_gifts: By rank, how many it may give away in one step.
+        max_sent_per_step: By rank, how many it may give away in one step.
         taken: By rank, how many of its batches were trained on before, in an epoch that is resumed in its middle.
 
     Attributes:
@@ -46,11 +46,11 @@ class Plan:
     """
 
     def __init__(
-        self, left: Sequence[int | None], most_gifts: Sequence[int], taken: Sequence[int] | None = None
+        self, left: Sequence[int | None], max_sent_per_step: Sequence[int], taken: Sequence[int] | None = None
     ) -> None:
         self.left = list(left)
-        self.most_gifts = list(most_gifts)
-        self._most = [1 + gifts for gifts in most_gifts]
+        self.max_sent_per_step = list(max_sent_per_step)
+        self._most = [1 + donated for donated in max_sent_per_step]
         self._taken = [0] * len(self.left) if taken is None else list(taken)
         self._gone: set[int] = set()
 
@@ -94,9 +94,9 @@ class Plan:
         counts = self._as_read() if steps is None else self._as_known(steps)
         owners = [rank if count else None for rank, count in enumerate(counts)]
         idle = (rank for rank, count in enumerate(counts) if not count and rank not in self._gone)
-        gifts = (rank for rank, count in enumerate(counts) for _ in range(count - 1))
-        for receiver, giver in zip(idle, gifts, strict=False):
-            owners[receiver] = giver
+        donated = (rank for rank, count in enumerate(counts) for _ in range(count - 1))
+        for receiver, sender in zip(idle, donated, strict=False):
+            owners[receiver] = sender
         row: list[Share | None] = [None] * len(counts)
         for rank in sorted(range(len(counts)), key=lambda rank: owners[rank] != rank):  # its own comes first
             if (owner := owners[rank]) is not None:
@@ -124,14 +124,14 @@ class Plan:
         has = [min(ahead, most) for ahead, most in zip(self.ahead, self._most, strict=True)]
         counts = [min(1, number) for number in has]
         for _ in range(counts.count(0) - len(self._gone)):
-            givers = [rank for rank, count in enumerate(counts) if 0 < count < has[rank]]
-            if not givers:
+            senders = [rank for rank, count in enumerate(counts) if 0 < count < has[rank]]
+            if not senders:
                 break
             most_left = {
-                rank: -float(left) if (left := self.left[rank]) is not None else float("-inf") for rank in givers
+                rank: -float(left) if (left := self.left[rank]) is not None else float("-inf") for rank in senders
             }
             counts[
-                min(givers, key=lambda rank: (self.left[rank] is not None, counts[rank], most_left[rank], rank))
+                min(senders, key=lambda rank: (self.left[rank] is not None, counts[rank], most_left[rank], rank))
             ] += 1
         return counts
 

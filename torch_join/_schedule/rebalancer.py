@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch_join._base.errors import JoinValueError
 from torch_join._control.channel import Channel
-from torch_join._control.said import Beat
-from torch_join._schedule.exchange import Exchange, arrived
+from torch_join._control.reports import BarrierResult
+from torch_join._schedule.batch_exchange import Exchange, arrived
 from torch_join._schedule.plan import Plan, Row, Share
 
 
@@ -27,14 +27,14 @@ class Source(Protocol):
 class _Step(NamedTuple):
     row: Row
     unknown: tuple[int, ...]  # ranks that could not say how many batches they have when it was planned
-    gifts: int  # of this rank's
+    donated: int  # of this rank's
     mine: Any = None  # the batch, or what brings it; `None` once it was taken
     comes: bool = False
     counted: float | None = None  # what the batch counts, once it has been here
 
 
 # Meets all ranks that have a batch: adds up what their batches count, and shares what there is to say.
-Meet = Callable[[float, dict[str, Any]], Beat]
+Meet = Callable[[float, dict[str, Any]], BarrierResult]
 
 
 class Rebalancer:
@@ -58,7 +58,7 @@ class Rebalancer:
     Attributes:
         step: The current step.
         total: What all ranks' batches at the current step count together, where batches are counted.
-        gifts: How many batches this rank has given away, for steps that are done.
+        donated: How many batches this rank has given away, for steps that are done.
         lost: How many batches nobody trains on, since they were given to ranks that have left the epoch.
     """
 
@@ -83,7 +83,7 @@ class Rebalancer:
         self._last_ranks: tuple[int, ...] = ()
         self.step = step
         self.meets = meets
-        self.gifts = self.lost = 0
+        self.donated = self.lost = 0
         self.total = 0.0
         self._notices: dict[int, dict[str, Any]] = {}  # of the meeting before the current step
 
@@ -100,9 +100,9 @@ class Rebalancer:
 
     def advance(self, meet: Meet) -> None:
         """Go on to the next step, and plan another one."""
-        self.gifts += self._steps.popleft().gifts
+        self.donated += self._steps.popleft().donated
         self.step += 1
-        self._exchange.settle(self.step)
+        self._exchange.wait_until_received(self.step)
         self._settle(meet, self.count())
         self._plan_row()
         self._note_last()
@@ -116,9 +116,9 @@ class Rebalancer:
             if not self.meets:
                 return
             is_news = waiting < read[rank] and waiting != self._plan.left[rank]
-            beat = meet(0 if met else count, {"left": waiting} if is_news else {})
-            self.total, met = self.total if met else beat.total, True
-            self._plan.announce({rank: notice["left"] for rank, notice in beat.notices.items() if "left" in notice})
+            result = meet(0 if met else count, {"left": waiting} if is_news else {})
+            self.total, met = self.total if met else result.total, True
+            self._plan.announce({rank: notice["left"] for rank, notice in result.notices.items() if "left" in notice})
             if all(now <= before for now, before in zip(self._plan.ahead, read, strict=True)):
                 return
 
@@ -173,9 +173,9 @@ class Rebalancer:
         return self._plan.ahead[self._channel.rank]
 
     @property
-    def most_gifts(self) -> list[int]:
+    def max_sent_per_step(self) -> list[int]:
         """By rank, how many batches it may give away in one step."""
-        return self._plan.most_gifts
+        return self._plan.max_sent_per_step
 
     @property
     def steps(self) -> int | None:
@@ -221,23 +221,23 @@ class Rebalancer:
         """Whose batch this rank trains on at the current step."""
         return self.share_of(self._channel.rank)
 
-    # ------------------------------------------------------------ in lockstep: see `ToldAttendance`
+    # ------------------------------------------------------------ in lockstep: see `ExchangedActiveRanks`
 
-    has_heard = True  # all meet before each step
+    has_met = True  # all meet before each step
 
-    def say(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
-        beats: list[Beat] = []
+    def arrive(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
+        results: list[BarrierResult] = []
 
-        def meet(count: float, news: dict[str, Any]) -> Beat:
-            said = news if beats else {**(notice or {}), **news}
-            beats.append(self._channel.barrier(count, said or None))
-            return beats[-1]
+        def meet(count: float, news: dict[str, Any]) -> BarrierResult:
+            said = news if results else {**(notice or {}), **news}
+            results.append(self._channel.barrier(count, said or None))
+            return results[-1]
 
         self.advance(meet)
-        self._notices = beats[0].notices
+        self._notices = results[0].notices
         return True
 
-    def hear(self) -> dict[int, dict[str, Any]]:
+    def meet(self) -> dict[int, dict[str, Any]]:
         return self._notices
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 from torch_join._base.errors import JoinError, JoinTypeError
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
-from torch_join._schedule.exchange import Exchange, connections_of, find_problem
+from torch_join._schedule.batch_exchange import Exchange, connections_of, find_problem
 from torch_join._schedule.packing import pack
 from torch_join._schedule.plan import Plan
 from torch_join._schedule.rebalancer import Meet, Rebalancer, Source
@@ -49,7 +49,7 @@ class Rebalancing:
         count: Callable[[Any], float] | None = None,
         step: int = 0,
         taken: int = 0,
-        most_gifts: int | None = None,
+        max_sent_per_step: int | None = None,
         is_certain: bool = True,
         leaves: bool = False,
         meets: bool = True,
@@ -65,7 +65,7 @@ class Rebalancing:
             count: See `Rebalancer`.
             step: The number of the first step.
             taken: How many of this rank's batches were trained on in the steps before.
-            most_gifts: How many this rank may give away in a step; by default as the size of its first batch allows.
+            max_sent_per_step: How many this rank may give away in a step; by default what its first batch allows.
             is_certain: Whether there can be no other number.
             leaves: Whether this rank has left the epoch before, and neither trains nor gives.
             meets: Whether all meet before each step also where there can be no other number on any rank.
@@ -78,9 +78,9 @@ class Rebalancing:
             PeerFailedError: The same of another rank.
         """
         self.current = None
-        most_gifts = most_gifts_of(source) if most_gifts is None else most_gifts
+        max_sent_per_step = max_sent_per_step_of(source) if max_sent_per_step is None else max_sent_per_step
         problem = find_problem()
-        mine = length, is_certain, most_gifts, taken, leaves, problem, connections_of(self._members.group)
+        mine = length, is_certain, max_sent_per_step, taken, leaves, problem, connections_of(self._members.group)
         everyone = channel.gather(mine, of=_Begin)
         lengths = [length for length, *_ in everyone]
         is_known = all(certain for _, certain, *_ in everyone) and None not in lengths
@@ -115,7 +115,7 @@ class Rebalancing:
             exchange.abandon()
 
 
-def most_gifts_of(source: Source) -> int:
+def max_sent_per_step_of(source: Source) -> int:
     """Return how many batches may be given away in a step, by the size of the first one; 0 if none can be."""
     if not source.read(1):
         return 0

@@ -55,7 +55,7 @@ class FirstIteration:
         while self._watches:
             self._watches.pop().remove()
 
-    def settle(self) -> None:
+    def finish_watching(self) -> None:
         """Stop watching which parameters fire, once the first iteration has shown it."""
         if self._fired:
             self.unwatch()

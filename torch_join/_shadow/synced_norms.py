@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_join._base import compat as _compat
+from torch_join._compat import ddp as _compat
 
 _BYTES = 1 << 20  # of one broadcast, at most
 

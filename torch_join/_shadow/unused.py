@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._base import compat as _compat
-from torch_join._base.compat_c10d import changing_all_reduces
+from torch_join._compat import ddp as _compat
+from torch_join._compat.c10d import changing_all_reduces
 
 
 @contextmanager

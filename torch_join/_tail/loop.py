@@ -12,27 +12,27 @@ from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.weighting import Window
-from torch_join._collectives.compat import collective_under_way, in_backward
+from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
-from torch_join._schedule.attendance import early_termination
+from torch_join._participants.arguments import common_group
+from torch_join._participants.clears import Clears, innermost_optimizer
+from torch_join._participants.custom import CustomParticipant
+from torch_join._participants.make_participants import make_participants
+from torch_join._participants.options import Options
+from torch_join._participants.participant import Driver, Participant
+from torch_join._schedule.active_ranks import early_termination
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.planned import Planned
 from torch_join._tail.reader import Batches, Reader, Unbegun
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
-from torch_join._tail.server import Server
 from torch_join._tail.step import Step, Telling
 from torch_join._tail.tail import Tail
-from torch_join.joinables.arguments import common_group
-from torch_join.joinables.clears import Clears, innermost_optimizer
-from torch_join.joinables.custom import CustomPart
-from torch_join.joinables.options import Options
-from torch_join.joinables.part import Driver, Part
-from torch_join.joinables.parts import make_parts
+from torch_join._tail.tail_log import TailLog
 
 T = TypeVar("T")
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=Participant)
 
 _BEGIN = tuple[int | None, Hyperparameters, str, list[str]]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
@@ -117,15 +117,15 @@ class LoopDriver(Driver):
         self._loop: Loop | None = None  # the current one, or the last
         self._clears: list[Clears] = []
         self._unbegun = Unbegun()
-        self._renew_server()
+        self._renew_tail_log()
         self._reset()
         if self.options.enable:
-            self.server.parts = make_parts(self, objects, options.hooks)
+            self.tail_log.participants = make_participants(self, objects, options.hooks)
 
     def _reset(self) -> None:
         """Begin anew, as before the first step."""
         self.members.reset()
-        self.server.reset()
+        self.tail_log.reset()
         self.step.reset()
         self.tail.reset()
         self.place = Place.OUTSIDE
@@ -137,21 +137,21 @@ class LoopDriver(Driver):
         self._steps_in: int | None = None  # the thread of the last forward
         self._uneven_loops: set[tuple[int, int]] = set()  # that have ended, and a model that had backwards in it
 
-    def _renew_server(self) -> None:
-        self.server = self.tail.server = Server(
+    def _renew_tail_log(self) -> None:
+        self.tail_log = self.tail.tail_log = TailLog(
             self.members, self.meet, self.tail.check_backward, self.before_collective
         )
-        self._telling = Telling(self.server)
-        self.step = Step(self.server, self._telling, self._follow_up)
-        self.server.loader = self._loader_status
-        self.server.backwards.replicas = self.options.hand_over_ignored is True
+        self._telling = Telling(self.tail_log)
+        self.step = Step(self.tail_log, self._telling, self._follow_up)
+        self.tail_log.loader = self._loader_status
+        self.tail_log.backwards.replicas = self.options.hand_over_ignored is True
         self.backward_collectives = self._backward_collectives
 
     def add(self, make: Callable[["LoopDriver", int], P]) -> P:
         """Add a part after all others, before the `with` is entered; `make` gets this object and an index."""
-        part = make(self, len(self.server.parts))
-        self.server.parts.append(part)
-        return part
+        participant = make(self, len(self.tail_log.participants))
+        self.tail_log.participants.append(participant)
+        return participant
 
     def enter(self, open_channel: Callable[[], Channel]) -> None:
         """Begin a `with`; all ranks meet.
@@ -160,19 +160,19 @@ class LoopDriver(Driver):
             JoinValueError: The ranks were given different things.
         """
         _nesting.enter(self, self.given, lambda: self.in_loop)
-        if not self.server.parts:  # it has been left before
-            self._renew_server()
-            self.server.parts = make_parts(self, self.given, self.options.hooks)
+        if not self.tail_log.participants:  # it has been left before
+            self._renew_tail_log()
+            self.tail_log.participants = make_participants(self, self.given, self.options.hooks)
         self._reset()
         try:
-            parameters = (p for model in self.server.models() for p in model.modules[0].parameters())
+            parameters = (p for model in self.tail_log.models() for p in model.modules[0].parameters())
             if (first := next(parameters, None)) is not None:
                 use_device(first.device, self.members.group)  # before the channel, which may have to go by it
-            self.server.open(open_channel())
+            self.tail_log.open(open_channel())
             if not self.begins_with_loop:
-                self.tail.compare_given(self.server.channel.gather(self.tail.given, of=list[str]))
-            for part in self.server.parts:
-                part.enter()
+                self.tail.compare_given(self.tail_log.channel.gather(self.tail.given, of=list[str]))
+            for participant in self.tail_log.participants:
+                participant.enter()
         except BaseException:
             self.leave()
             raise
@@ -193,13 +193,13 @@ class LoopDriver(Driver):
                 self._meet_without_input()
                 if self.place is Place.ENDED:
                     self.members.last_joiner = verdict
-            for part in self.server.parts:
-                part.after_all(self.members.last_joiner)
+            for participant in self.tail_log.participants:
+                participant.after_all(self.members.last_joiner)
             # No rank's process ends before all have come here.
-            said = self.server.channel.gather(hyperparameters(self.given), of=Hyperparameters)
+            said = self.tail_log.channel.gather(hyperparameters(self.given), of=Hyperparameters)
             compare(said, self.members.global_ranks)
             self._rebalancing.close()
-            self.server.channel.close(meets=self._rebalancing.enabled)
+            self.tail_log.channel.close(meets=self._rebalancing.enabled)
 
     def leave(self) -> None:
         """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
@@ -208,10 +208,10 @@ class LoopDriver(Driver):
         self._rebalancing.abandon()
         self.place = Place.OUTSIDE
         self._unbegun = Unbegun()
-        self.server.close()
+        self.tail_log.close()
         while self._clears:
             self._clears.pop().remove()
-        self.server.channel.close()
+        self.tail_log.channel.close()
         _nesting.leave(self)
 
     # ------------------------------------------------------------ what the user sees, and adapters
@@ -223,8 +223,8 @@ class LoopDriver(Driver):
 
     @backward_collectives.setter
     def backward_collectives(self, always: bool) -> None:
-        self._backward_collectives = self.server.backwards.always = always
-        self.server.backwards.in_pieces = always or self.server.backwards.in_pieces
+        self._backward_collectives = self.tail_log.backwards.always = always
+        self.tail_log.backwards.in_pieces = always or self.tail_log.backwards.in_pieces
 
     @property
     def in_loop(self) -> bool:
@@ -253,7 +253,7 @@ class LoopDriver(Driver):
         loop = self._loop
         if loop is None or not (loop.reads_ahead and loop.uneven):
             return []
-        return [model.modules[0] for model in self.server.models() if model.index in loop.trains]
+        return [model.modules[0] for model in self.tail_log.models() if model.index in loop.trains]
 
     @property
     def share(self) -> Share | None:
@@ -276,9 +276,9 @@ class LoopDriver(Driver):
 
     def find_main_joined(self) -> bool:
         """Meet, if that was put off; return whether rank 0, which saves and logs, has joined, and this one not."""
-        return self.server.meet() and 0 not in self.members.active
+        return self.tail_log.meet() and 0 not in self.members.active
 
-    def find_stand_in(self) -> bool:
+    def find_acting_main(self) -> bool:
         """Meet the others, if that was put off; return whether this rank does what rank 0 would, which has joined."""
         return self.find_main_joined() and self.members.leads
 
@@ -311,7 +311,7 @@ class LoopDriver(Driver):
             loop = self._begin_loop(loader, reader_of, asks and self.asks)
         if loop is None:
             return
-        has_models = bool(self.server.models())
+        has_models = bool(self.tail_log.models())
         try:
             while True:
                 with self._telling:
@@ -319,7 +319,7 @@ class LoopDriver(Driver):
                         break
                     loop.stepped = not has_models
                     batch = loop.reader.take()
-                    self.server.in_window = type(batch) is Window
+                    self.tail_log.in_window = type(batch) is Window
                 yield batch
                 loop.reads_ahead = loop.reads_ahead or not loop.forwarded
                 if not self._is_in(loop):
@@ -348,13 +348,13 @@ class LoopDriver(Driver):
         self._loops += 1
         reader = reader_of(loader)
         loop = self._loop = Loop(reader, asks, number=self._loops)
-        for model in self.server.models():
+        for model in self.tail_log.models():
             model.check_can_train(reader.has_next)
         length = None if self.members.meets_late else reader.certain_length()
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
         begin = length, hyperparameters(self.given), how, given
-        said = self.server.channel.gather(begin, not self.in_loop, _BEGIN)
+        said = self.tail_log.channel.gather(begin, not self.in_loop, _BEGIN)
         lengths, hyper, ways, everyone = zip(*said, strict=True)
         if self.begins_with_loop:
             self.tail.compare_given(everyone)
@@ -365,28 +365,28 @@ class LoopDriver(Driver):
         refused = (_UNASKED, _EMPTY) if rebalances else (_UNASKED,)  # with none, it is to be given some
         _nesting.refuse_unasked(self.members.named(rank for rank, way in enumerate(ways) if way in refused))
         if self.members.meets_late:
-            self.server.tap.install()
+            self.tail_log.tap.install()
         loop.schedule = self._choose_schedule(loop, lengths)
         self.place, self.step_number = Place.LOOP, 0
         self._steps.forget()
-        self.server.parting.begin_loop(self.server.channel)
-        for model in self.server.models():
+        self.tail_log.parting.begin_loop(self.tail_log.channel)
+        for model in self.tail_log.models():
             model.begin_loop()
         return loop
 
     def _choose_schedule(self, loop: Loop, lengths: Sequence[int | None]) -> Schedule:
         self.step.check = None
         if self._rebalancing.enabled:
-            planned = Planned(self.step, self._rebalancing, self.server)
+            planned = Planned(self.step, self._rebalancing, self.tail_log)
             loop.reader = planned.read(loop.reader)
             if self._rebalancing.current is not None:
-                self.step.check = planned.check_beat
+                self.step.check = planned.check_barrier
                 return planned
         if self.members.meets_late:
-            return EachUse(self.step, loop.reader, self.server)
+            return EachUse(self.step, loop.reader, self.tail_log)
         if None in lengths:
             return EachBatch(self.step, loop.reader)
-        return Certain(self.step, loop.reader, self.server, cast(list[int], [*lengths]), self._throws)
+        return Certain(self.step, loop.reader, self.tail_log, cast(list[int], [*lengths]), self._throws)
 
     def _is_in(self, loop: Loop) -> bool:
         return self.place is Place.LOOP and self._loop is loop
@@ -396,21 +396,21 @@ class LoopDriver(Driver):
         loop, in_tail = self._loop, self.members.announces
         assert loop is not None
         loop.reader.leave()
-        self.server.remember_gradients()
+        self.tail_log.remember_gradients()
         lengths = loop.schedule.lengths
         # Where no rank can run out before another, nothing will be handed over.
         ends = in_tail or lengths is None or min(lengths) <= self.step_number + 1 < max(lengths)
-        self.tail.depart(watches=at_once and ends and self.members.world_size > 1)
-        self.place, self.server.has_to_meet = Place.LEFT, True
+        self.tail.leave_early(watches=at_once and ends and self.members.world_size > 1)
+        self.place, self.tail_log.has_to_meet = Place.LEFT, True
         loop.stepped = self.step.drop() or loop.stepped
-        self.server.parting.end()
+        self.tail_log.parting.end()
         # Others may go on, or wait at the end of the `with`: what comes next with them is to finish the loop first.
         # All ranks must look in the same way at a step that is the last one of some, or may be.
         is_last = (lengths is None or self.step_number + 1 in lengths) and not isinstance(loop.schedule, Planned)
         if in_tail or is_last or self.members.meets_late or self.end_with_loop is not None:
-            self.server.tap.install()
+            self.tail_log.tap.install()
         else:
-            self.server.tap.remove()
+            self.tail_log.tap.remove()
 
     def return_to_loop(self) -> None:
         """Finish a loop that this rank has left by `break`, before it does anything else with others."""
@@ -423,16 +423,16 @@ class LoopDriver(Driver):
             return
         self.place = Place.FINISHING
         try:
-            self._catch_up(loop)
+            self._go_to_end(loop)
         except BaseException:
-            self.place, self.server.has_to_meet = Place.OUTSIDE, False
+            self.place, self.tail_log.has_to_meet = Place.OUTSIDE, False
             raise
         self._finish_loop()
 
-    def _catch_up(self, loop: Loop) -> None:
+    def _go_to_end(self, loop: Loop) -> None:
         """Go, without batches, to where all ranks have joined."""
-        if self.tail.departure is not None:
-            self.tail.departure.meet()
+        if self.tail.early_exit is not None:
+            self.tail.early_exit.meet()
         if isinstance(loop.schedule, EachUse) and loop.forwarded and not loop.stepped:
             raise _nesting.left_amid(self.members.name, self.step_number)
         with self._telling:
@@ -447,14 +447,14 @@ class LoopDriver(Driver):
     def _finish_loop(self) -> None:
         if (loop := self._loop) is not None and loop.uneven:
             self._uneven_loops |= {(loop.number, model) for model in loop.trains}
-        self.tail.departure = None
+        self.tail.early_exit = None
         if (plan := self._rebalancing.current) is not None:
             with self._telling:
                 plan.end()
-        self.place, self.server.has_to_meet = Place.ENDED, False
+        self.place, self.tail_log.has_to_meet = Place.ENDED, False
         self._steps.forget()
         if not self.members.announces:
-            self.server.tap.remove()
+            self.tail_log.tap.remove()
 
     # ------------------------------------------------------------ a step
 
@@ -463,10 +463,10 @@ class LoopDriver(Driver):
         if self.step_number < loop.even_until and loop.reader.has_next():  # most are so: this costs next to nothing
             self._steps.skip()
             if self.step_number % 2:
-                raise_any(self.server.channel.failure())
+                raise_any(self.tail_log.channel.failure())
             return True
         self._steps.begin()
-        self.server.parting.end()
+        self.tail_log.parting.end()
         if not schedule.begin(self.step_number):
             return True
         goes_on = self._go_on()
@@ -482,7 +482,7 @@ class LoopDriver(Driver):
             len(members.active) == len(members.before) == members.world_size
             and self.step_number > 0
             and not self._steps_elsewhere
-            and all(model.is_prepared for model in self.server.models())
+            and all(model.is_prepared for model in self.tail_log.models())
         )
 
     def _meet_without_input(self) -> None:
@@ -501,7 +501,7 @@ class LoopDriver(Driver):
     def _follow_up(self) -> None:
         self._go_on(asked=False)
         if not self.members.announces:
-            for model in self.server.models():
+            for model in self.tail_log.models():
                 model.deferred = 0
 
     def _go_on(self, asked: bool = True) -> bool:
@@ -516,7 +516,7 @@ class LoopDriver(Driver):
             self.tail.end(has_run=self.place is not Place.ENDED)
             return not joined
         if is_first and not self._steps_elsewhere:
-            for model in self.server.models():  # all ranks come here
+            for model in self.tail_log.models():  # all ranks come here
                 model.prepare()
         if members.uneven:
             if asked:
@@ -534,9 +534,9 @@ class LoopDriver(Driver):
                 return False
             if not members.announces:
                 self.tail.begin(at_top)
-            self.server.agreement.compare(members.rank, members.active)
-        if self.step.ending and self.in_loop and self.server.parting.begin(self.step_number, self.step.ending):
-            self.server.tap.install()
+            self.tail_log.agreement.compare(members.rank, members.active)
+        if self.step.ending and self.in_loop and self.tail_log.parting.begin(self.step_number, self.step.ending):
+            self.tail_log.tap.install()
         return not joined
 
     @property
@@ -571,7 +571,7 @@ class LoopDriver(Driver):
         """The calls of the `zero_grad` of given optimizers (of one that wraps another, of that one's) and models."""
         if not self._clears:
             found = {id(inner): inner for thing in self.given if (inner := innermost_optimizer(thing)) is not None}
-            models = [module for part in self.server.models() for module in part.modules]
+            models = [module for participant in self.tail_log.models() for module in participant.modules]
             self._clears = [Clears(one) for one in (*found.values(), *models)]
         return self._clears
 
@@ -583,7 +583,10 @@ class LoopDriver(Driver):
 
     @property
     def sees_steps(self) -> bool:
-        return any(part.is_model or isinstance(part, CustomPart) for part in self.server.parts)
+        return any(
+            participant.is_model or isinstance(participant, CustomParticipant)
+            for participant in self.tail_log.participants
+        )
 
     @property
     def loop_number(self) -> int:
@@ -600,7 +603,7 @@ class LoopDriver(Driver):
             if not self._is_read_elsewhere:
                 self._begin_plain_step(count() if self.members.count is not None else 0)
                 if self.members.count is not None:
-                    self.server.tap.install()
+                    self.tail_log.tap.install()
         if self._loop is not None:
             self._loop.stepped = True
             self._loop.forwarded = self._loop.forwarded or self.place is Place.LOOP
@@ -609,18 +612,18 @@ class LoopDriver(Driver):
         self.step.arrive()
         # As long as the tap listens, nothing that others take part in can come before the answer is asked for. Where
         # all are certain to be active, only a `break` is yet to be heard of.
-        late = self.server.tap.installed and (self.in_loop or self.members.announces)
+        late = self.tail_log.tap.installed and (self.in_loop or self.members.announces)
         if waits or self._throws or not (late or (self._loop is not None and self._loop.schedule.presumes_all)):
             self.step.meet()
         return not self.step.has_arrived
 
-    def before_notice(self, part: Part) -> None:
+    def before_notice(self, participant: Participant) -> None:
         """See `Driver`; a step begins here if there is no model whose forward shows it, and this is the first part."""
         self.return_to_loop()
         if not _nesting.is_entered(self):
             return
-        first = next(one for one in self.server.parts if isinstance(one, CustomPart))
-        if not self.in_loop and not self.server.models() and part is first:
+        first = next(one for one in self.tail_log.participants if isinstance(one, CustomParticipant))
+        if not self.in_loop and not self.tail_log.models() and participant is first:
             self._begin_plain_step(0)
         self.step.meet()
 
@@ -634,7 +637,7 @@ class LoopDriver(Driver):
         self.place = Place.PLAIN
         self._steps.begin()
         self.plain_steps += 1
-        self.step.put_off(count)
+        self.step.defer(count)
         self.step_number += 1
 
     @property
@@ -649,7 +652,7 @@ class LoopDriver(Driver):
         self.meet()  # whoever has met knows in which step it is
         if self.in_loop and (ranks is None or {*ranks} == {*self.members.global_ranks}):
             with self._telling:
-                self.server.parting.before_collective(operation, waits)
+                self.tail_log.parting.before_collective(operation, waits)
 
     def note_backward(self, model: int) -> None:
         if self.place is Place.LOOP and self._loop is not None:

@@ -3,23 +3,23 @@
 from typing import Any
 
 from torch_join._base.errors import JoinValueError, UnsupportedError, name_ranks, raise_any
-from torch_join._control.said import Beat
+from torch_join._control.reports import BarrierResult
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail.reader import Reader
 from torch_join._tail.schedules import Schedule
-from torch_join._tail.server import Server
 from torch_join._tail.step import Step
+from torch_join._tail.tail_log import TailLog
 
 
-def refuse_teams(server: Server) -> None:
+def refuse_model_parallel(tail_log: TailLog) -> None:
     """Raise where several ranks compute a batch together.
 
     Raises:
         UnsupportedError: Some do.
     """
-    if any(part.teams for part in server.parts):
+    if any(participant.model_parallel_groups for participant in tail_log.participants):
         raise UnsupportedError(
             "rebalance=True with tensor parallelism: a batch that is given away would have to reach all ranks of the"
             " group that computes it together. Train without rebalance=True."
@@ -52,11 +52,11 @@ class Planned(Schedule):
     Args:
         step: The loop's steps.
         rebalancing: What rebalances batches.
-        server: The ranks' server.
+        tail_log: The ranks' server.
     """
 
-    def __init__(self, step: Step, rebalancing: Rebalancing, server: Server) -> None:
-        self._current, self._rebalancing, self._server = step, rebalancing, server
+    def __init__(self, step: Step, rebalancing: Rebalancing, tail_log: TailLog) -> None:
+        self._current, self._rebalancing, self._tail_log = step, rebalancing, tail_log
 
     def read(self, reader: Reader[Any]) -> Reader[Any]:
         """Make a plan for what `reader` reads, if there is anything to rebalance; all ranks meet.
@@ -67,14 +67,14 @@ class Planned(Schedule):
         Raises:
             UnsupportedError: The loader has a state that users save, or ranks compute a batch together.
         """
-        refuse_teams(self._server)
+        refuse_model_parallel(self._tail_log)
         self._rebalancing.current = None  # of the loop before: not every reader begins a plan
         return reader.rebalanced(self._begin)
 
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
-        length, lead, count = source.certain_length(), source.lead, self._server.members.count
+        length, lead, count = source.certain_length(), source.lead, self._tail_log.members.count
         plan = self._rebalancing.begin(
-            self._server.channel, source, length, self._meet, lead=lead, count=count, meets=False
+            self._tail_log.channel, source, length, self._meet, lead=lead, count=count, meets=False
         )
         return None if plan is None else PlannedReader(plan)
 
@@ -91,39 +91,39 @@ class Planned(Schedule):
     @property
     def presumes_all(self) -> bool:  # type: ignore[override]
         plan = self._rebalancing.current
-        return plan is not None and not (plan.meets or self._server.members.uneven)
+        return plan is not None and not (plan.meets or self._tail_log.members.uneven)
 
     def begin(self, step: int) -> bool:
-        plan, members = self._plan, self._server.members
+        plan, members = self._plan, self._tail_log.members
         self._current.meet()
         if members.meets_late:
-            self._server.remember_gradients()
+            self._tail_log.remember_gradients()
         if step > 0:  # the first is planned
-            with self._server.own_collectives():
+            with self._tail_log.own_collectives():
                 plan.advance(self._meet)
         if not plan.meets and len(plan.active_ranks) < members.world_size:
             plan.total = self._meet(plan.count(), {}).total
         if plan.has_batch():
             members.counted, members.total = plan.count(), plan.total
-        self._server.change(plan.active_ranks)
+        self._tail_log.change(plan.active_ranks)
         self._current.is_last = plan.is_last_step
         if not self.presumes_all:
             return True
         # Said here, so that whoever hears waits for nothing that others do in their step.
-        self._current.put_off(plan.count(), plan.is_last_step)
+        self._current.defer(plan.count(), plan.is_last_step)
         self._current.arrive()
-        models = self._server.models()
+        models = self._tail_log.models()
         if not models or not all(model.forwards_alone for model in models):
             self._current.meet()
         return False
 
-    def _meet(self, count: float, notice: dict[str, Any]) -> Beat:
-        self._server.channel.arrive(count, notice or None, self._server.members.active)
-        beat = self._server.channel.wait()
-        self.check_beat(beat)
-        return beat
+    def _meet(self, count: float, notice: dict[str, Any]) -> BarrierResult:
+        self._tail_log.channel.arrive(count, notice or None, self._tail_log.members.active)
+        result = self._tail_log.channel.wait()
+        self.check_barrier(result)
+        return result
 
-    def check_beat(self, beat: Beat) -> None:
+    def check_barrier(self, result: BarrierResult) -> None:
         """Check what the ranks say that meet.
 
         Raises:
@@ -131,9 +131,9 @@ class Planned(Schedule):
             PeerFailedError: Another rank has failed, perhaps since it said its part.
         """
         if self.presumes_all:
-            raise_any(self._server.channel.failure())
-        members = self._server.members
-        left = members.named(rank for rank, notice in beat.notices.items() if not notice)
+            raise_any(self._tail_log.channel.failure())
+        members = self._tail_log.members
+        left = members.named(rank for rank, notice in result.notices.items() if not notice)
         if 0 < len(left) < len(members.active):
             raise JoinValueError(
                 f"The loop of {name_ranks(left)} was left by `break` where others go on, and count on its batches, with"

@@ -5,8 +5,8 @@ from typing import Any
 from torch_join._base.errors import JoinValueError, raise_any
 from torch_join._schedule.plan import Share
 from torch_join._tail.reader import Reader
-from torch_join._tail.server import Server
 from torch_join._tail.step import Step
+from torch_join._tail.tail_log import TailLog
 
 
 class Schedule:
@@ -51,17 +51,17 @@ class EachBatch(Schedule):
 class EachUse(Schedule):
     """The ranks meet where a rank first does something with others in its step: it may break before that."""
 
-    def __init__(self, step: Step, reader: Reader[Any], server: Server) -> None:
-        self._current, self._reader, self._server = step, reader, server
+    def __init__(self, step: Step, reader: Reader[Any], tail_log: TailLog) -> None:
+        self._current, self._reader, self._tail_log = step, reader, tail_log
 
     def begin(self, step: int) -> bool:
         self._current.meet()  # at the step before, in which this rank has done nothing with others
         if not self._reader.has_next():
             self._current.meet_now(False)
             return True
-        count = self._server.members.count
-        self._current.put_off(0 if count is None else self._reader.count(count), self._reader.at_last)
-        self._server.remember_gradients()
+        count = self._tail_log.members.count
+        self._current.defer(0 if count is None else self._reader.count(count), self._reader.at_last)
+        self._tail_log.remember_gradients()
         return False
 
 
@@ -71,15 +71,15 @@ class Certain(Schedule):
     Args:
         step: The loop's steps.
         reader: This rank's batches.
-        server: The ranks' server.
+        tail_log: The ranks' server.
         lengths: Their numbers of batches.
         throws: Whether all ranks raise where the first one runs out.
     """
 
-    def __init__(self, step: Step, reader: Reader[Any], server: Server, lengths: list[int], throws: bool) -> None:
-        self._current, self._reader, self._server = step, reader, server
+    def __init__(self, step: Step, reader: Reader[Any], tail_log: TailLog, lengths: list[int], throws: bool) -> None:
+        self._current, self._reader, self._tail_log = step, reader, tail_log
         self.lengths: list[int] = lengths
-        self._mine = lengths[server.members.rank]
+        self._mine = lengths[tail_log.members.rank]
         self._throws = throws
 
     def begin(self, step: int) -> bool:
@@ -102,9 +102,9 @@ class Certain(Schedule):
         if has_next != (step < self._mine):
             does = "goes on after that" if has_next else f"ended after {step} batches"
             raise JoinValueError(
-                f"The loader of rank {self._server.members.name} said its length was {self._mine} and {does}, which the"
-                " other ranks cannot know in time. Mend what it draws from, do not change it in the loop, or use"
+                f"The loader of rank {self._tail_log.members.name} said its length was {self._mine} and {does}, which"
+                " the other ranks cannot know in time. Mend what it draws from, do not change it in the loop, or use"
                 " Join(..., may_break=True)."
             )
         if step % 2:
-            raise_any(self._server.channel.failure())
+            raise_any(self._tail_log.channel.failure())

@@ -8,9 +8,9 @@ from types import TracebackType
 
 from torch_join._base.attributes import setting
 from torch_join._control.failures import telling_failures
-from torch_join._control.said import Beat
+from torch_join._control.reports import BarrierResult
 from torch_join._tail.reader import LoaderWatch
-from torch_join._tail.server import Server
+from torch_join._tail.tail_log import TailLog
 
 
 class Telling:
@@ -24,8 +24,8 @@ class Telling:
 
     raised: BaseException | None = None
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, tail_log: TailLog) -> None:
+        self._tail_log = tail_log
 
     def __enter__(self) -> None:
         if self.raised is not None:
@@ -37,14 +37,14 @@ class Telling:
         if error is None:
             return
         try:
-            telling_failures(self._server.channel).__exit__(kind, error, traceback)
+            telling_failures(self._tail_log.channel).__exit__(kind, error, traceback)
         except BaseException as instead:
             self._note(instead)
             raise
         self._note(error)
 
     def _note(self, error: BaseException) -> None:
-        if self._server.members.world_size > 1:
+        if self._tail_log.members.world_size > 1:
             self.raised = error
 
 
@@ -52,7 +52,7 @@ class Step:
     """One step after the other; where a meeting is put off, nothing is known of who is active until `meet`.
 
     Args:
-        server: Goes on with the ranks that are active.
+        tail_log: Goes on with the ranks that are active.
         telling: See `Telling`.
         follow_up: Does what follows from who is active, on a rank that has an input.
 
@@ -63,10 +63,10 @@ class Step:
         check: Called with all that is heard, in a loop in which batches are rebalanced.
     """
 
-    check: Callable[[Beat], None] | None = None
+    check: Callable[[BarrierResult], None] | None = None
 
-    def __init__(self, server: Server, telling: Telling, follow_up: Callable[[], None]) -> None:
-        self._server, self._members = server, server.members
+    def __init__(self, tail_log: TailLog, telling: Telling, follow_up: Callable[[], None]) -> None:
+        self._tail_log, self._members = tail_log, tail_log.members
         self._telling = telling
         self._follow_up = weakref.WeakMethod(follow_up)  # a circle would keep the group after the loop
         self._lock = threading.RLock()  # in a backward on several devices there are several threads
@@ -83,9 +83,9 @@ class Step:
         """Go on to the step of this number, where all ranks' numbers of batches are certain."""
         self.is_last = number + 1 >= max(lengths)
         self.ending = [rank for rank, length in enumerate(lengths) if length == number + 1]
-        self._server.change(tuple(rank for rank, length in enumerate(lengths) if length > number))
+        self._tail_log.change(tuple(rank for rank, length in enumerate(lengths) if length > number))
 
-    def put_off(self, count: float, is_last: bool = False) -> None:
+    def defer(self, count: float, is_last: bool = False) -> None:
         """Put the meeting off until this rank first does something with others: it may leave the loop before that.
 
         Args:
@@ -93,7 +93,7 @@ class Step:
             is_last: Whether it is known to be its last.
         """
         self._due = count, is_last
-        self._server.has_to_meet = True
+        self._tail_log.has_to_meet = True
 
     def drop(self) -> bool:
         """Leave, if no rank counts on this one in this step; return whether that is so."""
@@ -126,7 +126,7 @@ class Step:
                         follow_up()
             finally:
                 self._due, self._hears = None, False
-                self._server.has_to_meet = False
+                self._tail_log.has_to_meet = False
 
     def meet_now(self, has_input: bool, count: float = 0.0, is_last: bool = False) -> None:
         """Meet the ranks that were active, and say whether this one has an input, and whether that is its last."""
@@ -137,22 +137,22 @@ class Step:
 
     def watching_loaders(self) -> AbstractContextManager[None]:
         """Put around what a rank without a batch waits for, and others come to when they have read their next one."""
-        channel = self._server.channel
+        channel = self._tail_log.channel
         return setting(channel, suspect=LoaderWatch(channel, self._members).look)
 
     def _say(self, has_input: bool, count: float, is_last: bool) -> None:
         notice = {} if not has_input else {"last": True} if is_last else None
-        self._server.channel.arrive(count, notice, self._members.active)
+        self._tail_log.channel.arrive(count, notice, self._members.active)
         if has_input and self.check is None:  # else the batch that this rank has may be another's
             self._members.counted = count
 
     def _hear(self, has_input: bool) -> None:
-        beat = self._server.channel.wait()
+        result = self._tail_log.channel.wait()
         if self.check is not None:
-            self.check(beat)
+            self.check(result)
         if has_input:  # else the last step's count: its backward may come after the loop
-            self._members.total = beat.total
-        self._server.change(tuple(rank for rank in self._members.active if beat.notices.get(rank) != {}))
+            self._members.total = result.total
+        self._tail_log.change(tuple(rank for rank in self._members.active if result.notices.get(rank) != {}))
         active = self._members.active
-        self.ending = [rank for rank in active if beat.notices.get(rank)]
+        self.ending = [rank for rank in active if result.notices.get(rank)]
         self.is_last = bool(active) and len(self.ending) == len(active)

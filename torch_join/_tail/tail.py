@@ -10,19 +10,19 @@ from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinValueError, UnsupportedError, check_all_go_on
 from torch_join._base.hyperparameters import Steps, Words
 from torch_join._base.weighting import name_of
+from torch_join._compat.optimizer_state import is_sharded
 from torch_join._handover.audit import Audit
 from torch_join._handover.buffers import UnsyncedBuffers
-from torch_join._handover.compat import is_sharded
-from torch_join._handover.departure import Departure, Word, check
+from torch_join._handover.early_exit import EarlyExit, Word, check
 from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
+from torch_join._participants.clears import innermost_optimizer
+from torch_join._participants.ddp_model import ModelParticipant
+from torch_join._participants.kinds import stateful, unsynced_models
+from torch_join._participants.options import Options
+from torch_join._participants.unregistered_model import missing_model
 from torch_join._tail.records import END
-from torch_join._tail.server import Server
-from torch_join.joinables.clears import innermost_optimizer
-from torch_join.joinables.kinds import stateful, unsynced_models
-from torch_join.joinables.missing_model import missing_model
-from torch_join.joinables.model import ModelPart
-from torch_join.joinables.options import Options
+from torch_join._tail.tail_log import TailLog
 
 
 class Tail:
@@ -33,8 +33,8 @@ class Tail:
         options: What the user has chosen: of it, what is compared and what is handed over.
 
     Attributes:
-        server: The ranks' server.
-        departure: How this rank has left its loop by `break`, if it has.
+        tail_log: The ranks' server.
+        early_exit: How this rank has left its loop by `break`, if it has.
         changes_freely: What a rank may change between a `break` and the next meeting.
         refusal: Why this rank, whose own code is at its end, cannot serve any more.
     """
@@ -44,7 +44,7 @@ class Tail:
     def __init__(self, objects: Sequence[Any], options: Options) -> None:
         self._objects = objects
         self._options = options
-        self.server: Server
+        self.tail_log: TailLog
         self.changes_freely: object = None
 
     # Of a tail, so that an even loop pays nothing for them.
@@ -59,13 +59,13 @@ class Tail:
 
     def reset(self) -> None:
         """Begin anew, as before the first loop."""
-        self.departure: Departure | None = None
-        self.server.members.last_joiner = True
+        self.early_exit: EarlyExit | None = None
+        self.tail_log.members.last_joiner = True
 
-    def depart(self, watches: bool) -> None:
+    def leave_early(self, watches: bool) -> None:
         """Note what there is as this rank leaves its loop; `watches` where something may be handed over later."""
         states = [thing for thing in stateful(self._objects) if thing is not self.changes_freely]
-        self.departure = Departure(self._objects, states if watches else None)
+        self.early_exit = EarlyExit(self._objects, states if watches else None)
 
     # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
     @torch.inference_mode(False)
@@ -76,7 +76,7 @@ class Tail:
             at_top: Whether this rank is at the top of a step, before any code of the user's.
         """
         self._look(at_top)
-        self.server.begin_tail()
+        self.tail_log.begin_tail()
 
     @torch.inference_mode(False)
     def end(self, has_run: bool) -> None:
@@ -85,26 +85,26 @@ class Tail:
         Args:
             has_run: Whether there was anything since the last loop ended.
         """
-        self.server.members.last_joiner = True
-        if self.server.members.announces:
-            self._hand_over(self.server.end_tail())
+        self.tail_log.members.last_joiner = True
+        if self.tail_log.members.announces:
+            self._hand_over(self.tail_log.end_tail())
         elif has_run and self._options.audit is True:
-            self._audit.even(self.server.channel, self._has_synced, self.departure is not None)
-        self.server.members.all_active()
+            self._audit.even(self.tail_log.channel, self._has_synced, self.early_exit is not None)
+        self.tail_log.members.all_active()
 
     @torch.inference_mode(False)
     def serve(self, at_top: bool) -> None:
         """Do what the active ranks announce, with nothing, until they have joined too; see `begin`."""
         if self.refusal is not None:
             raise self.refusal
-        members = self.server.members
+        members = self.tail_log.members
         if not members.announces:
             self._look(at_top)
-        self.server.join()
-        with on_device(self.server.members.group):
-            words, leader, in_pieces = self.server.follow(END)
-        self.server.backwards.in_pieces = in_pieces or self.server.backwards.in_pieces
-        self.server.change(())
+        self.tail_log.join()
+        with on_device(self.tail_log.members.group):
+            words, leader, in_pieces = self.tail_log.follow(END)
+        self.tail_log.backwards.in_pieces = in_pieces or self.tail_log.backwards.in_pieces
+        self.tail_log.change(())
         # It may be another one than in the last announcement: the others may have left without one since.
         members.follow_leader(leader)
         members.last_joiner = False
@@ -113,7 +113,7 @@ class Tail:
 
     def compare_steps(self, steps: Steps, is_late: bool) -> None:
         """Compare, where some rank joins, whether the optimizers of those that came so far went together."""
-        members, channel = self.server.members, self.server.channel
+        members, channel = self.tail_log.members, self.tail_log.channel
         # Between two departures nothing may be announced.
         place = f"steps/{channel.records}/{len(members.active)}"
         said = channel.gather(steps.words(is_late), of=Words, among=(place, members.before))
@@ -121,19 +121,19 @@ class Tail:
 
     def _look(self, at_top: bool) -> None:
         """Look at what there is, on every rank, where the first ones join."""
-        models = self.server.models()
+        models = self.tail_log.models()
         self._buffers.look([model.modules[-1] for model in models if model.synced or model.accumulates])
-        untouched = self.departure is None or self.departure.changed() == []
-        self._audit.begin(self.server.members.joined_names, at_top, untouched)
+        untouched = self.early_exit is None or self.early_exit.changed() == []
+        self._audit.begin(self.tail_log.members.joined_names, at_top, untouched)
 
     def _hand_over(self, words: list[Any]) -> None:
-        members = self.server.members
+        members = self.tail_log.members
         # What a joined rank says does not count: it has synced what it accumulated as a shadow.
         has_synced = self._has_synced or not members.leads
-        with on_device(self.server.members.group):
-            for part, theirs in zip(self.server.parts, words, strict=True):
-                part.receive_closing(theirs, members.leader)
-            self._audit.end(self.server.channel, self._take_states(), has_synced)
+        with on_device(self.tail_log.members.group):
+            for participant, theirs in zip(self.tail_log.participants, words, strict=True):
+                participant.receive_closing(theirs, members.leader)
+            self._audit.end(self.tail_log.channel, self._take_states(), has_synced)
             self._buffers.clear()
         self._restore_flags()
 
@@ -146,34 +146,34 @@ class Tail:
         Raises:
             JoinError: A rank has changed something between its `break` and this, which others have yet to come to.
         """
-        with on_device(self.server.members.group):
+        with on_device(self.tail_log.members.group):
             local = self._take_states()
         self._restore_flags()
         return local
 
     def _take_states(self) -> frozenset[int]:
-        left, server = self.departure, self.server
+        left, tail_log = self.early_exit, self.tail_log
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
-        sharded = left is not None and is_shard and not server.members.last_joiner
+        sharded = left is not None and is_shard and not tail_log.members.last_joiner
         word = left is not None, [] if left is None else left.changed(), sharded
-        check(server.channel.gather(word, of=Word), server.members.global_ranks, server.members.rank)
-        local = self._audit.local(server.channel)
+        check(tail_log.channel.gather(word, of=Word), tail_log.members.global_ranks, tail_log.members.rank)
+        local = self._audit.local(tail_log.channel)
         if left is not None:
             left.before_handover()
-        buffers = [self._buffers] if self._buffers.agree(server.channel) else []
+        buffers = [self._buffers] if self._buffers.agree(tail_log.channel) else []
         if states := [*stateful(self._objects), *buffers]:
-            hand_over(states, server.members.leader, server.channel, server.members.group, local)
+            hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local)
         return local
 
     def _restore_flags(self) -> None:
         """Set again what flags this rank has set after a `break`: only then may ranks differ."""
-        if self.departure is not None:
-            self.departure.after_handover()
+        if self.early_exit is not None:
+            self.early_exit.after_handover()
 
     @property
     def _has_synced(self) -> bool:
         """Whether gradients have been averaged since the last tail, and none been accumulated since."""
-        return all(part.synced and not part.accumulates for part in self.server.models())
+        return all(participant.synced and not participant.accumulates for participant in self.tail_log.models())
 
     # ------------------------------------------------------------ checks
 
@@ -192,19 +192,23 @@ class Tail:
             JoinValueError: Other types, or in another order.
             JoinError: A rank has ended its training.
         """
-        check_all_go_on(everyone, self.server.channel.global_ranks)
+        check_all_go_on(everyone, self.tail_log.channel.global_ranks)
         if any(names != everyone[0] for names in everyone):
-            words = zip(self.server.channel.global_ranks, everyone, strict=True)
+            words = zip(self.tail_log.channel.global_ranks, everyone, strict=True)
             given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in words)
             raise JoinValueError(f"All ranks must give Join the same joinables in the same order, but gave {given}.")
 
     def check_backward(self, group: list[int], is_ddps: bool) -> None:
         """Raise for a collective in backward that would be wrong or wait for ever."""
-        members = self.server.members
-        if any({*group} <= {*team} for part in self.server.parts for team in part.teams):
+        members = self.tail_log.members
+        if any(
+            {*group} <= {*peers}
+            for participant in self.tail_log.participants
+            for peers in participant.model_parallel_groups
+        ):
             return  # of tensor parallelism: all of them have the same batch, or none
         if not is_ddps and members.count is not None:
-            if not all(isinstance(model, ModelPart) for model in self.server.models()):
+            if not all(isinstance(model, ModelParticipant) for model in self.tail_log.models()):
                 raise UnsupportedError(
                     f"A collective in backward of a sharded model under {name_of(members.weighting)}: each rank's"
                     " gradients are weighted by what its batch counts where they reach the parameters, and by then"
@@ -217,7 +221,7 @@ class Tail:
                     " in backward: what other ranks' losses owe to this batch would be multiplied by zero. Leave such"
                     " batches out, or use weighting='active'."
                 )
-        if not (is_ddps and members.announces) or any(model.in_backward for model in self.server.models()):
+        if not (is_ddps and members.announces) or any(model.in_backward for model in self.tail_log.models()):
             return
         if joined := [rank for rank in group if members.has_joined(rank)]:
             raise missing_model(joined)

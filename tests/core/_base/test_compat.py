@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric, MetricCollection
 
-from torch_join._base import compat as torch_compat
+from torch_join._compat import ddp as torch_compat
 
 
 def test_torchmetrics() -> None:

@@ -25,12 +25,12 @@ from tests.support.inside import see
 from tests.support.party import listening
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
-from torch_join._base import compat_c10d as _dispatch
 from torch_join._base.errors import JoinError
-from torch_join._collectives import compat as _compat_c10d
 from torch_join._collectives.call import OBJECT_OPERATIONS
 from torch_join._collectives.neutral import ENTRIES, REDUCTIONS
 from torch_join._collectives.tap import Call, CollectiveTap
+from torch_join._compat import c10d as _dispatch
+from torch_join._compat import operators as _compat_c10d
 
 
 class _Checkpointed(torch.nn.Sequential):

@@ -18,14 +18,14 @@ from tests.support.inside import keys_of, open_channel
 from tests.support.workers import Workers, connect
 from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
 from torch_join._control.codec import MAX_BYTES
-from torch_join._control.said import Beat
+from torch_join._control.reports import BarrierResult
 from torch_join.integration import Channel
 
 
 def test_a_world_of_one_needs_no_store() -> None:
     channel = open_channel()
-    assert channel.barrier(3) == Beat(3)
-    assert channel.barrier(notice={"end": 2}) == Beat(0, {0: {"end": 2}})
+    assert channel.barrier(3) == BarrierResult(3)
+    assert channel.barrier(notice={"end": 2}) == BarrierResult(0, {0: {"end": 2}})
     assert channel.gather("x") == ["x"]
     channel.fail("no")
     assert channel.failure() is None
@@ -36,7 +36,7 @@ def test_the_largest_value_that_may_be_sent_comes() -> None:
     assert threads.run(2, lambda channel: channel.gather(largest, of=str)) == [[largest] * 2] * 2
 
 
-def put_off(channel: Channel) -> list[Beat]:
+def defer_reads(channel: Channel) -> list[BarrierResult]:
     said, heard = [], []
     channel.before_meeting = lambda: heard.append(channel.wait()) if len(heard) < len(said) else None
     for number in range(3):
@@ -44,13 +44,13 @@ def put_off(channel: Channel) -> list[Beat]:
         said.append(number)
         if number < 2:
             assert channel.gather(channel.rank) == [0, 1]
-    assert channel.barrier(5) == Beat(10)
+    assert channel.barrier(5) == BarrierResult(10)
     return heard
 
 
 def test_what_was_said_is_heard_before_all_meet_again() -> None:
     notices = {0: {"from": 0}, 1: {"from": 1}}
-    assert threads.run(2, put_off) == [[Beat(2 * number + 1, notices) for number in range(3)]] * 2
+    assert threads.run(2, defer_reads) == [[BarrierResult(2 * number + 1, notices) for number in range(3)]] * 2
 
 
 def add_up(channel: Channel, ranks: tuple[int, ...], together: threading.Barrier) -> list[Any]:

@@ -22,9 +22,9 @@ from torch_join._base.hyperparameters import take_group_options
 from torch_join._collectives.call import Call, TensorSpec
 from torch_join._control import codec as _codec
 from torch_join._control.codec import Malformed, check, decode, encode, is_closed
-from torch_join._control.said import Status
+from torch_join._control.reports import Status
 from torch_join._handover.mirror import Changes
-from torch_join.joinables._gradients.verdicts import CLEARED, FULL, KEPT, NONE, Runs, State, runs_of, states_of
+from torch_join._participants._gradients.verdicts import CLEARED, FULL, KEPT, NONE, Runs, State, runs_of, states_of
 
 CALL = Call(
     "all_reduce",

@@ -40,8 +40,8 @@ from tests.support.inside import (
 from tests.support.workers import Workers
 from torch_join import Join, JoinTypeError, PeerFailedError
 from torch_join._control._links.portable import PortableLinks
-from torch_join._control._links.stream import Stream
-from torch_join._control.said import Beat
+from torch_join._control._links.stream import ChannelState
+from torch_join._control.reports import BarrierResult
 
 # ---------------------------------------------------------------- bytes
 
@@ -158,13 +158,13 @@ def test_the_thread_reads_while_who_waits_looks(either: Ends) -> None:
         time.sleep(0.2)
         got.append(len(either.got[0]))
 
-    tree_over(either.first).wait(lambda: len(got) == 2, look, Stream())
+    tree_over(either.first).wait(lambda: len(got) == 2, look, ChannelState())
     assert got == [1, 2]
 
 
-@pytest.mark.parametrize(("stream", "reads"), [(Stream(), 4), (Stream(failure=b"told"), 3), (None, 3)])
+@pytest.mark.parametrize(("stream", "reads"), [(ChannelState(), 4), (ChannelState(failure=b"told"), 3), (None, 3)])
 def test_who_waits_looks_at_once_where_a_failure_is_told_and_else_when_all_is_quiet(
-    ends: Ends, stream: Stream | None, reads: int
+    ends: Ends, stream: ChannelState | None, reads: int
 ) -> None:
     looks: list[int] = []
     with mock.patch.object(ends.first, "read", wraps=ends.first.read) as read:
@@ -183,7 +183,7 @@ def test_who_waits_amid_what_others_say_looks_too(either: Ends) -> None:
     thread = threading.Thread(target=chatter)
     thread.start()
     try:
-        tree_over(either.first).wait(lambda: len(looks) == 5, lambda: looks.append(len(either.got[0])), Stream())
+        tree_over(either.first).wait(lambda: len(looks) == 5, lambda: looks.append(len(either.got[0])), ChannelState())
     finally:
         done.set()
         thread.join()
@@ -191,11 +191,11 @@ def test_who_waits_amid_what_others_say_looks_too(either: Ends) -> None:
 
 
 def test_the_thread_leaves_to_who_reads_soon_what_comes(ends: Ends) -> None:
-    ends.first.put_off()
+    ends.first.defer_reads()
     for text in (b"x", b"y", b"z"):
         ends.second.send([0], 1, 0, text)
         time.sleep(0.04)
-        ends.first.put_off()
+        ends.first.defer_reads()
     assert ends.got[0] == []
     ends.first.read()
     assert [text for *_, text in ends.got[0]] == [b"x", b"y", b"z"]
@@ -207,15 +207,15 @@ def test_the_thread_leaves_to_who_reads_soon_what_comes(ends: Ends) -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_thread_reads_where_who_would_read_soon_does_not(ends: Ends, waits: bool) -> None:
     for count in range(1, 4):
-        ends.first.put_off()
+        ends.first.defer_reads()
         if waits:  # and is put off no longer
             ends.first.begin_reading()
             ends.first.end_reading()
-            assert not ends.first.is_put_off
-            ends.first.put_off()
+            assert not ends.first.reads_deferred
+            ends.first.defer_reads()
         ends.second.send([0], 1, 0, b"x")
         wait(lambda count=count: len(ends.got[0]) == count)
-        wait(lambda: not ends.first.is_put_off)
+        wait(lambda: not ends.first.reads_deferred)
 
 
 def test_who_waits_amid_a_message_reads_the_others_in_order() -> None:
@@ -241,11 +241,11 @@ def test_who_waits_amid_a_message_reads_the_others_in_order() -> None:
 
 def test_who_has_yet_to_send_the_rest_of_a_message_does_not_put_off_reading(ends: Ends) -> None:
     with ends.second.lock:  # which reads nothing meanwhile
-        ends.first.put_off()
+        ends.first.defer_reads()
         ends.first.send([1], 3, 7, bytes(30_000_000))
-        assert not ends.first.is_put_off
-        ends.first.put_off()
-        assert not ends.first.is_put_off
+        assert not ends.first.reads_deferred
+        ends.first.defer_reads()
+        assert not ends.first.reads_deferred
     wait(lambda: len(ends.got[1]) == 1)
 
 
@@ -318,7 +318,7 @@ def train_without_epoll(rank: int) -> list[Any]:
                 optimizer.zero_grad()
         begin = time.monotonic()
         for step in range(200):
-            assert channel.barrier(rank, {"at": step} if rank == 1 else None) == Beat(3, {1: {"at": step}})
+            assert channel.barrier(rank, {"at": step} if rank == 1 else None) == BarrierResult(3, {1: {"at": step}})
         assert time.monotonic() - begin < 5
     return [p.tolist() for p in model.parameters()]
 
@@ -407,22 +407,22 @@ def meet(rank: int, hosts: str) -> Any:
     world_size, found = len(hosts), []
     for step in range(60):
         notice = {"at": step} if step % world_size == rank else None
-        beat = channel.barrier(rank + step, notice)
-        found.append((beat.total, beat.notices))
+        barrier = channel.barrier(rank + step, notice)
+        found.append((barrier.total, barrier.notices))
     # Some ranks meet, on both sides of nodes that do not take part.
     some = range(1, world_size, 2)
     if rank in some:
         for step in range(20):
             channel.arrive(step, {"rank": rank} if step == 7 else None, some)
-            beat = channel.wait()
-            found.append((beat.total, beat.notices))
+            barrier = channel.wait()
+            found.append((barrier.total, barrier.notices))
         assert channel.gather({"at": rank}, among=("theirs", some)) == [{"at": other} for other in some]
     channel.gather(rank)
     if rank in some:
         channel.contribute("sum", rank, some)
     found.append((channel.barrier(1).total, {}))
     assert channel.contributed("sum", some) == (sum(some) if rank == 1 else None)
-    assert len({*channel.gather(channel.beat)}) == 1
+    assert len({*channel.gather(channel.barrier_number)}) == 1
     if rank == world_size - 1:
         channel.append("said by one", leads=True)
     assert rank == world_size - 1 or channel.follow() == "said by one"
@@ -495,7 +495,7 @@ def gather_what_cannot_be_sent(rank: int) -> list[int]:
     channel = open_channel()
     if rank == 0:
         with pytest.raises(JoinTypeError):
-            channel.gather(object(), unless_beat=True)
+            channel.gather(object(), unless_barrier=True)
     return channel.gather(rank)
 
 

@@ -20,16 +20,16 @@ import torch.distributed as dist
 
 from tests.support.inside import shared_tensor
 from torch_join import JoinError, JoinTimeoutError, PeerFailedError
-from torch_join._control.beside import beside
 from torch_join._control.codec import encode
 from torch_join._control.processes import Process
+from torch_join._control.run_polling import run_polling
 from torch_join._control.set_up import SetUp
 
 
 def test_what_is_done_beside_is_returned_and_raised() -> None:
-    assert beside(lambda: 3, lambda: None) == 3
+    assert run_polling(lambda: 3, lambda: None) == 3
     with pytest.raises(KeyError, match="a hole"):
-        beside(lambda: {}["a hole"], lambda: None)
+        run_polling(lambda: {}["a hole"], lambda: None)
 
 
 def test_a_look_ends_a_wait_that_nothing_else_does() -> None:
@@ -44,7 +44,7 @@ def test_a_look_ends_a_wait_that_nothing_else_does() -> None:
     start = time.monotonic()
     try:
         with pytest.raises(PeerFailedError, match="another rank"):
-            beside(lambda: over.wait(20), look)
+            run_polling(lambda: over.wait(20), look)
         assert time.monotonic() - start < 2
     finally:
         over.set()
@@ -154,7 +154,7 @@ def raise_beside(held: Held) -> None:
         raise KeyError("a hole")
 
     with suppress(KeyError):
-        beside(fail, lambda: None)
+        run_polling(fail, lambda: None)
 
 
 def test_an_error_beside_keeps_no_frame() -> None:

@@ -25,8 +25,8 @@ from tests.core._control.hearing import a_hole, told
 from tests.support.inside import at_set_up, open_channel
 from tests.support.workers import Workers, connect, sum_and_read
 from torch_join import Join, JoinError, PeerFailedError
-from torch_join._base.compat_groups import is_gone
 from torch_join._collectives.tap import CollectiveTap
+from torch_join._compat.groups import is_gone
 from torch_join.integration import telling_failures
 
 

@@ -19,7 +19,7 @@ from tests.support.small import batch
 from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
-from torch_join._handover.departure import Departure
+from torch_join._handover.early_exit import EarlyExit
 
 Lengths = tuple[int, ...]
 NEVER = 99
@@ -256,7 +256,7 @@ def test_with_accelerate(workers: Workers) -> None:
 
 def test_flags_outlast_a_handover_within_the_others_loop() -> None:
     net = nn.Linear(2, 2)
-    left = Departure([net], [])
+    left = EarlyExit([net], [])
     net.eval()
     net.bias.requires_grad_(False)
 

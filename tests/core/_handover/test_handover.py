@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as schedulers
 from tests.emulator import place
 from tests.support.inside import checksum, transfer_sizes
 from tests.support.workers import Workers
-from torch_join._handover import compat as _compat_state
+from torch_join._compat import optimizer_state as _compat_state
 from torch_join._handover.handover import hand_over
 from torch_join.integration import open_channel
 

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.inside import keys_of
 from tests.support.workers import Workers
 from torch_join._control.rendezvous import open_channel
-from torch_join._lockstep.ddp import LockstepJoin
-from torch_join._lockstep.driver import StepDriver
-from torch_join._shadow.model import ModelShadow
+from torch_join._lockstep.lockstep_join import LockstepJoin
+from torch_join._lockstep.step_driver import StepDriver
+from torch_join._shadow.model_shadow import ModelShadow
 
 STEPS = 60
 
@@ -35,8 +35,8 @@ def count_keys(rank: int) -> tuple[list[bool], list[int]]:
                 with join.active_step(), join.loss_step():
                     loss = ddp(torch.ones(1, 2)).sum()
             join.backward(loss.backward)
-        join.say(STEPS if step == STEPS - 2 and rank else None, int(step + 1 < length))
-        join.hear()
+        join.arrive(STEPS if step == STEPS - 2 and rank else None, int(step + 1 < length))
+        join.meet()
         if step in (10, STEPS - 2):
             counts.append(keys_of(channel))
     dist.barrier()  # all have read what closing deletes
@@ -60,11 +60,11 @@ def meet_unheard(rank: int) -> list[object]:
     join.begin(0, None, 1)
     seen: list[object] = []
     for step in range(STEPS):
-        assert not join.say(STEPS + 1 if step == STEPS - 1 else None, 1, {"from": rank}, waits=False)
+        assert not join.arrive(STEPS + 1 if step == STEPS - 1 else None, 1, {"from": rank}, waits=False)
         if step % 3 == 0:  # all ranks meet, perhaps before another one has heard what was said
             seen.append(channel.gather((rank, step)))
             time.sleep(0.5 if step == 30 + 3 * rank else 0)  # what all have read is deleted meanwhile
-        seen.append(join.hear())
+        seen.append(join.meet())
     seen.append(join.is_last_step)
     driver.close()
     channel.close(meets=True)

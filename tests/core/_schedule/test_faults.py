@@ -38,7 +38,7 @@ from tests.support.workers import Outcome, Workers, connect
 from torch_join import Join, JoinValueError
 
 WITHIN = TIMEOUT + GRACE  # seconds until a rank raises what another one has told, or why it hears nothing
-STOPPED = 2 * TIMEOUT + GRACE  # a timeout, a roll call, and rank 0 waits once more as it leaves
+STOPPED = 2 * TIMEOUT + GRACE  # a timeout, a health check, and rank 0 waits once more as it leaves
 LENGTHS = (4, 9, 2)
 LOOPS = ("sized", "iterable")
 GIVER, RECEIVER = 1, 2  # rank 0 trains on its own batches

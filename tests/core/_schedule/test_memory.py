@@ -45,15 +45,15 @@ def train(rank: int, lengths: tuple[int, ...], loop: str, shape: str) -> Any:
     loader: Any = DataLoader(data if loop == "sized" else Stream(data), batch_size=None)
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     read, alive = [], []
-    with counted_gifts() as gifts, Join([model], rebalance=True) as join:
+    with counted_gifts() as donated, Join([model], rebalance=True) as join:
         for batch in join.batches(loader):
             model(batch).mean().backward()
             read.append(data.read)
-            alive.append(gifts.alive)
+            alive.append(donated.alive)
             del batch
-        left = gifts.alive
-    assert gifts.alive == 0
-    return read, alive, gifts.most_alive, left
+        left = donated.alive
+    assert donated.alive == 0
+    return read, alive, donated.most_alive, left
 
 
 def used(lengths: tuple[int, ...], loop: str) -> list[list[int]]:

@@ -20,7 +20,7 @@ class Epoch:
     """How many batches ranks have, and how many they may give away in a step."""
 
     lengths: tuple[int, ...]
-    gifts: tuple[int, ...]
+    donated: tuple[int, ...]
 
     @property
     def world_size(self) -> int:
@@ -33,7 +33,7 @@ class Epoch:
     @property
     def longest(self) -> int:
         """How many steps there are at the least because no rank gets rid of its batches faster."""
-        return max(math.ceil(length / (1 + most)) for length, most in zip(self.lengths, self.gifts, strict=True))
+        return max(math.ceil(length / (1 + most)) for length, most in zip(self.lengths, self.donated, strict=True))
 
     @property
     def least(self) -> int:
@@ -41,9 +41,9 @@ class Epoch:
         return max(math.ceil(self.batches / self.world_size), self.longest)
 
 
-def schedule(lengths: Sequence[int], gifts: Sequence[int] | None = None) -> list[Row]:
+def schedule(lengths: Sequence[int], donated: Sequence[int] | None = None) -> list[Row]:
     """Return all rows of an epoch in which ranks give away up to so many batches in a step, or as many as they like."""
-    plan = Plan(lengths, [len(lengths)] * len(lengths) if gifts is None else gifts)
+    plan = Plan(lengths, [len(lengths)] * len(lengths) if donated is None else donated)
     return [plan.plan() for _ in range(plan.steps_left or 0)]
 
 
@@ -108,7 +108,7 @@ class Ranks:
 
 def planned(epoch: Epoch, said: Sequence[int | None]) -> Ranks:
     """Go through an epoch, of whose lengths the ranks know at first what is `said`."""
-    ranks = Ranks(Plan(said, epoch.gifts), list(epoch.lengths))
+    ranks = Ranks(Plan(said, epoch.donated), list(epoch.lengths))
     ranks.finish()
     return ranks
 
@@ -116,7 +116,7 @@ def planned(epoch: Epoch, said: Sequence[int | None]) -> Ranks:
 def begun(epoch: Epoch, data: st.DataObject) -> Ranks:
     """Go through some steps of an epoch, of whose lengths the ranks know all or none."""
     knows = data.draw(st.booleans())
-    ranks = Ranks(Plan(epoch.lengths if knows else [None] * epoch.world_size, epoch.gifts), list(epoch.lengths))
+    ranks = Ranks(Plan(epoch.lengths if knows else [None] * epoch.world_size, epoch.donated), list(epoch.lengths))
     for _ in range(data.draw(st.integers(0, epoch.least))):
         ranks.step()
     return ranks
@@ -136,9 +136,9 @@ def batches_of(rows: Iterable[Row]) -> list[Batch]:
     return [(share.owner, share.batch_idx) for row in rows for share in row if share is not None]
 
 
-def check_rules(rows: Sequence[Row], gifts: Sequence[int], gone: Mapping[int, int] | None = None) -> None:
+def check_rules(rows: Sequence[Row], donated: Sequence[int], gone: Mapping[int, int] | None = None) -> None:
     """Check what holds for any rows; `gone` are ranks that leave, and at which row."""
-    before = set(range(len(gifts)))
+    before = set(range(len(donated)))
     for step, row in enumerate(rows):
         now = active(row)
         assert now, f"step {step} has no batch"
@@ -147,11 +147,11 @@ def check_rules(rows: Sequence[Row], gifts: Sequence[int], gone: Mapping[int, in
         taken = counts(row)
         for rank, share in enumerate(row):
             assert not taken[rank] or (share is not None and share.owner == rank), "a rank gives, and has not its own"
-            assert taken[rank] <= 1 + gifts[rank]
+            assert taken[rank] <= 1 + donated[rank]
             assert share is None or rank not in (gone or {}) or step < (gone or {})[rank]
         for share in row:
             assert share is None or share.batch_idx >= (row[share.owner] or share).batch_idx, "its own comes first"
-    for owner in range(len(gifts)):
+    for owner in range(len(donated)):
         by_row = [sorted(index for rank, index in batches_of([row]) if rank == owner) for row in rows]
         indices = [index for row in by_row for index in row]
         assert indices == sorted(indices), "batches are not taken in order"
@@ -175,8 +175,8 @@ def check_complete(rows: Sequence[Row], lengths: Sequence[int]) -> None:
 @given(epoch=epochs())
 @PROFILE
 def test_each_batch_is_trained_on_once_in_as_few_steps_as_can_be(epoch: Epoch) -> None:
-    rows = schedule(epoch.lengths, epoch.gifts)
-    check_rules(rows, epoch.gifts)
+    rows = schedule(epoch.lengths, epoch.donated)
+    check_rules(rows, epoch.donated)
     check_complete(rows, epoch.lengths)
     assert len(rows) == epoch.least
     for row in rows:
@@ -187,10 +187,10 @@ def test_each_batch_is_trained_on_once_in_as_few_steps_as_can_be(epoch: Epoch) -
 @given(epoch=epochs(), data=st.data())
 @PROFILE
 def test_an_epoch_that_is_resumed_has_the_same_rows(epoch: Epoch, data: st.DataObject) -> None:
-    rows = schedule(epoch.lengths, epoch.gifts)
+    rows = schedule(epoch.lengths, epoch.donated)
     done = data.draw(st.integers(0, len(rows)))
     taken, left = left_after(rows[:done], epoch.lengths)
-    assert rest(Plan(left, epoch.gifts, taken), len(rows) - done) == rows[done:]
+    assert rest(Plan(left, epoch.donated, taken), len(rows) - done) == rows[done:]
 
 
 def rest(plan: Plan, steps: int) -> list[Row]:
@@ -208,8 +208,8 @@ def test_little_to_plan(lengths: tuple[int, ...]) -> None:
     assert len(rows) == math.ceil(sum(lengths) / len(lengths)) == steps_of(lengths)
 
 
-def least_peak(epoch: Epoch, giver: int) -> int:
-    """The most batches of `giver` that some step takes, in the schedule of as many steps in which these are fewest.
+def least_peak(epoch: Epoch, sender: int) -> int:
+    """The most batches of `sender` that some step takes, in the schedule of as many steps in which these are fewest.
 
     Looks at all ways in which ranks may take shares of steps, one step after the other; which rank trains on what in a
     step does not matter as long as each rank that gives trains on its own, and nobody comes back.
@@ -222,7 +222,7 @@ def least_peak(epoch: Epoch, giver: int) -> int:
             return False
         key = (left, steps, free)
         if key not in seen:
-            caps = [most if rank == giver else 1 + epoch.gifts[rank] for rank in range(len(left))]
+            caps = [most if rank == sender else 1 + epoch.donated[rank] for rank in range(len(left))]
             choices = [range(min(length, cap) + 1) for length, cap in zip(left, caps, strict=True)]
             seen[key] = any(
                 0 < sum(step) <= free
@@ -236,7 +236,7 @@ def least_peak(epoch: Epoch, giver: int) -> int:
         # A rank that has none of its own in this step trains on another's, or is never active again.
         return sum(step) >= sum(1 for length in left if length)
 
-    for most in range(1, 2 + epoch.gifts[giver]):
+    for most in range(1, 2 + epoch.donated[sender]):
         seen: dict[tuple[tuple[int, ...], int, int], bool] = {}
         if fits(epoch.lengths, epoch.least, epoch.world_size, most):
             return most
@@ -246,13 +246,13 @@ def least_peak(epoch: Epoch, giver: int) -> int:
 @given(lengths=st.lists(st.integers(0, 5), min_size=2, max_size=6), data=st.data())
 @settings(PROFILE, max_examples=100)
 def test_the_longest_rank_gives_as_evenly_as_any_search_finds(lengths: list[int], data: st.DataObject) -> None:
-    gifts = data.draw(st.sampled_from((len(lengths), 1, 2)))
-    epoch = Epoch(tuple(lengths), (gifts,) * len(lengths))
+    donated = data.draw(st.sampled_from((len(lengths), 1, 2)))
+    epoch = Epoch(tuple(lengths), (donated,) * len(lengths))
     if not epoch.batches:
         return
-    giver = lengths.index(max(lengths))
-    peak = max(counts(row)[giver] for row in schedule(epoch.lengths, epoch.gifts))
-    assert peak == least_peak(epoch, giver)
+    sender = lengths.index(max(lengths))
+    peak = max(counts(row)[sender] for row in schedule(epoch.lengths, epoch.donated))
+    assert peak == least_peak(epoch, sender)
 
 
 # ---------------------------------------------------------------- lengths that are not known
@@ -268,11 +268,11 @@ def test_unknown_lengths_take_no_more_steps_without_limits(epoch: Epoch) -> None
 @settings(PROFILE, max_examples=200)
 def test_some_or_all_lengths_are_unknown(epoch: Epoch, all_are: bool, data: st.DataObject) -> None:
     ranks = planned(epoch, [None if all_are or data.draw(st.booleans()) else length for length in epoch.lengths])
-    check_rules(ranks.rows, epoch.gifts)
+    check_rules(ranks.rows, epoch.donated)
     check_complete(ranks.rows, epoch.lengths)
     assert epoch.least <= len(ranks.rows) <= math.ceil(epoch.batches / epoch.world_size) + epoch.longest
     if all_are:  # nobody reads further ahead than it may give
-        assert all(ahead <= 1 + most for ahead, most in zip(ranks.most_ahead, epoch.gifts, strict=True))
+        assert all(ahead <= 1 + most for ahead, most in zip(ranks.most_ahead, epoch.donated, strict=True))
 
 
 @given(epoch=epochs(), data=st.data())
@@ -281,7 +281,7 @@ def test_an_epoch_of_unknown_lengths_that_is_resumed_has_the_same_rows(epoch: Ep
     ranks = planned(epoch, [None] * epoch.world_size)
     done = data.draw(st.integers(0, len(ranks.rows)))
     taken, left = left_after(ranks.rows[:done], epoch.lengths)
-    again = Ranks(Plan([None] * epoch.world_size, epoch.gifts, taken), left)
+    again = Ranks(Plan([None] * epoch.world_size, epoch.donated, taken), left)
     assert again.finish() == ranks.rows[done:]
 
 
@@ -294,7 +294,7 @@ def test_a_rank_that_has_fewer_than_it_said_corrects_it(epoch: Epoch, data: st.D
     more = data.draw(st.lists(st.sampled_from((0, 0, 1, 5)), min_size=epoch.world_size, max_size=epoch.world_size))
     said = [length + extra for length, extra in zip(epoch.lengths, more, strict=True)]
     ranks = planned(epoch, said)
-    check_rules(ranks.rows, epoch.gifts)
+    check_rules(ranks.rows, epoch.donated)
     check_complete(ranks.rows, epoch.lengths)
 
 
@@ -307,7 +307,7 @@ def test_announcing_fewer_in_the_midst_loses_nothing_else(epoch: Epoch, data: st
     ranks.plan.announce({rank: ranks.left[rank]})
     lengths = [done + left for done, left in zip(ranks.at, ranks.left, strict=True)]
     check_complete(ranks.finish(), lengths)
-    check_rules(ranks.rows, epoch.gifts)
+    check_rules(ranks.rows, epoch.donated)
 
 
 def test_a_correction_brings_nobody_back_who_has_joined() -> None:
@@ -330,7 +330,7 @@ def test_without_ranks_that_leave_the_others_go_on(epoch: Epoch, data: st.DataOb
         ranks.left[rank] = 0
     lengths = [done + left for done, left in zip(ranks.at, ranks.left, strict=True)]
     check_complete(ranks.finish(), lengths)
-    check_rules(ranks.rows, epoch.gifts, dict.fromkeys(gone, begin))
+    check_rules(ranks.rows, epoch.donated, dict.fromkeys(gone, begin))
 
 
 def test_ranks_that_leave_at_different_steps() -> None:

@@ -35,13 +35,15 @@ class Case(Loop):
 
     loaders: tuple[tuple[str, ...], ...] = ()  # by epoch and rank
     nest: str = "tuple"
-    most_gifts: tuple[int, ...] = ()  # by rank, in one step
+    max_sent_per_step: tuple[int, ...] = ()  # by rank, in one step
     rebalance: bool = True
 
     def rows(self, epoch: int) -> list[dict[int, Place]]:
         lengths = self.lengths_in(epoch)
         pairs = zip(lengths, self.loaders[epoch], strict=True)
-        return planned_rows(lengths, [length if kind in KNOWN else None for length, kind in pairs], self.most_gifts)
+        return planned_rows(
+            lengths, [length if kind in KNOWN else None for length, kind in pairs], self.max_sent_per_step
+        )
 
     def trained(self, rank: int, epoch: int) -> list[Place]:
         """What a rank trains on."""
@@ -127,7 +129,7 @@ def train(rank: int, case: Case) -> Trained:
             trained.said[-1].append((join.batch_owner, join.owner_batch_idx))
             yield batch
 
-    with mock.patch.object(plain, "loop", loop), gives_at_most(case.most_gifts[rank]):
+    with mock.patch.object(plain, "loop", loop), gives_at_most(case.max_sent_per_step[rank]):
         return replace(trained, found=properties.train(rank, case))
 
 
@@ -147,13 +149,13 @@ def draw(one: random.Random, world_size: int) -> Case:
     options = properties.options(one, world_size, loops=("sized",))
     kinds = one.choice((KNOWN, STREAMS, KNOWN + STREAMS))
     most = one.choice((2, 5, 9, 14))
-    gifts = one.choice(((world_size,), (world_size,), (0, 1, 2, world_size)))
+    donated = one.choice(((world_size,), (world_size,), (0, 1, 2, world_size)))
     epochs = range(options["epochs"])
     own = {
         "lengths": tuple(tuple(one.choice((0, one.randint(0, most))) for _ in range(world_size)) for _ in epochs),
         "loaders": tuple(tuple(one.choice(kinds) for _ in range(world_size)) for _ in epochs),
         "nest": one.choice(COUNTED if options["weighting"] in ("samples", "count") else tuple(NESTS)),
-        "most_gifts": tuple(one.choice(gifts) for _ in range(world_size)),
+        "max_sent_per_step": tuple(one.choice(donated) for _ in range(world_size)),
         "evaluation": None,
     }
     return Case(**{**options, **own})

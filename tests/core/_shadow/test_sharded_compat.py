@@ -21,8 +21,8 @@ from tests.support.inside import bytes_unsharded
 from tests.support.sharded import Recipe
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
-from torch_join._shadow._sharded.compat import check_runs, param_groups
-from torch_join.joinables._sharded.following import Following
+from torch_join._compat.fsdp import check_runs, param_groups
+from torch_join._participants._sharded.following import Following
 
 ROOT = Path(__file__).parents[3]
 SHADOWS = ROOT / "torch_join" / "_shadow" / "_sharded"
@@ -190,7 +190,7 @@ def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
     """Return what this rank holds after each record, or until the next, where it is active and where it has joined."""
     active: Bytes = []
     joined: Bytes = []
-    around, answer = Following.around, Following.answer
+    around, mirror = Following.around, Following.mirror
 
     def look(following: Any, where: Bytes) -> None:
         held = [bytes_unsharded(each) for each in following.units]
@@ -198,7 +198,7 @@ def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
 
     @contextmanager
     def watched_around(self: Any, unit: int, kind: str, payload: Any) -> Iterator[None]:
-        announces = not self._part.members.serves and self._part.server.meet()
+        announces = not self._participant.members.serves and self._participant.tail_log.meet()
         if announces and active:
             look(self, active)  # what was gathered in the background is there by now
         with around(self, unit, kind, payload):
@@ -207,12 +207,12 @@ def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
             active.append([kind, unit, 0, 0])
             look(self, active)
 
-    def watched_answer(self: Any, kind: str, payload: Any) -> None:
-        answer(self, kind, payload)
+    def watched_mirror(self: Any, kind: str, payload: Any) -> None:
+        mirror(self, kind, payload)
         joined.append([kind, payload[0], 0, 0])
         look(self, joined)
 
-    with mock.patch.object(Following, "around", watched_around), mock.patch.object(Following, "answer", watched_answer):
+    with mock.patch.object(Following, "around", watched_around), mock.patch.object(Following, "mirror", watched_mirror):
         Training(rank, recipe).run_epochs()
     return active, joined
 
@@ -262,7 +262,7 @@ def test_a_program_with_replicas_imports_nothing_of_it() -> None:
 
 
 def test_the_test_above_can_fail() -> None:
-    assert "_sharded" in imported("import torch_join.joinables._sharded.make")[1]
+    assert "_sharded" in imported("import torch_join._participants._sharded.make_sharded")[1]
 
 
 def test_fully_shard_is_refused_where_torch_cannot_run_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,20 +10,20 @@ import pytest
 from tests.core import threads
 from torch_join import EarlyTerminationError, JoinError, PeerFailedError
 from torch_join._control.channel import Channel
-from torch_join._schedule.attendance import ToldAttendance
+from torch_join._participants.participant import Participant
+from torch_join._schedule.active_ranks import ExchangedActiveRanks
 from torch_join._tail.agreement import Agreement
 from torch_join._tail.records import END
-from torch_join.joinables.part import Part
 
 
 def attend(channel: Channel, lengths: tuple[int, ...], throws: bool = False) -> list[tuple[tuple[int, ...], bool]]:
     """Return, by step, who is active and whether it is the last step, as this rank knows while it is in it."""
-    attendance, seen = ToldAttendance(channel, throws, first_step=-1), []
+    active_ranks, seen = ExchangedActiveRanks(channel, throws, first_step=-1), []
     for step in range(max(lengths)):
         ends = lengths[channel.rank] <= step + 1
-        attendance.say(1, {"end": lengths[channel.rank]} if ends else None, waits=True)
-        attendance.hear()
-        seen.append((attendance.active_ranks, attendance.is_last_step))
+        active_ranks.arrive(1, {"end": lengths[channel.rank]} if ends else None, waits=True)
+        active_ranks.meet()
+        seen.append((active_ranks.active_ranks, active_ranks.is_last_step))
     return seen
 
 
@@ -36,7 +36,7 @@ def end_late(channel: Channel) -> list[int]:
                 time.sleep(0.6)
             channel.arrive(ranks=[1, 2])
             channel.wait()
-    return channel.gather(channel.rank, unless_beat=True)
+    return channel.gather(channel.rank, unless_barrier=True)
 
 
 def test_ranks_that_were_active_longer_may_be_late_for_the_next_loop() -> None:
@@ -80,7 +80,7 @@ def test_ranks_that_announce_the_same_agree() -> None:
     threads.run(3, agree, -1, 0, 9)
 
 
-class Numbers(Part):
+class Numbers(Participant):
     """Notes what it answers, and what it closes with."""
 
     kinds: ClassVar[dict[str, Any]] = {"number": int}
@@ -90,7 +90,7 @@ class Numbers(Part):
         super().__init__(driver, 0)
         self.found: list[int] = []
 
-    def answer(self, kind: str, payload: Any) -> None:
+    def mirror(self, kind: str, payload: Any) -> None:
         self.found.append(payload)
 
     def closing_message(self) -> int:
@@ -101,38 +101,38 @@ class Driver:
     """What a part asks for."""
 
     def __init__(self, channel: Channel) -> None:
-        self.server = threads.server_over(channel)
-        self.members = self.server.members
+        self.tail_log = threads.server_over(channel)
+        self.members = self.tail_log.members
 
 
 @contextmanager
 def tail(channel: Channel) -> Iterator[Numbers]:
     driver = Driver(channel)
     part = Numbers(driver)
-    driver.server.parts = [part]  # type: ignore[list-item]
+    driver.tail_log.participants = [part]  # type: ignore[list-item]
     try:
         yield part
     finally:
-        driver.server.parts = []
-        driver.server.close()
+        driver.tail_log.participants = []
+        driver.tail_log.close()
 
 
 def serve_a_tail(channel: Channel, numbers: int, fails: bool) -> list[int]:
     """The last rank announces numbers, and the others, which have joined, follow."""
     last = channel.world_size - 1
     with tail(channel) as part:
-        server = part.server
-        server.members.change((last,))
+        tail_log = part.tail_log
+        tail_log.members.change((last,))
         if channel.rank == last:
-            server.begin_tail()
+            tail_log.begin_tail()
             for number in range(numbers):
                 part.announce("number", number)
             if fails:
                 raise KeyError("a hole")
-            server.end_tail()
+            tail_log.end_tail()
             return [*range(numbers)]
-        server.join()
-        words, leader, in_pieces = server.follow(END)
+        tail_log.join()
+        words, leader, in_pieces = tail_log.follow(END)
         assert (words, leader, in_pieces) == ([0], last, False)
         return part.found
 

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import answer
+from tests.support.inside import mirror
 from tests.support.workers import Workers
 from torch_join import Join, JoinError
 from torch_join._base.membership import Membership
 from torch_join._tail.records import DONE
-from torch_join._tail.server import Server
+from torch_join._tail.tail_log import TailLog
 
 
 def leave_amid(rank: int) -> tuple[str, list[list[float]]]:
@@ -70,4 +70,4 @@ def test_nothing_of_ours_holds_the_group_after_a_join(workers: Workers, rebalanc
 def test_a_record_that_has_no_place_is_refused() -> None:
     # The end of a step, say, in a loop of the user's: nobody's answer would be right.
     with pytest.raises(JoinError, match="'done', which has no place here"):
-        answer(Server(Membership(None, "world")), DONE, None)
+        mirror(TailLog(Membership(None, "world")), DONE, None)

@@ -130,13 +130,13 @@ class Program(Loop):
     def joint_losses(self, net: Any, batches: dict[int, Batch], epoch: int, step: int) -> dict[int, Tensor]:
         models = net if isinstance(net, nn.ModuleList) else [net]
         active = sorted(batches)
-        teams = (
+        model_parallel_groups = (
             [[r for r in active if r < 2], [r for r in active if r >= 2]] if "subgroup" in self.options else [active]
         )
         inputs = [batches[rank][0].requires_grad_("penalty" in self.options) for rank in active]
         outputs: list[Tensor] = []
-        for team in filter(None, teams):  # in order of the ranks
-            outputs += self.outputs(models, [batches[rank][0] for rank in team], Together(team), step)
+        for peers in filter(None, model_parallel_groups):  # in order of the ranks
+            outputs += self.outputs(models, [batches[rank][0] for rank in peers], Together(peers), step)
         losses = self.terms(outputs, [batches[rank][1] for rank in active], inputs, Together(active), active)
         return dict(zip(active, losses, strict=True))
 

@@ -215,7 +215,7 @@ class WithOthers(nn.Module):
         return self.last(x)  # type: ignore[no-any-return]
 
 
-def beside(rank: int, communicates: bool, weighting: Any) -> list[Tensor]:
+def run_polling(rank: int, communicates: bool, weighting: Any) -> list[Tensor]:
     groups = [dist.new_group([each]) for each in range(2)]
     torch.manual_seed(0)
     model = ddp(WithOthers(groups[rank] if communicates else None))
@@ -230,7 +230,7 @@ def beside(rank: int, communicates: bool, weighting: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("weighting", ["world", "samples"])
 def test_a_group_without_other_ranks_of_the_loop_is_left_alone(workers: Workers, weighting: str) -> None:
-    with_group, without = workers.run(2, beside, True, weighting), workers.run(2, beside, False, weighting)
+    with_group, without = workers.run(2, run_polling, True, weighting), workers.run(2, run_polling, False, weighting)
     for ours, theirs in zip(with_group, without, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

@@ -28,7 +28,7 @@ from tests.support.joinables import Counter
 from tests.support.run import Batch, difference, reference
 from tests.support.workers import Outcome, Workers, connect
 from torch_join import Join
-from torch_join._base import compat_c10d as _dispatch
+from torch_join._compat import c10d as _dispatch
 
 TIMEOUT = 2.0  # of the process group and of `Join`, in seconds
 GRACE = 5.0  # "a few seconds"

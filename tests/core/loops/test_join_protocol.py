@@ -21,9 +21,9 @@ from tests.emulator import place
 from tests.support.inside import entered_joins, installed_tap
 from tests.support.workers import Workers, connect
 from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError
-from torch_join._base import compat as _compat
-from torch_join._base import compat_c10d as _dispatch
-from torch_join._collectives import compat as _compat_c10d
+from torch_join._compat import c10d as _dispatch
+from torch_join._compat import ddp as _compat
+from torch_join._compat import operators as _compat_c10d
 
 LOG: list[str] = []
 

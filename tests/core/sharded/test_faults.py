@@ -27,7 +27,7 @@ from tests.core.loops.test_join_faults import (
 from tests.emulator import place
 from tests.support.workers import Workers, connect
 from torch_join import Join
-from torch_join._base import compat_c10d as _dispatch
+from torch_join._compat import c10d as _dispatch
 
 LENGTHS = (2, 5, 5)
 

@@ -298,10 +298,10 @@ class Reading(Module):
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.noted["waited"].append(time.perf_counter() - self.begin)
-        self.noted["backward"].append(links_of(self.trainer.strategy.channel).is_put_off)
+        self.noted["backward"].append(links_of(self.trainer.strategy.channel).reads_deferred)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.noted["batch"].append(links_of(self.trainer.strategy.channel).is_put_off)
+        self.noted["batch"].append(links_of(self.trainer.strategy.channel).reads_deferred)
         return batch
 
 

@@ -188,5 +188,5 @@ def test_gifts_and_what_they_save_are_counted(workers: Workers) -> None:
         assert record.ranks[0].given_bytes == 4 * size
         assert record.steps_saved == 4
         assert record.saving == 0
-        assert record.metrics()["join/gifts"] == 4
+        assert record.metrics()["join/donated"] == 4
         assert "4 of them given away (0.0 MB), which saved 4 steps, in" in str(record)

@@ -23,7 +23,7 @@ from tests.support.workers import Outcome, Workers, connect
 
 # Rank 1 gives in each step: to rank 2 always, and to rank 0 in the last ones.
 CASE = Fit((2, 9, 0), epochs=1, rebalance=True)
-WITHIN = 2 * TIMEOUT + GRACE  # seconds: a timeout, and a roll call, after the beginning of a fit
+WITHIN = 2 * TIMEOUT + GRACE  # seconds: a timeout, and a health check, after the beginning of a fit
 GIVER, RECEIVER = 1, 2
 # For so many seconds the gifts are still on their way.
 LATE = [pytest.param(0.0, id="", marks=pytest.mark.long), pytest.param(0.5, id="late")]

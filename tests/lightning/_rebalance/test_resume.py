@@ -265,7 +265,7 @@ class FewGifts(Fit):
     def rows(self, epoch: int) -> list[dict[int, tuple[int, int]]]:
         lengths = self.lengths_in(epoch)
         said = [length if length < 2 else None for length in lengths] if self.iterable else None
-        return planned_rows(lengths, said, most_gifts=[1] * len(lengths))
+        return planned_rows(lengths, said, max_sent_per_step=[1] * len(lengths))
 
 
 def whole_and_resumed_with_few_gifts(rank: int, run: Reading, folder: str) -> Any:

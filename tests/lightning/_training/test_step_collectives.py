@@ -11,7 +11,7 @@ from tests.support.front_ends.lightning import Fit, Result, assert_same_bits, fi
 from tests.support.joint import JointModule, joint_reference, returns_none
 from tests.support.run import Batch, Net, difference, loss_of
 from tests.support.workers import Workers
-from torch_join._collectives.compat import groups_of_this_rank
+from torch_join._compat.operators import groups_of_this_rank
 
 
 def contrast(own: Tensor, gathered: Tensor) -> Tensor:

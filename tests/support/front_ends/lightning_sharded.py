@@ -34,7 +34,7 @@ class Module(lightning.Module):
         if self.recipe.api == "fsdp1" or isinstance(self.net, FSDPModule):
             return
         mesh: Any = self.device_mesh
-        if self.recipe.team > 1:
+        if self.recipe.peers > 1:
             plan: Any = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
             for block in self.net.blocks:
                 parallelize_module(block, mesh["tensor_parallel"], plan)
@@ -87,7 +87,7 @@ def _strategy(recipe: Recipe) -> Any:
         )
     return ModelParallelJoinStrategy(
         data_parallel_size=recipe.world_size,
-        tensor_parallel_size=recipe.team,
+        tensor_parallel_size=recipe.peers,
         save_distributed_checkpoint=bool(framework.get("in shards")),
         weighting=recipe.weighting,
     )

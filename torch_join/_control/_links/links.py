@@ -45,7 +45,7 @@ class Links:
 
     Attributes:
         lock: Held while a message is handled.
-        is_put_off: Whether the thread sleeps until this process reads; see `put_off`.
+        reads_deferred: Whether the thread sleeps until this process reads; see `defer_reads`.
         left: Who has said goodbye.
         messages: How many were sent, and how many have come.
     """
@@ -64,8 +64,8 @@ class Links:
         self._ended: dict[int, float] = {}  # since when
         self._readers = 0  # threads that wait, and read themselves
         self._is_taking = False
-        self.is_put_off = False
-        self._put_offs = 0  # how many times it was
+        self.reads_deferred = False
+        self._deferrals = 0  # how many times it was
         self._pause: float | None = None  # how long the thread sleeps at most
         self._process = os.getpid()
         self._closing = not connections  # a world of one
@@ -138,7 +138,7 @@ class Links:
             self._readers += 1
             if self._readers == 1 and not self._closing:
                 self._outer.modify(self._inner_file, 0)
-                self.is_put_off = False
+                self.reads_deferred = False
         return True
 
     def end_reading(self) -> bool:
@@ -149,24 +149,24 @@ class Links:
                 self._outer.modify(self._inner_file, select.EPOLLIN)
         return False
 
-    def put_off(self) -> None:
+    def defer_reads(self) -> None:
         """Note that this process reads in a moment: the thread sleeps meanwhile, unless it is long about it."""
         with self.lock:
-            self._put_offs += 1
+            self._deferrals += 1
             unsent = any(link.outgoing for link in self._links.values())
-            if not (self.is_put_off or self._readers or self._closing or unsent):
-                self.is_put_off = True
+            if not (self.reads_deferred or self._readers or self._closing or unsent):
+                self.reads_deferred = True
                 self._outer.modify(self._inner_file, 0)
                 if self._pause is None:
                     self._wake()
 
     def resume(self) -> None:
         """Have the thread read at once again, if that was put off."""
-        if self.is_put_off:
+        if self.reads_deferred:
             with self.lock:
-                if self.is_put_off and not self._closing:
+                if self.reads_deferred and not self._closing:
                     self._outer.modify(self._inner_file, select.EPOLLIN)
-                    self.is_put_off = False
+                    self.reads_deferred = False
 
     def read(self, seconds: float = 0.0, awake_until: float = 0.0) -> None:
         """Handle the messages that are there; if there are none, wait for some, from `begin_reading` to `end_reading`.
@@ -229,7 +229,7 @@ class Links:
     # ------------------------------------------------------------ reading
 
     def _forward(self) -> None:
-        put_offs = 0
+        deferrals = 0
         while not self._closing:
             for file, _ in self._outer.poll(self._pause):
                 if file == self._alarm:
@@ -237,11 +237,11 @@ class Links:
             with self.lock:
                 if self._closing:
                     return
-                if put_offs == self._put_offs:
+                if deferrals == self._deferrals:
                     self.resume()
-                if self._readers == 0 and not self.is_put_off:
+                if self._readers == 0 and not self.reads_deferred:
                     self._take(self._inner.poll(0))
-                put_offs, self._pause = self._put_offs, _READS_WITHIN if self.is_put_off else None
+                deferrals, self._pause = self._deferrals, _READS_WITHIN if self.reads_deferred else None
             self._look_at_ended()
 
     def _look_at_ended(self) -> None:

@@ -1,7 +1,7 @@
 """The ranks as a tree, and what its nodes do with messages: pass them on, merge beats, keep what was said to all.
 
 A message to all goes over each connection once. So does one that many ranks send at a time to say the same: with 1,024
-who call the roll and ask each other, rank 0 would pass on three million messages.
+who check each other's health, rank 0 would pass on three million messages.
 
 Messages of one rank come in the order in which it sent them, and after whatever it had received: two ways in a tree
 part at one node, which passes on what comes first.
@@ -15,22 +15,24 @@ from collections.abc import Callable, Mapping, Sequence
 from torch_join._control import codec as _codec
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
-from torch_join._control._links.stream import Stream
+from torch_join._control._links.stream import ChannelState
 from torch_join._control.peers import BROKEN, GONE
 from torch_join._control.processes import Process
 
 POST, FAIL, CAME, ADD, ASK, ANSWER, UP, DOWN, CALL, PLACE = range(10)  # kinds of messages
 _POST = struct.Struct("<QI")  # until which record, and bytes of the name that follows, and the value after it
-_BEAT = struct.Struct("<QIHH")  # number, how many have come, bytes of their sum, and of the set of ranks, that follow
-_BEAT_BYTES = _BEAT.size
+_BARRIER = struct.Struct(
+    "<QIHH"
+)  # number, how many have come, bytes of their sum, and of the set of ranks, that follow
+_BEAT_BYTES = _BARRIER.size
 # Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
 SUMS, GATHERS = 1 << 62, 1 << 63
 _KEPT, _SUMS_KEPT = 4096, 16  # of what a rank keeps for others to ask for, and of what rank 0 has added up
 VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
 QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth time, a number
 _ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
-_CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # which roll call; and which rank, whose answer follows
-_SAME_CALL_SECONDS = 0.1  # where many notice the same, they call the roll once
+_CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # which health check; and which rank, whose answer follows
+_SAME_CALL_SECONDS = 0.1  # where many notice the same, they check health once
 _NEVER = 1 << 32  # a call that nobody answers
 _BROKEN_SECONDS = 0.3  # after which a process that is still there has not ended
 _NOTICES_WITHIN = 1.0  # the other end, perhaps amid a call: one that has left by then would be taken for killed
@@ -51,9 +53,9 @@ def values_of(said: bytes) -> dict[int, bytes]:
     return values
 
 
-def _pack(beat: int, came: int, total: int, ranks: int, notices: bytes) -> bytes:
+def _pack(barrier: int, came: int, total: int, ranks: int, notices: bytes) -> bytes:
     added, bits = _bytes_of(total), _bytes_of(ranks)
-    return _BEAT.pack(beat, came, len(added), len(bits)) + added + bits + notices
+    return _BARRIER.pack(barrier, came, len(added), len(bits)) + added + bits + notices
 
 
 def _bytes_of(number: int) -> bytes:
@@ -61,10 +63,10 @@ def _bytes_of(number: int) -> bytes:
 
 
 def _unpack(payload: bytes) -> tuple[int, int, int, int, bytes]:
-    beat, came, added, bits = _BEAT.unpack_from(payload)
+    barrier, came, added, bits = _BARRIER.unpack_from(payload)
     middle, end = _BEAT_BYTES + added, _BEAT_BYTES + added + bits
     total = int.from_bytes(payload[_BEAT_BYTES:middle], "little") if added else 0
-    return beat, came, total, int.from_bytes(payload[middle:end], "little") if bits else 0, payload[end:]
+    return barrier, came, total, int.from_bytes(payload[middle:end], "little") if bits else 0, payload[end:]
 
 
 class Node:
@@ -97,7 +99,7 @@ class Node:
         self.global_ranks = global_ranks
         self._is_gone = is_gone
         self._neighbours = [*layout.children, *([] if layout.parent is None else [layout.parent])]
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, ChannelState] = {}
         self._lost: dict[int, str] = {}  # why, by neighbour
         self.stays_until = 0.0
         self.opened = 0  # streams up to this one; what comes for one that was, and is no more, is passed on alone
@@ -113,8 +115,8 @@ class Node:
         elif kind == ANSWER:
             self._pass_answer(number, payload)
         elif kind == CAME:
-            beat, _, _, ranks, _ = _unpack(payload)
-            self.come(number, beat, ranks, peer)
+            barrier, _, _, ranks, _ = _unpack(payload)
+            self.come(number, barrier, ranks, peer)
         elif kind == CALL:
             self._answer_call(peer, number, payload)
         elif kind == PLACE:
@@ -132,9 +134,9 @@ class Node:
         """Send to all neighbours but one."""
         self.links.send((each for each in self._neighbours if each != source), kind, number, payload)
 
-    def _stream(self, number: int) -> Stream | None:
+    def _stream(self, number: int) -> ChannelState | None:
         if number >= self.opened:  # not open here yet
-            return self.streams.setdefault(number, Stream())
+            return self.streams.setdefault(number, ChannelState())
         return self.streams.get(number)
 
     # ------------------------------------------------------------ what one says to all
@@ -166,18 +168,18 @@ class Node:
 
     # ------------------------------------------------------------ what many say to all, once
 
-    def come(self, number: int, beat: int, ranks: int, source: int | None = None) -> None:
+    def come(self, number: int, barrier: int, ranks: int, source: int | None = None) -> None:
         """Have all ranks hear that one waits at a barrier for others, if they are to come to it, unless they have."""
         if (stream := self._stream(number)) is not None:
-            if beat <= stream.told:  # another rank waits there, too
+            if barrier <= stream.told:  # another rank waits there, too
                 return
-            stream.told = beat
+            stream.told = barrier
             if not ranks or ranks >> self.rank & 1:
-                stream.came = beat
-        self.pass_on(source, CAME, number, _pack(beat, 0, 0, ranks, b""))
+                stream.came = barrier
+        self.pass_on(source, CAME, number, _pack(barrier, 0, 0, ranks, b""))
 
     def call_roll(self, number: int) -> tuple[int, float]:
-        """Have all ranks answer, unless they have just been called; return to which call, as in `Stream.places`.
+        """Have all ranks answer, unless they have just been called; return to which call, as in `ChannelState.places`.
 
         And until when to wait at least: what a rank has told before its answer may still be under way to this one.
         """
@@ -247,30 +249,30 @@ class Node:
 
     # ------------------------------------------------------------ beats
 
-    def arrive(self, number: int, beat: int, came: int, total: int, ranks: int, notices: bytes) -> None:
+    def arrive(self, number: int, barrier: int, came: int, total: int, ranks: int, notices: bytes) -> None:
         """Note who has come; pass it on when all below this rank have that come at all."""
         if (stream := self._stream(number)) is None:
             return
-        if (before := stream.arrivals.pop((beat, ranks), None)) is not None:
+        if (before := stream.arrivals.pop((barrier, ranks), None)) is not None:
             came, total, notices = before[0] + came, before[1] + total, before[2] + notices
         below = self.layout.subtree & ranks if ranks else self.layout.subtree
         if came < below.bit_count():
-            stream.arrivals[beat, ranks] = came, total, notices
+            stream.arrivals[barrier, ranks] = came, total, notices
             return
-        hear = ranks & -ranks if self.layout.parent is None and SUMS <= beat < GATHERS else ranks
-        payload = _pack(beat, came, total, hear, notices)
+        receivers = ranks & -ranks if self.layout.parent is None and SUMS <= barrier < GATHERS else ranks
+        payload = _pack(barrier, came, total, receivers, notices)
         if self.layout.parent is None:
             self._hear(number, payload)
         else:
             self.links.send([self.layout.parent], UP, number, payload)
 
     def _hear(self, number: int, payload: bytes) -> None:
-        beat, _, total, ranks, notices = _unpack(payload)
+        barrier, _, total, ranks, notices = _unpack(payload)
         if below := self.layout.below:
             them = [child for child in below if ranks & below[child]] if ranks else below
             self.links.send(them, DOWN, number, payload)
         if (not ranks or ranks >> self.rank & 1) and (stream := self._stream(number)) is not None:
-            stream.beats[beat, ranks] = total, notices
+            stream.barriers[barrier, ranks] = total, notices
 
     # ------------------------------------------------------------ connections that end
 

@@ -44,7 +44,7 @@ class PortableLinks(Links):
     def end_reading(self) -> bool:
         return False
 
-    def put_off(self) -> None:
+    def defer_reads(self) -> None:
         """There is nothing to be put off."""
 
     def read(self, seconds: float = 0.0, awake_until: float = 0.0) -> None:

@@ -10,7 +10,7 @@ def no_place() -> None:
 
 
 @dataclass
-class Stream:
+class ChannelState:
     """What a channel's messages have left on this rank."""
 
     values: dict[str, bytes] = field(default_factory=dict)  # what was posted
@@ -24,7 +24,7 @@ class Stream:
     # By barrier (or gather, or sum) and whose it is, of the ranks below this one: how many have come, their sum, and
     # their notices or values.
     arrivals: dict[tuple[int, int], tuple[int, int, bytes]] = field(default_factory=dict)
-    beats: dict[tuple[int, int], tuple[int, bytes]] = field(default_factory=dict)  # of all: the sum, and the notices
+    barriers: dict[tuple[int, int], tuple[int, bytes]] = field(default_factory=dict)  # of all: the sum, and the notices
     place: Callable[[], Callable[[], bytes] | None] = no_place  # returns what says that this rank is there
     places: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # the last answers, and to which calls, by rank
     calls: int = 0  # how often somebody has asked who is there

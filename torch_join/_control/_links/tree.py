@@ -12,7 +12,7 @@ from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
 from torch_join._control._links.node import Node
 from torch_join._control._links.portable import PortableLinks
-from torch_join._control._links.stream import Stream
+from torch_join._control._links.stream import ChannelState
 
 _READ_SECONDS = 0.05  # for which a wait reads at a time
 # A core that is asleep takes 0.1 to 0.4 ms to hear of a message, and keeps the sender as long, which adds up where many
@@ -52,7 +52,7 @@ class Tree:
         self,
         ready: Callable[[], bool],
         look: Callable[[], None],
-        stream: Stream | None = None,
+        stream: ChannelState | None = None,
         is_awake: bool = False,
     ) -> None:
         """Read until something is so; call `look` again and again, which may take its time.
@@ -102,11 +102,11 @@ class Tree:
         if (stays := self.node.stays_until - time.monotonic()) > 0:  # to sleep for no time gives the core away, too
             time.sleep(stays)
 
-    def open(self) -> tuple[int, Stream]:
+    def open(self) -> tuple[int, ChannelState]:
         """Begin the next stream, as all ranks do; its messages may have come before. Return its number too."""
         node = self.node
         with self.links.lock:
             number, node.opened = node.opened, node.opened + 1
-            stream = node.streams.setdefault(number, Stream())
+            stream = node.streams.setdefault(number, ChannelState())
             node.tell_who_is_lost()
         return number, stream

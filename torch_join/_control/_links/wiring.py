@@ -18,9 +18,9 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from torch_join._base import compat_groups as _compat
 from torch_join._base.devices import current_device
 from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._compat import groups as _compat
 from torch_join._control._links.handshake import HOSTS_OWN, Where, accept, connect
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.node import Node

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import weighted
-from torch_join._shadow._sharded import compat as _compat
-from torch_join._shadow._sharded.compat import Fsdp1State, HandleTrainingState
+from torch_join._compat import fsdp as _compat
+from torch_join._compat.fsdp import Fsdp1State, HandleTrainingState
 from torch_join._shadow._sharded.unit import (
     SHARD,
     WHOLE,
@@ -93,7 +93,7 @@ class FlatParamUnit:
         if index >= 0:
             known.handles_pre_forward_order.insert(index, handle)
 
-    def settle(self) -> None:
+    def reach_joined_state(self) -> None:
         """See `Unit`: what was prefetched for a module that did not run is whole, where joined ranks hold shards."""
         if not self._others_differ:
             self.reshard()
@@ -157,7 +157,7 @@ class FlatParamUnit:
 
     def gather(self, gather: Gather) -> None:
         self._init()
-        self.settle()
+        self.reach_joined_state()
         handle, fsdp = self._handle, self._fsdp
         if self._is_whole:
             raise out_of_step(self.name, WHOLE, gather.before)

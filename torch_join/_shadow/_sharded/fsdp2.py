@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import weighted
-from torch_join._shadow._sharded import compat as _compat
+from torch_join._compat import fsdp as _compat
 from torch_join._shadow._sharded.unit import (
     PART,
     SHARD,
@@ -214,7 +214,7 @@ class ParamGroupUnit:
     def has_unsynced(self) -> bool:
         return any(hasattr(p, "_unsharded_param") and _has_own(p) for p in self._group.fsdp_params)
 
-    def settle(self) -> None:
+    def reach_joined_state(self) -> None:
         if self._announced is not None and self._announced.others_differ and _is_pending(self._group):
             self._group.wait_for_unshard()
             self._become(self._announced.target)

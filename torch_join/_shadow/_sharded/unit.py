@@ -115,7 +115,7 @@ class Unit(Protocol):
     @place.setter
     def place(self, place: tuple[int, int]) -> None: ...
 
-    def settle(self) -> None:
+    def reach_joined_state(self) -> None:
         """Come, where no module is running, to the state that joined ranks are in.
 
         Forget in which order modules have run in an evaluation, too: in the next backward FSDP prefetches by it, and

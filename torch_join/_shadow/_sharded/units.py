@@ -5,7 +5,7 @@ from functools import partial
 from torch import nn
 
 from torch_join._base.errors import UnsupportedError
-from torch_join._shadow._sharded import compat as _compat
+from torch_join._compat import fsdp as _compat
 from torch_join._shadow._sharded.fsdp1 import FlatParamUnit
 from torch_join._shadow._sharded.fsdp2 import ParamGroupUnit
 from torch_join._shadow._sharded.unit import Unit

@@ -1,0 +1,287 @@
+"""What the strategies of this package have in common: all but how a model's step is run."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, cast
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
+
+from lightning_join import _compat
+from lightning_join._checks import check_module, check_optimizers
+from lightning_join._collectives import active_places, is_mean
+from lightning_join._logging.step_values import StepValues
+from lightning_join._loops.resuming import load_in_one_process
+from lightning_join._loops.takeover import take_over
+from lightning_join._packages import check_packages
+from lightning_join._reading.samplers import mark_injected, without_padding
+from lightning_join._strategy_protocol import JoiningStrategy
+from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
+from torch_join import UnsupportedError, Weighting
+from torch_join.integration import (
+    Channel,
+    ModuleMetrics,
+    Options,
+    Rebalancing,
+    StepDriver,
+    open_channel,
+    renamed,
+    telling_failures,
+    use_device,
+)
+
+# What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
+_OF_A_RUN = (
+    *("channel", "driver", "join", "metrics", "rebalancing", "_step_values", "_manual"),
+    *("sets_up", "gathers_alike"),
+)
+
+
+class Joining(ParallelStrategy):
+    """A strategy that trains exactly on uneven dataloaders; `DDPJoinStrategy` describes its arguments."""
+
+    # Makes it the plain strategy again that a `JoinCallback` has found.
+    undo: Callable[[], None] | None = None
+    # What Lightning's messages name, and what is to be used here.
+    _remedies: ClassVar[dict[str, str]] = {}
+    metrics: ModuleMetrics | None = None
+    rebalancing: Rebalancing | None = None
+    _step_values: StepValues | None = None
+    _timeout: timedelta | None
+    # Until a run of several processes begins there is nobody else.
+    channel = Channel()
+    driver: StepDriver | None = None
+    join: Any = None
+    # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
+    sets_up = False
+
+    @renamed("enable_join", "enable")
+    def __init__(
+        self,
+        *args: Any,
+        weighting: Weighting | None = None,
+        divide_by_initial_world_size: bool | None = None,
+        throw_on_early_termination: bool = False,
+        enable: bool = True,
+        joinables: Sequence[Joinable] = (),
+        backward_collectives: bool = False,
+        rebalance: bool = False,
+        hand_over_buffers: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.joinables = tuple(joinables)
+        timeout = Options.timeout if self._timeout is None else self._timeout
+        self.options = Options.of(locals())
+        if enable:
+            self.check_arguments()
+
+    def check_arguments(self) -> None:
+        """Raise if the strategy's arguments ask for something unsupported."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in _OF_A_RUN}
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.options.enable:
+            self.begin_joining()
+
+    def begin_joining(self) -> None:
+        """Take over the trainer's loops and open the channel, once the process group is there.
+
+        With one process nothing is taken over: it runs as under plain `ddp`. So it does where no run sets up the
+        environment but the user, before there is a model or a trainer.
+        """
+        trainer = _compat.trainer_of(self.lightning_module)
+        if trainer is None:
+            return
+        assert self.lightning_module is not None
+        check_packages(trainer)
+        if self.world_size == 1:
+            return
+        check_module(self.lightning_module)
+        take_over(trainer, cast(JoiningStrategy, self))
+        use_device(self.root_device, None)  # before the channel, which may have to go by it
+        self.channel = open_channel(timeout=self._timeout or self.options.timeout)
+        self.sets_up = True
+        self.driver = StepDriver(self.channel, self.options, extract_batch_size)
+        self.rebalancing = Rebalancing(self.driver.members, self.options.rebalance)
+        self._step_values = self.driver.add(partial(StepValues, strategy=cast(JoiningStrategy, self)))
+
+    def setup(self, trainer: "Trainer") -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.meet_in_set_up()
+        super().setup(trainer)
+        if self.driver is not None:
+            if fitting:
+                check_optimizers(self.optimizers)
+            assert self.lightning_module is not None
+            self.metrics = self.driver.add(partial(ModuleMetrics, module=self.lightning_module))
+
+    def backward_of_join(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Do what `Strategy.backward` does; joined ranks may take part in autograd's part of it."""
+        if self.join is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        # Lightning's own, but for what is around autograd's part: what hooks do with others, joined ranks do too.
+        self.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        with self.join.in_engine():
+            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @property
+    def batch_owner(self) -> int | None:
+        """The rank whose batch this one trains on at the current step: with `rebalance`, perhaps another."""
+        share = self.join.share if self.join is not None else None
+        return None if share is None else share.owner
+
+    @property
+    def owner_batch_idx(self) -> int | None:
+        """The index of that batch among its owner's in this epoch; `batch_idx` without `rebalance`."""
+        share = self.join.share if self.join is not None else None
+        return None if share is None else share.batch_idx
+
+    def take_joinables(self) -> list[Joinable]:
+        """Return the joinables of the user's own; all ranks meet. In one process, have their post-hooks run there."""
+        assert self.lightning_module is not None
+        joinables = all_joinables(self.joinables, self.lightning_module, self.channel)
+        if self.world_size == 1 and _compat.trainer_of(self.lightning_module) is not None:
+            run_post_hooks_in_one_process(self.lightning_module.trainer.callbacks, joinables)  # type: ignore[attr-defined]
+        return joinables
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        kwargs = super().distributed_sampler_kwargs
+        if self.options.enable and (trainer := _compat.trainer_of(self.lightning_module)) is not None:
+            mark_injected(kwargs, trainer.predicting)
+        return kwargs
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return without_padding(super().process_dataloader(dataloader))
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        trainer = _compat.trainer_of(self.lightning_module)
+        if self.options.enable and trainer is not None and self.world_size == 1:
+            load_in_one_process(checkpoint, trainer.state.fn == TrainerFn.FITTING)
+        return checkpoint
+
+    def around_update(self, key: str, item: _compat.ResultMetric, value: Any) -> AbstractContextManager[None]:
+        """Put around the update of a logged value: joined ranks take part in the reduction of its step value."""
+        return nullcontext() if self._step_values is None else self._step_values.around_update(key, item, value)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        # Under a `JoinCallback` the trainer's strategy is a plain one, and stays so.
+        for plain, ours in self._remedies.items() if self.undo is None else ():
+            exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
+        self.channel.fail(exception)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.end_joining()
+            # No callback is torn down after an exception. (Without one, the module may not be attached yet.)
+            undo, trainer = self.undo, _compat.trainer_of(self.lightning_module)
+            if undo is not None and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
+                undo()
+
+    def end_joining(self) -> None:
+        """Remove all that was installed for joining; doing it again does nothing."""
+        if self.driver is not None:
+            self.driver.close()
+        if self.rebalancing is not None:
+            self.rebalancing.abandon()
+        self.channel.close()
+        for name in _OF_A_RUN:
+            vars(self).pop(name, None)
+
+    # ------------------------------------------------------------ who is in a step, and its collectives
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of batches while others have not: it makes a shadow step."""
+        return self.join is not None and self.join.in_tail and self.join.joined
+
+    @property
+    def step_ranks(self) -> tuple[int, ...] | None:
+        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        return self.driver.ranks if self.driver is not None else None
+
+    def find_step_ranks(self) -> tuple[int, ...] | None:
+        return self.step_ranks
+
+    @property
+    def meets_over(self) -> Channel | None:
+        """Where the ranks can meet; `None` outside of a run."""
+        return self.channel if self.driver is not None else None
+
+    def check_backward(self, everyone: bool) -> None:
+        if everyone and self.join is not None and self.join.follows_backward:
+            self.join.note_gather()
+        elif self.step_ranks is not None:
+            raise UnsupportedError(
+                "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
+                f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'})."
+                " Gather detached tensors (sync_grads=False)."
+            )
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks, as `DDPStrategy.reduce`, but with an exact mean of integers.
+
+        Lightning truncates it: batch sizes 10 and 25 have the mean 17 there. Here it is a float64.
+        """
+        if not self.options.enable or not isinstance(tensor, Tensor):
+            return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+        averages = is_mean(reduce_op)
+        if averages and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.double()
+        ranks = self.step_ranks
+        if averages and ranks is not None:
+            return super().reduce(tensor, group, "sum") / len(active_places(ranks, group))  # type: ignore[safe-super]
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+
+    def meet_in_set_up(self) -> None:
+        """Wait for all ranks, in the set-up, where a failure of one is heard of: not in a collective that lacks it."""
+        if self.sets_up:
+            self.channel.gather(None)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.meet_in_set_up()
+        super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self.meet_in_set_up()
+        return super().broadcast(obj, src)  # type: ignore[safe-super]
+
+    @contextmanager
+    def around_run(self, last: bool = True) -> Iterator[None]:
+        """Put around a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
+
+        Args:
+            last: Whether no other loop runs after it before the teardown.
+        """
+        self.sets_up = False
+        with telling_failures(self.channel):
+            yield
+        if last:
+            self.channel.close(meets=True)
+        else:
+            self.channel.gather(None)
+
+    def __repr__(self) -> str:
+        # Part of the error with which the other package's trainer refuses this object.
+        return f"<lightning_join.{type(self).__name__}, for the Trainer of `from lightning.pytorch import Trainer`>"

@@ -1,0 +1,137 @@
+"""How far each rank has come in the dataloaders of an evaluation or a prediction."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_join import _compat
+from lightning_join._reading import loaders as _loaders
+from lightning_join._strategy_protocol import JoiningStrategy
+from torch_join import UnsupportedError
+from torch_join.integration import StepDriver
+
+
+class Rounds:
+    """A round is one dataloader, or several that are read side by side.
+
+    Ranks go through their batches on their own, and meet at each step only if some rank's number of
+    batches is not certain. One that has come to the end of a round serves the collectives that the
+    others' steps issue, until they come to it too.
+
+    Args:
+        strategy: The strategy, whose driver this does not keep: pickles of a loop are without it.
+        loader: This rank's dataloaders.
+        everyone: What each rank has measured of its own.
+        measure: Measures this rank's dataloaders that have these numbers, now that they are iterated.
+        most: The highest number of steps in a round.
+        resumed: Whether some steps have been made before, so that nothing is certain.
+    """
+
+    def __init__(
+        self,
+        strategy: JoiningStrategy,
+        loader: CombinedLoader,
+        everyone: Sequence[_loaders.Loaders],
+        measure: Callable[[Sequence[int]], _loaders.Loaders],
+        most: int | float = float("inf"),
+        resumed: bool = False,
+    ) -> None:
+        self._strategy = strategy
+        self._rank = strategy.channel.rank
+        self.index = 0
+        self._steps = 0
+        self._ended: frozenset[int] = frozenset()  # where numbers are uncertain
+        self._loader, self._measure, self._most = loader, measure, most
+        self._limits_itself = loader._mode == "sequential"
+        # Which dataloaders are read in each round.
+        self._places: list[Sequence[int]] = [range(len(loader.flattened))]
+        if self._limits_itself:
+            self._places = [[place] for place in self._places[0]]
+        self._limits = [
+            [min(most, _loaders.total_length(loader, [each.limits[i] for i in places])) for places in self._places]
+            for each in everyone
+        ]
+        self._certain = [
+            [not resumed and all(each.certain[i] for i in places) for places in self._places] for each in everyone
+        ]
+        self._alike = [_loaders.steps_alike(everyone, places) for places in self._places]
+        # The rounds in which some rank may have another number of batches than it says before.
+        planned = [any(each.planned[i] for each in everyone for i in places) for places in self._places]
+        self._planned = {index for index, is_planned in enumerate(planned) if is_planned}
+
+    @property
+    def driver(self) -> StepDriver:
+        """Serves what the others do in their steps."""
+        assert self._strategy.driver is not None
+        return self._strategy.driver
+
+    @property
+    def over(self) -> bool:
+        """Whether the limit is reached; Lightning sees to it only where it knows all lengths."""
+        if self._limits_itself or self.index in self._planned:
+            return False
+        return self._steps >= self._limits[self._rank][self.index]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Put around what this rank does with a batch."""
+        self._begin()
+        with self.driver.step(self._active_ranks(has_batch=True)):
+            self._strategy.gathers_alike = self._steps < self._alike[self.index]
+            yield
+            self._strategy.gathers_alike = False
+        self._steps += 1
+
+    def finish(self, follow: Callable[[tuple[int, ...]], None] | None = None) -> None:
+        """Go on to the next round when all ranks have come to the end of this one.
+
+        Args:
+            follow: Called with the active ranks at each of their steps, in place of the driver's own `follow`.
+
+        Raises:
+            UnsupportedError: This rank's dataloader has ended earlier than its length said.
+        """
+        self._begin()
+        claimed, certain = self._of(self._rank)
+        if certain and self._steps < claimed:
+            raise UnsupportedError(
+                f"Dataloader {self.index} of rank {self._rank} said it had {claimed} batches and yielded"
+                f" {self._steps}, while the other ranks count on its length. Correct the length of its sampler."
+            )
+        while active := self._active_ranks(has_batch=False):
+            (follow or self.driver.follow)(active)
+            self._steps += 1
+        self.driver.leave_tail()
+        self.index, self._steps, self._ended = self.index + 1, 0, frozenset()
+
+    def _begin(self) -> None:
+        """Hear what ranks have in this round, if that may differ from what they have said; all ranks meet.
+
+        This rank's dataloaders have been iterated, and have yielded their first batch or come to their end: only then
+        those that plan their batches anew say how many these are.
+        """
+        if self.index not in self._planned:
+            return
+        self._planned.discard(self.index)
+        places = self._places[self.index]
+        everyone = _loaders.exchange(self._strategy.channel, self._measure(places))
+        for limits, each in zip(self._limits, everyone, strict=True):
+            limits[self.index] = min(self._most, _loaders.total_length(self._loader, each.limits))
+        mine = dict(zip(places, everyone[self._rank].limits, strict=True))
+        before = self._loader.limits or []
+        _compat.set_limits(
+            self._loader, [min(self._most, mine[i]) if i in mine else limit for i, limit in enumerate(before)]
+        )
+
+    def _active_ranks(self, has_batch: bool) -> tuple[int, ...]:
+        """Return the ranks that have a batch at this step; they meet if that is uncertain."""
+        ranks = range(len(self._limits))
+        if all(self._of(rank)[1] for rank in ranks):
+            return tuple(rank for rank in ranks if self._of(rank)[0] > self._steps)
+        ends = not has_batch and self._rank not in self._ended
+        self._ended |= frozenset(self._strategy.channel.barrier(notice={} if ends else None).notices)
+        return tuple(rank for rank in ranks if rank not in self._ended)
+
+    def _of(self, rank: int) -> tuple[int | float, bool]:
+        return self._limits[rank][self.index], self._certain[rank][self.index]

@@ -1,0 +1,1 @@
+"""Tests of `torch_join/_participants`: models and their gradients, metrics, the public joinables, arguments."""

@@ -1,0 +1,79 @@
+"""What ranks say in a channel, and what errors say of those who wait in it in vain."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch_join._base.errors import JoinError, JoinTimeoutError
+from torch_join._control.codec import closed
+
+
+@dataclass(frozen=True)
+class BarrierResult:
+    """What all ranks together said in one barrier.
+
+    Attributes:
+        total: The sum of every rank's `count`, rounded once.
+        notices: What the ranks that had something to say sent, by rank.
+    """
+
+    total: float
+    notices: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@closed("status")
+class Status(NamedTuple):
+    """What a rank says of itself when a failure is looked into.
+
+    Attributes:
+        models: Its forwards and synced backwards, by model.
+        word: What it has announced in the tail, as all active ranks must: a checksum, how much, the last.
+        loader: Where its loader is in a collective: at which step, and of which ranks.
+    """
+
+    models: list[list[int]]
+    word: tuple[int, int, str] | None = None
+    loader: tuple[int, list[int]] | None = None
+
+
+class Health(NamedTuple):
+    """Who is there.
+
+    Attributes:
+        answers: By rank, whether it waits on this channel, and what its `status` says.
+        silent: Who has not answered, less those that are asked through such a one.
+    """
+
+    answers: dict[int, tuple[bool, Status | None]]
+    silent: list[int]
+
+
+def met_another_way(rank: int) -> JoinError:
+    """Return the error of a rank that waits for all where another one has come to the next barrier."""
+    return JoinError(
+        f"Rank {rank} came to something that all ranks do together (a metric's compute(), the"
+        " begin of a loop over join.batches) while another rank is at the end of its `with`, or at a forward"
+        " outside of such a loop. Usual causes: a `return`, or a `break` out of the epochs, at a step that each"
+        " rank counts for itself, and that is lower where a rank has run out of batches (count epochs, or steps"
+        " in an object with a state_dict that is given to Join); a loop that reads ahead of its step (put that"
+        " inside: join.batches(prefetcher(loader))); a plain `for`, which ranks leave at different steps (use"
+        " `for batch in join.batches(loader)`, which all leave together, or do it after the `with`)."
+    )
+
+
+def waited_in_vain(waited: str, who: str) -> JoinTimeoutError:
+    """Return the error of a rank whose channel's timeout is over.
+
+    Args:
+        waited: Who has waited for whom, and for how long.
+        who: Who of these does what.
+    """
+    return JoinTimeoutError(
+        f"{waited} to say whether they have a next batch, or what comes next: {who}. Usual causes: a dataloader"
+        " that takes longer than the timeout (raise `timeout`); a `break` at different steps, or something done"
+        " with others every so many steps, by a counter of a rank's own, which is lower where a rank has run out of"
+        " batches (give the counter to Join too, in an object with state_dict and load_state_dict; may_break=True"
+        " for a `break`); batches that one rank leaves out, by `continue` or in a generator around the loop (leave"
+        " them out within: join.batches(good(loader))); something done with others after a loop by iter() and"
+        " next() that has not been asked for its end; a step that only some ranks run. py-spy dump tells what these"
+        " ranks are doing."
+    )

@@ -1,0 +1,135 @@
+"""What a rank's own code changes of given things after it has left a loop by `break`.
+
+A generator that is closed cannot tell a `break` from an exception, and one that met others would keep them waiting for
+a rank that has failed. So a rank that leaves a loop waits for nobody, and takes the last rank's state only where the
+ranks meet next. What its code has set in between of flags (`model.eval()`) stays. All else would be done twice by a
+rank that serves within its loop and comes to that code only then, or be overwritten: so it is noted here, and refused
+there.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_join._base.errors import JoinError, name_ranks
+from torch_join._handover.digest import Digests
+from torch_join._handover.replicas import ignored_parameters, kind_of, named
+from torch_join._handover.state import Capture
+
+# Whether a rank has left its loop by `break`, what it has changed since, `None` if it cannot tell, and whether it has
+# stepped its shard of a ZeroRedundancyOptimizer for the others since.
+Word = tuple[bool, list[str] | None, bool]
+
+_FLAGS = ("requires_grad", "training")
+_NAMES = {"groups": "param_groups", "own": "state_dict()"}
+_SHOWN = 8
+
+
+class EarlyExit:
+    """The things given to `Join` as they were when this rank left its loop.
+
+    Args:
+        objects: Everything that was given.
+        states: Those of it that are handed over; `None` where its own code may have gone on since it left, or where
+            nothing will be handed over.
+    """
+
+    def __init__(self, objects: Sequence[Any], states: Sequence[Any] | None) -> None:
+        self._objects = objects
+        self._flags = _read(objects)
+        self._set: dict[nn.Module | Tensor, bool] = {}  # flags that this rank's own code has set since
+        self._states = states
+        self._before = _noted(states)
+        self._now: Digests | None = None
+
+    def meet(self) -> None:
+        """Note what there is now, before this rank serves others."""
+        self._now = _noted(self._states)
+
+    def before_handover(self) -> None:
+        """Note the flags that are set otherwise now than at the break, or than after the last handover."""
+        self._set |= {one: flag for one, flag in _read(self._objects).items() if self._flags.get(one, flag) != flag}
+
+    def after_handover(self) -> None:
+        """Set them again; there may be another handover (for a checkpoint within the others' loop) before the last."""
+        for one, flag in self._set.items():
+            if isinstance(one, nn.Module):
+                one.training = flag
+            else:
+                one.requires_grad_(flag)
+        self._flags = _read(self._objects)
+        self._before = self._now
+
+    def changed(self) -> list[str] | None:
+        """Return names of what else had changed at `meet`, `None` if nobody knows."""
+        if self._before is None or self._now is None:
+            return None
+        before, now = self._before.read(), self._now.read()
+        return [name for name in before | now if before.get(name) != now.get(name)][:_SHOWN]
+
+
+def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
+    """Raise on all ranks if one has changed something that another one, still in its loop, has not come to.
+
+    Args:
+        words: By rank.
+        names: What errors call these ranks.
+        rank: This rank.
+
+    Raises:
+        JoinError: So it is.
+    """
+    inside = [rank for rank, (has_left, _, _) in enumerate(words) if not has_left]
+    early = [rank for rank, (_, _, has_stepped) in enumerate(words) if has_stepped or inside]
+    # A rank that owns a shard has put its change into what it gave the others in their steps.
+    inside = inside or [rank for rank in range(len(words)) if early and rank not in early]
+    unknown = [rank for rank in early if words[rank][1] is None]
+    changed = {rank: its for rank in early if (its := words[rank][1])}
+    if inside and changed:
+        what = "; ".join(dict.fromkeys(name for its in changed.values() for name in its))
+        ranks, others = (name_ranks(names[rank] for rank in which) for which in (changed, inside))
+        raise JoinError(
+            f"{ranks[0].upper()}{ranks[1:]} left the loop by `break` and then changed {what}, before the ranks met"
+            f" again and while {others} had not left the loop yet. All take the last rank's state only where they meet:"
+            " so the change would be lost, or made twice. Make it in the loop (before the `break`), after another loop"
+            " over join.batches, or after the `with`."
+        )
+    if inside and unknown and rank == 0:
+        ranks, others = (name_ranks(names[rank] for rank in which) for which in (unknown, inside))
+        warnings.warn(
+            f"Nobody can tell whether {ranks} changed something after the last batch that it took, which"
+            f" {others}, still in the loop, would make a second time or undo: its loop's iterator was held"
+            " in a variable. Loop with `for batch in join.batches(loader)`, or `del` the iterator after the loop.",
+            stacklevel=2,
+        )
+
+
+def _noted(states: Sequence[Any] | None) -> Digests | None:
+    """Return digests of the states, `None` if nobody can tell: this may be in a generator that an error closes."""
+    if states is None:
+        return None
+    trees: dict[str, Any] = {}
+    try:
+        capture = Capture(canonical=True, local=frozenset(map(id, ignored_parameters(states).values())))
+        with torch.inference_mode(False), torch.no_grad():
+            for name, thing in named(states):
+                kind = kind_of(thing)
+                state = kind.capture(thing, capture, name).state
+                # A model is one dictionary of parts, an optimizer is one for itself and each that it wraps.
+                wholes = [{"state": state}] if kind.name not in ("model", "optimizer") else state
+                for part in [wholes] if isinstance(wholes, dict) else wholes:
+                    for key, tree in part.items():
+                        if key not in _FLAGS:
+                            trees.setdefault(f"{name}: {_NAMES.get(key, key)}", []).append(tree)
+            return Digests(trees, capture.tensors)
+    except Exception:
+        return None
+
+
+def _read(objects: Sequence[Any]) -> dict[nn.Module | Tensor, bool]:
+    """Return the flags of the modules and parameters among some objects."""
+    modules = [module for thing in objects if isinstance(thing, nn.Module) for module in thing.modules()]
+    return {m: m.training for m in modules} | {p: p.requires_grad for m in modules for p in m.parameters(recurse=False)}

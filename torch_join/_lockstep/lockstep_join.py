@@ -1,0 +1,280 @@
+"""Join for a DDP model in a loop that a framework drives."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
+
+from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._base.weighting import finite
+from torch_join._compat import ddp as _compat
+from torch_join._compat import groups as _compat_groups
+from torch_join._lockstep.base import Lockstep
+from torch_join._lockstep.model_participant import LockstepModelParticipant
+from torch_join._lockstep.step_driver import StepDriver
+from torch_join._participants._gradients.watch import Watch
+from torch_join._participants.kinds import unsynced_models
+from torch_join._shadow.model_shadow import ModelShadow
+from torch_join._shadow.synced_norms import has_synced_norms
+from torch_join._shadow.zero_gradient import following_zero
+
+_GRADIENTS = 1 << 32  # one addition counts the ranks without a loss, and those of them without gradients
+
+
+class LockstepJoin(Lockstep):
+    """A `DistributedDataParallel` model in such a loop.
+
+    A joined rank takes part in the backward all-reduce with zero gradients and receives the average.
+
+    Args:
+        driver: See `Lockstep`.
+        model: The model's shadow.
+        joinables: See `Lockstep`.
+
+    Raises:
+        JoinTypeError: See `Lockstep`.
+    """
+
+    _model: LockstepModelParticipant
+
+    def __init__(self, driver: StepDriver, model: ModelShadow, joinables: Sequence[Joinable] = ()) -> None:
+        make = partial(LockstepModelParticipant, shadow=model)
+        super().__init__(driver, make, joinables, unsynced_models([model.ddp]))
+        self._in_pieces = False  # the backward of this step, which this rank follows
+        self._has_gathered = False  # in this step, with gradients
+        self._shadow = self._model.shadow  # asked for often in a step
+        self._enter_model: Callable[[], None] = lambda: None  # ends what the wrapper does before the model
+
+    @property
+    def _forwards_alone(self) -> bool:
+        return not _compat.broadcasts_buffers(self._shadow.ddp)  # buckets are rebuilt in backward here
+
+    def _known(self) -> list[int] | None:
+        return self._shadow.first.fired
+
+    def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
+        self._shadow.news.forget()
+        for fired in known:
+            self._shadow.first.note_fired(fired)
+        if has_batch:
+            self._shadow.first.check_fired()
+
+    def around_step(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._around_step() if self.in_tail else nullcontext()
+
+    @contextmanager
+    def _around_step(self) -> Iterator[None]:
+        with self._shadow.step(shadow=self.joined), self._giving_buffers():
+            yield
+        # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward: so it must
+        # always hold the newest. (Between forward and backward this would disturb autograd.)
+        has_news, self._model.has_news = self._model.has_news, False
+        if (has_news or 0 not in self.active_ranks) and not self.keeps_buffers:
+            # Amid an accumulation an active rank keeps its own, as in DDP.
+            own = not self.joined and not self._shadow.ddp.require_forward_param_sync
+            self._shadow.sync_buffers(self.active_ranks[0], keeps=own)
+        if not self._shadow.ddp.broadcast_buffers:
+            self._sync_norms(self._shadow.inner)
+
+    def active_step(self) -> AbstractContextManager[None]:
+        self._has_trained = True
+        if self.in_tail:
+            return self._active_step()
+        self._exchanged.poll()
+        return nullcontext()
+
+    @contextmanager
+    def _active_step(self) -> Iterator[None]:
+        with ExitStack() as plumbing, self.driver.step(self.active_ranks):
+            # Until the inner module runs, the collectives are DDP's own, which a shadow forward has too.
+            plumbing.enter_context(self.driver.tail_log.own_collectives())
+            self._enter_model = plumbing.close
+            inside = self._shadow.inner.register_forward_pre_hook(lambda *_: plumbing.close())
+            try:
+                with self._model.telling_buffers():
+                    yield
+            finally:
+                inside.remove()
+
+    def shadow_forward(self) -> Tensor:
+        self.driver.derive(self._model, "forward")
+        self._in_pieces = self.driver.follow(self.active_ranks)
+        output = self._model.take_output()
+        if not self._in_pieces:
+            return output
+        return following_zero(partial(self._follow_backward, output), output.device)
+
+    def _follow_backward(self, output: Tensor) -> None:
+        with self._model.following_backward(output) if self._syncs else nullcontext():
+            self.driver.follow(self.active_ranks)
+
+    def run_inside(self, run: Callable[[], Any]) -> Any:
+        """Run what computes an active rank's loss in the model's place in its wrapper's forward.
+
+        So whatever it does with others comes after what the wrapper does, as it does on joined ranks.
+
+        Args:
+            run: Returns the loss. It may call the inner module as often as it likes.
+
+        Returns:
+            What `run` returns.
+        """
+
+        def forward(_: Tensor) -> Any:
+            self._enter_model()
+            return run()
+
+        self._enter_model = lambda: None
+        with self.active_step(), self.loss_step(forward):
+            return self._shadow.ddp(torch.empty(0, device=self._shadow.parameters[0].device))
+
+    @contextmanager
+    def loss_step(self, run: Callable[..., Any] | None = None) -> Iterator[None]:
+        """Put around an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
+
+        In place of `None` comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in
+        backward. Then `no_loss` is true. A loss that does not lead to the model gets such a zero added to it.
+
+        Args:
+            run: See `ModelShadow.completing`.
+        """
+        self.no_loss = self.no_output = self._has_gathered = False
+        self.driver.has_loss = True
+        if self.channel.world_size == 1:
+            yield
+            return
+        self.follows_backward = True
+        try:
+            with self._shadow.completing(self._complete, run):
+                yield
+        finally:
+            self.follows_backward = False
+
+    def note_gather(self) -> None:
+        self._has_gathered = True
+
+    def _complete(self, output: Any) -> Any:
+        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        if output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss)):
+            return output
+        if self._has_gathered or self.driver.tail_log.in_pieces or has_synced_norms(self._shadow.inner):
+            what = "None" if output is None else "a loss that does not depend on the model"
+            raise UnsupportedError(
+                f"training_step returned {what}, where the other ranks' backward may have collectives that need this"
+                " rank's (of SyncBatchNorm, of all_gather(sync_grads=True), or of a loss over all ranks' outputs)."
+                " Return a loss of zero that depends on what the others' losses do (`0.0 * loss`), or leave such"
+                " batches out of the dataloader."
+            )
+        if not self._syncs:
+            return output
+        self.no_loss, self.no_output, self.driver.has_loss = True, output is None, False
+        zero = self._shadow.no_loss_output()
+        if output is None:
+            return zero
+        return {**output, "loss": zero + loss} if isinstance(output, Mapping) else zero + loss
+
+    def backward(self, backward: Callable[[], None]) -> bool:
+        """Run the backward of a step, real or not; where no rank contributes to the gradients they are left cleared.
+
+        A rank that has a batch and no loss goes through it as one without a batch, since the others need it there. If
+        nobody has a loss, and no gradient has been accumulated either, the average of nothing would be zero: a gradient
+        that momentum and weight decay act upon, where a single process has none. Ranks without a loss therefore count
+        themselves before their backward; those without a batch only where the lowest rank that has one has told them
+        that it has no loss. Nobody comes through its collectives before all have come to them, so after it the count is
+        complete. Ranks with a loss have nothing to do.
+
+        Returns:
+            `False` if it is known that no rank has a loss. Without a sync nobody knows.
+        """
+        if not (self.joined or self.no_loss):
+            with self.leaving_out() if self.counts_nothing else nullcontext():
+                self._listening_to(backward)
+            self._shadow.accumulated = not self._syncs
+            return True
+        parameters = self._shadow.parameters
+        # Where the lowest active rank has said that it has a loss, no joined one need ask whether somebody has.
+        counts = self._syncs and not (self.joined and self.driver.has_loss)
+        count = f"lossless/{self.channel.barrier_number}"
+        if counts:
+            self.channel.add(count, 1 if any(p.grad is not None for p in parameters) else 1 + _GRADIENTS)
+        if self.joined and self._in_pieces:
+            self._listening_to(backward)  # which follows
+        else:
+            self.driver.derive(self._model, "backward", partial(self._listening_to, backward))
+        if not counts:
+            return True
+        _compat.wait_for_device(parameters[0].device.type, self._watch)
+        total, everyone = self.channel.add(count, 0), self.channel.world_size
+        for parameter in parameters if total // _GRADIENTS == everyone else ():
+            parameter.grad = None
+        return total % _GRADIENTS < everyone
+
+    @contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Put around the backward of a loss of a batch that counts 0."""
+        watch = Watch(self._shadow.parameters)
+        watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
+        try:
+            yield
+        finally:
+            watch.end()
+
+    def _listening_to(self, backward: Callable[[], None]) -> None:
+        whole = self.in_tail and not self.joined and not self.driver.tail_log.in_pieces
+        with self.driver.backward() if whole else nullcontext():
+            backward()
+        self._shadow.first.finish_watching()
+        self.check_reduced()
+
+    def in_engine(self) -> AbstractContextManager[None]:
+        follows = self.in_tail and not self.joined and self.driver.tail_log.in_pieces
+        return self._followed_by_others() if follows else nullcontext()
+
+    @contextmanager
+    def _followed_by_others(self) -> Iterator[None]:
+        pieces = self._model.backward_in_pieces() if self._syncs else nullcontext()
+        self.follows_backward = True
+        try:
+            with self.driver.serving_backward(self.active_ranks), pieces:
+                yield
+        finally:
+            self.follows_backward = False
+
+    def check_reduced(self) -> None:
+        """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
+        if self._syncs:
+            with self.driver.tail_log.own_collectives() if self.in_tail else nullcontext():
+                _compat.check_reduced(self._shadow.ddp, self._watch)
+
+    def _watch(self) -> Callable[[], None]:
+        """Return what raises, while this rank waits for its device, if another one has failed."""
+        check = self.channel.failure_check()
+
+        def look() -> None:
+            try:
+                check()
+            except JoinError:
+                _compat_groups.abort(self.driver.members.group, self._shadow.parameters[0].device.type)
+                raise
+
+        return look
+
+    @property
+    def _syncs(self) -> bool:
+        return bool(self._shadow.ddp.require_backward_grad_sync)
+
+    def sync_buffers(self) -> None:
+        if not self.keeps_buffers:
+            self._shadow.sync_buffers(0)
+
+    def use(self, model: ModelShadow) -> None:
+        """Go on with another shadow: the model has been wrapped anew."""
+        self._shadow = model
+        self._model.use(model)
+
+    def unfrozen(self) -> list[str]:
+        return self._shadow.unfrozen()

@@ -1,0 +1,117 @@
+"""A DDP model in a loop that a framework runs: its forward and backward are shadowed, and need no announcement."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from torch_join._compat import ddp as _compat
+from torch_join._participants._gradients.pieces import FIRED, Pieces
+from torch_join._participants.participant import Driver, Participant
+from torch_join._shadow.buffer_news import Buffer, take
+from torch_join._shadow.lost_hooks import noticed
+from torch_join._shadow.model_shadow import ModelShadow
+
+
+class LockstepModelParticipant(Participant):
+    """A `DistributedDataParallel` model whose steps all ranks run.
+
+    That there is a forward, and a backward, each rank knows from the meeting before the step: these records are
+    derived, see `StepDriver.derive`. An active rank whose forward comes to no loss answers its backward too.
+
+    Attributes:
+        shadow: What runs in place of the model's step.
+        has_news: Whether this step has brought buffers of another form, of which joined ranks have no contents.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {**Pieces.kinds, "buffers": list[Buffer]}
+    in_pieces = True
+
+    def __init__(self, driver: Driver, index: int, shadow: ModelShadow) -> None:
+        super().__init__(driver, index)
+        self.use(shadow)
+        self.has_news = False
+        self._output: Tensor | None = None
+
+    def use(self, shadow: ModelShadow) -> None:
+        """Go on with another shadow."""
+        self.shadow = shadow
+        self._pieces = Pieces(self, shadow)
+
+    @property
+    def owned(self) -> list[str]:
+        return _compat.ignored_and_trained(self.shadow.ddp)
+
+    def exit(self) -> None:
+        super().exit()
+        self._pieces.reset()
+
+    @contextmanager
+    def telling_buffers(self) -> Iterator[None]:
+        """Put around an active rank's forward: joined ranks hear of what it does to buffers that DDP broadcasts."""
+        broadcasts = _compat.broadcasts_buffers(self.shadow.ddp)
+        if broadcasts:
+            self.shadow.news.begin(self.shadow.inner)
+        yield
+        if broadcasts and (news := self.shadow.news.since(self.shadow.inner)) is not None:
+            self.has_news = True
+            self.announce("buffers", news)
+
+    @contextmanager
+    def backward_in_pieces(self) -> Iterator[None]:
+        """Put around an active rank's backward that syncs, which joined ranks follow piece by piece."""
+        task = -1
+
+        def came(place: int, _: Any) -> None:
+            nonlocal task
+            if task == -1:
+                self._pieces.begin(lambda: None)
+            elif task != _compat.backward_in_progress():
+                self._pieces.check_nested()
+            task = _compat.backward_in_progress()
+            self._pieces.came(place)
+
+        ends: list[Callable[[], None]] = []
+        for place, parameter in enumerate(self.shadow.parameters):
+            if parameter.requires_grad:
+                hook, end = noticed(parameter, partial(came, place))
+                ends += [get_gradient_edge(parameter).node.register_prehook(hook).remove, end]
+        try:
+            yield
+        finally:
+            self._pieces.reset()
+            for end in ends:
+                end()
+
+    def before_collective(self, ddps: bool) -> None:
+        self._pieces.before_collective(ddps)
+
+    @contextmanager
+    def following_backward(self, output: Tensor) -> Iterator[None]:
+        """Put around what a joined rank answers in such a backward; `output` is what its forward has returned."""
+        self._pieces.open(lambda: torch.autograd.backward(output))
+        try:
+            yield
+        finally:
+            self._pieces.reset()
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        if kind == FIRED:
+            self._pieces.mirror(payload)
+        elif kind == "buffers":
+            self.has_news = True
+            take(payload, self.shadow.inner, self.shadow.parameters[0].device)
+        elif kind == "forward":
+            self._output = self.shadow.forward()
+        else:
+            self.shadow.backward(payload)  # which runs it: it is the framework's, with its hooks
+
+    def take_output(self) -> Tensor:
+        """Return what the last forward has returned, a scalar zero, and keep nothing of its graph."""
+        output, self._output = self._output, None
+        assert output is not None
+        return output

@@ -1,0 +1,148 @@
+"""Serving inside the steps of a loop that stays in lockstep."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torch_join._base.membership import MeetingPoint, Membership, Role
+from torch_join._base.weighting import count_samples
+from torch_join._collectives.backwards import late
+from torch_join._collectives.tap import Call, CollectiveTap
+from torch_join._compat.operators import in_backward
+from torch_join._control.channel import Channel
+from torch_join._participants.options import Options
+from torch_join._participants.participant import Driver, Participant
+from torch_join._tail.records import DONE
+from torch_join._tail.tail_log import TailLog
+
+P = TypeVar("P", bound=Participant)
+
+
+def _refuse(call: Call) -> None:
+    raise late(call.operation)
+
+
+class StepDriver(Driver):
+    """The driver of loops that a framework runs: what active ranks do together in a step, and how the others take part.
+
+    In such a loop all ranks go through every step, and know who is active. So a joined rank serves one step at a time,
+    until the active ranks say that it is done.
+
+    Args:
+        channel: The channel between all ranks of the job.
+        options: What the user has chosen.
+        sizes: Returns a batch's number of samples.
+
+    Attributes:
+        members: Who is active.
+        tail_log: Where the parts announce what they do, and what has a joined rank answer.
+        has_loss: Whether this rank has a loss in this step; on a joined rank, whether the lowest active one has.
+    """
+
+    # What the parts ask of a driver: there is always a meeting before the step.
+    meets_at = MeetingPoint.TOP
+    sees_steps = True
+    tail_log: TailLog
+    has_loss = True
+
+    def __init__(
+        self,
+        channel: Channel,
+        options: Options = Options(),  # noqa: B008  frozen
+        sizes: Callable[[Any], int] = count_samples,
+    ) -> None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self.options = options
+        self.members = Membership(group, options.weighting, sizes=sizes)
+        self.tail_log = TailLog(self.members)
+        self.tail_log.open(channel)
+        self.tail_log.backwards.always = options.backward_collectives
+        self.tail_log.backwards.reset()
+
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
+        """Nothing to do: the ranks have met."""
+        return True
+
+    # ------------------------------------------------------------ what the framework's loop calls
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        members = self.members
+        return members.active if members.role is not Role.EVEN and not self.tail_log.on_all else None
+
+    def add(self, make: Callable[[Driver, int], P]) -> P:
+        """Add what takes part in steps besides collectives, and install it; `make` gets this object and an index."""
+        participant = make(self, len(self.tail_log.participants))
+        self.tail_log.participants.append(participant)
+        participant.enter()
+        return participant
+
+    def close(self) -> None:
+        """Remove all that was installed."""
+        self.tail_log.close()
+        self.members.group = None  # a destroyed group must hang up on its peers at once
+
+    @contextmanager
+    def step(self, active: tuple[int, ...], listens: bool = True) -> Iterator[None]:
+        """Put around what an active rank does in a step; joined ranks take part in what it does with others.
+
+        Args:
+            active: The ranks that have a batch.
+            listens: Whether joined ranks take part in collectives too, or in what the parts announce only.
+        """
+        tail_log, members = self.tail_log, self.members
+        tail_log.begin_step(active)
+        if not members.uneven:
+            yield
+            return
+        if listens:
+            tail_log.agreement.compare(members.rank, active)
+        members.take_role(Role.TAIL)
+        if listens:
+            tail_log.tap.install()
+        try:
+            yield
+            tail_log.announce(-1, DONE, (tail_log.in_pieces, self.has_loss))
+        finally:
+            members.take_role(Role.EVEN)
+            tail_log.tap.remove()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Put around an active rank's backward, after a step in the tail: collectives raise in it, but DDP's and ours.
+
+        Joined ranks have no counterpart to them. Others, of hooks that run before or after it, all ranks issue alike.
+        """
+        has_joined = self.members.has_joined
+        return self.tail_log.listening(CollectiveTap(_refuse, lambda rank: in_backward() and has_joined(rank)))
+
+    @contextmanager
+    def serving_backward(self, active: tuple[int, ...]) -> Iterator[None]:
+        """Put around autograd's part of an active rank's backward, after a step in the tail, that is a step too."""
+        tail_log = self.tail_log
+        with self.step(active, listens=False):
+            tail_log.tap.install()
+            yield
+
+    def follow(self, active: tuple[int, ...]) -> bool:
+        """Answer, on a joined rank, what the active ranks announce in a step, until they are done with it.
+
+        Returns:
+            Whether their backward is such a step too.
+        """
+        self.tail_log.begin_step(active)
+        backwards = self.tail_log.backwards
+        in_pieces, self.has_loss = self.tail_log.follow(DONE)
+        backwards.in_pieces = in_pieces or backwards.in_pieces
+        return backwards.in_pieces
+
+    def derive(self, participant: Participant, kind: str, payload: Any = None) -> None:
+        """Answer what every rank knows from the meeting to come next, and nobody announces."""
+        participant.mirror(kind, payload)
+
+    def leave_tail(self) -> None:
+        """All ranks have come to the end of what each evaluates, some before the others."""
+        for participant in self.tail_log.participants:
+            participant.leave_tail()

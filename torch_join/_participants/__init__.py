@@ -1,0 +1,12 @@
+"""Every mechanism is a joinable: what an active rank announces and how a joined rank answers.
+
+One mechanism a file; none knows the loop that it takes part in but by the protocol `Driver` in `part.py`.
+
+Begin with: `part.py`, then `model.py`. `_torch/` makes them usable in torch's own `Join`.
+"""
+
+from torch_join._participants._metrics.module_metrics import ModuleMetrics
+from torch_join._participants._torch.public import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
+from torch_join._participants.participant import Participant
+
+__all__ = ["JoinableMetric", "JoinableModel", "JoinableOptimizer", "JoinableState", "ModuleMetrics", "Participant"]

@@ -1,0 +1,252 @@
+"""An engine's events: announced on an active rank, replayed on a joined one with zeros for gradients.
+
+Between the begin of a forward and the end of its backward, all that an engine does with other ranks is a function of
+
+    the engine's forward begins                  optimizer.clear_backward_seen_flag()                stages 1 to 3
+    the root module's forward begins             coordinator.reset_step()                            stage 3
+    a module's forward, or backward, begins/ends parameter_offload.{pre,post}_sub_module_*_function  stage 3
+    parameters are gathered, or let go, apart    parameter.all_gather(), .partition()                stage 3
+    the engine's backward begins                 engine._backward_prologue()                         all
+    a parameter's gradient is there              optimizer.process_gradients, or                     stages 1, 2
+                                                 optimizer.reduce_ready_partitions_and_remove_grads  stage 3
+
+and of the engine's own state: traces, what is fetched ahead, buckets, micro steps. A joined rank that runs the same
+calls in the same order issues the same collectives, by its own shards, and its engine is in the same state afterwards.
+What comes then (the epilogue of the backward, overflows, the norm, the step, its scheduler) every rank runs itself.
+
+To follow the collectives alone would leave that state stale, by which stage 3 decides what to gather next. A graph of
+zeros in place of the model's would bring gradients in another order; and by their order stages 1 and 2 fill a bucket,
+whose n-th slice is added to the other ranks' n-th.
+
+Seen in DeepSpeed 0.19.8.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from torch_join._base.attributes import replace
+from torch_join._base.weighting import finite
+from torch_join._compat import deepspeed as _compat
+from torch_join._control.codec import foreign
+from torch_join._participants._gradients.watch import Watch
+from torch_join._participants.participant import Participant
+
+
+class EngineEvents:
+    """The events of a `DeepSpeedEngine`, which a part announces and answers.
+
+    Args:
+        participant: The part.
+        engine: The engine.
+
+    Attributes:
+        parameters: All, in an order that is the same on all ranks.
+        is_inside: Whether this rank is in what joined ranks know of.
+
+    Raises:
+        UnsupportedError: The engine does something that no joined rank could take part in.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "forward": type(None),
+        "reset": type(None),
+        "module": tuple[int, int, list[tuple[int, bool]]],  # which of the phases, which module, what it uses of others'
+        "gather": list[int],
+        "partition": list[int],
+        "prologue": list[int],  # which parameters do not train
+        "gradient": int,
+        "present": list[int],
+    }
+
+    def __init__(self, participant: Participant, engine: Any) -> None:
+        _compat.check_engine(engine)
+        self._participant: Any = participant
+        self.engine = engine
+        self.stage = int(engine.zero_optimization_stage())
+        self._counts_nothing = False
+        self.parameters: list[Any] = list(engine.module.parameters())
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self._modules: list[nn.Module] = list(engine.module.modules())
+        self._places = {id(module): place for place, module in enumerate(self._modules)}
+        self._groups: dict[int, int] = {}
+        self.is_inside = False
+
+    @property
+    def device(self) -> torch.device:
+        """The parameters' device."""
+        device: torch.device = self.parameters[0].device
+        return device
+
+    def watch(self) -> None:
+        """Announce from now on, until the part exits."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if self.stage == 3:
+            offload = _compat.offload_of(engine)
+            for phase, name in enumerate(_compat.PHASES):
+                self.announce_calls(offload, name, "module", partial(self._of_module, phase), hold=True)
+            self.announce_calls(offload.get_param_coordinator(), "reset_step", "reset")
+            for parameter in self.parameters:
+                self.announce_calls(parameter, "all_gather", "gather", partial(self._listed, parameter))
+                self.announce_calls(parameter, "partition", "partition", partial(self._listed, parameter), hold=True)
+                self._tell_before(parameter, "all_gather_coalesced")
+            if hasattr(optimizer, _compat.REDUCE_BUCKET_3):  # else it evaluates
+                name = "reduce_ready_partitions_and_remove_grads"
+                self.announce_calls(optimizer, name, "gradient", self._number, hold=True)
+                self.replace(optimizer, name, self._taking)
+                self._tell_before(optimizer, _compat.REDUCE_BUCKET_3)
+        elif self.stage:
+            self._groups = _compat.groups_of(engine)
+            self.announce_calls(
+                optimizer, "process_gradients", "gradient", lambda parameter, _: self._number(parameter), hold=True
+            )
+            self.replace(optimizer, "process_gradients", self._taking)
+            self._tell_before(optimizer, "reduce_ipg_grads")
+        if self.stage and hasattr(optimizer, "clear_backward_seen_flag"):
+            self.announce_calls(optimizer, "clear_backward_seen_flag", "forward", hold=True)
+        self.announce_calls(engine, "_backward_prologue", "prologue", self._frozen, hold=True)
+
+    # ------------------------------------------------------------ on an active rank
+
+    def is_quiet(self) -> bool:
+        """Whether nobody is to hear of what this rank does."""
+        return self._participant.members.serves or self.is_inside or self._participant.tail_log.is_quiet()
+
+    def announce_calls(
+        self, owner: Any, name: str, kind: str, payload: Callable[..., Any] = lambda *_: None, hold: bool = False
+    ) -> None:
+        """Announce a function's calls; `hold` what may do nothing with others until the next one that does."""
+
+        def saying(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.is_quiet():
+                return original(*args, **kwargs)
+            self._participant.announce(kind, payload(*args, **kwargs), hold)
+            return self.inside(partial(original, *args, **kwargs))
+
+        self.replace(owner, name, saying)
+
+    def _tell_before(self, owner: Any, name: str) -> None:
+        """Tell what is held before a function's collectives, and not before all of it is said."""
+
+        def telling(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._participant.members.announces:
+                self._participant.tail_log.tell()
+            return original(*args, **kwargs)
+
+        self.replace(owner, name, telling)
+
+    def inside(self, run: Callable[[], Any]) -> Any:
+        """Run what joined ranks run too: its collectives, and the events in it, they know of."""
+        self.is_inside = True
+        try:
+            with self._participant.tail_log.own_collectives():
+                return run()
+        finally:
+            self.is_inside = False
+
+    @contextmanager
+    def leaving_out(self, counts_nothing: bool) -> Iterator[None]:
+        """Put around a backward; what a loss that counts 0 brings may be infinite, and times 0 NaN."""
+        # In stages 0 and 1 a gradient is added to what there is. In stage 3 a watch would hold nodes of empty shards.
+        watch = Watch([p for p in self.parameters if p.requires_grad]) if counts_nothing and self.stage < 2 else None
+        self._counts_nothing = counts_nothing and watch is None
+        if watch is not None:
+            watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
+        try:
+            yield
+        finally:
+            self._counts_nothing = False
+            if watch is not None:
+                watch.end()
+
+    def _taking(self, original: Callable[..., Any], parameter: Any, *args: Any) -> Any:
+        if self._counts_nothing and parameter.grad is not None:
+            parameter.grad.copy_(finite(parameter.grad))
+        return original(parameter, *args)
+
+    def say_present(self) -> None:
+        """Announce, before the epilogue, which gradients there are, if nothing has heard of them as they came."""
+        if self.stage == 1 and not self.is_quiet() and not _compat.has_gradient_hooks(self.engine):
+            self._participant.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
+
+    def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Have `call` called in place of an object's method, with that first; the engine looks it up at each call."""
+        old = getattr(owner, name)
+        # Wrapped, as LR schedulers leave a mark on `step`.
+        self._participant._undo.append(replace(owner, **{name: wraps(old)(partial(call, old))}))
+
+    def _number(self, parameter: Any) -> int:
+        return self._numbers[id(parameter)]
+
+    def _frozen(self) -> list[int]:
+        return [number for number, parameter in enumerate(self.parameters) if not parameter.requires_grad]
+
+    def _listed(self, parameter: Any, param_list: Any = None, *_: Any, **__: Any) -> list[int]:
+        return [self._number(each) for each in ([parameter] if param_list is None else param_list)]
+
+    def _of_module(self, phase: int, module: Any) -> tuple[int, int, list[tuple[int, bool]]]:
+        # Not by DeepSpeed's own number: it counts through all engines that a process has made.
+        return (
+            phase,
+            self._places[id(module)],
+            [(self._number(p), dangles) for p, dangles in _compat.externals_of(module)],
+        )
+
+    # ------------------------------------------------------------ on a joined rank
+
+    @torch.no_grad()
+    def mirror(self, kind: str, payload: Any) -> None:
+        """Do, on a joined rank, what was announced."""
+        if kind == "module":
+            self._pass_module(*payload)
+        elif kind == "gradient":
+            parameter = self._parameter(payload)
+            self._fill(parameter)
+            _compat.take_gradient(self.engine, parameter, self._groups.get(id(parameter), 0))
+        elif kind == "present":
+            for number in payload:
+                self._fill(self._parameter(number))
+        elif kind in ("gather", "partition"):
+            parameters = [self._parameter(number) for number in payload]
+            run = parameters[0].all_gather if kind == "gather" else parameters[0].partition
+            run(param_list=parameters)
+        elif kind == "reset":
+            _compat.offload_of(self.engine).get_param_coordinator().reset_step()
+        elif kind == "forward":
+            self.engine.optimizer.clear_backward_seen_flag()
+        else:
+            # The active ranks' code may have frozen some in this tail: of those stage 3 reduces no gradient.
+            if payload != self._frozen():
+                for number, parameter in enumerate(self.parameters):
+                    parameter.requires_grad_(number not in payload)
+            self.engine._backward_prologue()
+
+    def without(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the parameters but for these."""
+        left_out = {*numbers}
+        return [parameter for number, parameter in enumerate(self.parameters) if number not in left_out]
+
+    def _parameter(self, number: int) -> Any:
+        if not 0 <= number < len(self.parameters):
+            raise foreign("a record of an engine", f"parameter {number} of {len(self.parameters)}")
+        return self.parameters[number]
+
+    def _fill(self, parameter: Any) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)  # whole, also in stage 3: its module is gathered now
+
+    def _pass_module(self, phase: int, number: int, externals: list[tuple[int, bool]]) -> None:
+        if not 0 <= number < len(self._modules) or not 0 <= phase < len(_compat.PHASES):
+            raise foreign("a record of an engine", f"phase {phase} of module {number}")
+        module = self._modules[number]
+        # That a module uses another's parameter shows in its forward, and is known from then on. This rank may have had
+        # none, and would fetch fewer than the others.
+        for parameter, dangles in externals:
+            _compat.add_external(module, self._parameter(parameter), dangles)
+        getattr(_compat.offload_of(self.engine), _compat.PHASES[phase])(module)
+        if phase == _compat.FORWARD_ENDS:
+            _compat.end_forward(module)

@@ -1,0 +1,268 @@
+"""An engine in a loop of the user's.
+
+Besides its events four calls are announced, and a joined rank makes them itself: `backward`, `step`,
+`set_gradient_accumulation_boundary` and `zero_grad`; and so are checkpoints. So micro steps, accumulation, clipping,
+loss scales, the engine's scheduler and what a checkpoint holds are the same on every rank, and nothing is handed over.
+
+`engine.backward` sees the loss, whose gradient is weighted right there.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from torch_join._base.errors import UnsupportedError
+from torch_join._compat import ddp as _compat_torch
+from torch_join._compat import deepspeed as _compat
+from torch_join._control.codec import foreign
+from torch_join._participants._deepspeed.events import EngineEvents
+from torch_join._participants.hook import Hook
+from torch_join._participants.participant import Driver, LoopModel, Participant
+from torch_join._shadow.zero_gradient import following_zero
+
+Options = list[dict[str, Any]]
+_NOTHING = type(None)
+_CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
+
+
+class LoopEngineParticipant(Participant, LoopModel):
+    """A `DeepSpeedEngine` that was given to `Join`."""
+
+    kinds: ClassVar[dict[str, Any]] = {
+        **EngineEvents.kinds,
+        "backward": tuple[bool, list[int] | None],  # whether inside of no_sync; which gradients there are, if any stay
+        "epilogue": _NOTHING,
+        "step": tuple[bool, Options],  # whether of the engine
+        "options": Options,
+        "boundary": bool,
+        "zero_grad": tuple[bool, dict[str, Any]],  # whether of the engine, and its arguments
+        "checkpoint": tuple[str, tuple[Any, ...], dict[str, Any]],  # which of the methods, and its arguments
+    }
+    # Its groups' hyperparameters; which parameters train, and which modules are in training mode.
+    closing: ClassVar[Any] = tuple[Options, list[bool], list[bool]]
+
+    is_model = True
+    tail_log: Any  # of a loop: a `TailLog`
+
+    def __init__(self, driver: Driver, index: int, engine: Any) -> None:
+        super().__init__(driver, index)
+        self.engine = engine
+        self._events = EngineEvents(self, engine)
+        self._forwarded_in = 0  # the loop of the last forward
+        # In stage 0 each rank holds, and steps, all of them: those that are known to the others.
+        self._gradients: list[tuple[Tensor | None, int]] = []
+
+    def enter(self) -> None:
+        self._events.watch()
+        engine, optimizer = self.engine, self.engine.optimizer
+        hook = engine.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
+        self._undo.append(hook.remove)
+        self._events.replace(engine, "_backward_epilogue", self._epilogue)
+        self._events.replace(engine, "backward", self._backward)
+        self._events.replace(engine, "_backward_prologue", self._prologue)
+        self._events.replace(engine, "coalesce_grad_reduction", self._coalescing)
+        self._events.replace(engine, "step", partial(self._stepping, True))
+        boundary = "set_gradient_accumulation_boundary"
+        self._events.announce_calls(
+            engine, boundary, "boundary", lambda is_boundary: bool(is_boundary)
+        )  # Accelerate names it
+        self._events.announce_calls(engine, "zero_grad", "zero_grad", partial(self._of_clearing, True))
+        if hasattr(optimizer, "zero_grad"):  # else it evaluates
+            self._events.replace(optimizer, "step", partial(self._stepping, False))  # as Fabric does
+            self._events.announce_calls(optimizer, "zero_grad", "zero_grad", partial(self._of_clearing, False))
+        for name in _CHECKPOINTS:
+            self._events.replace(engine, name, partial(self._checkpoint, name))
+
+    # ------------------------------------------------------------ what the loop knows
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return [self.engine, self.engine.module]
+
+    # ------------------------------------------------------------ on an active rank
+
+    def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.members.serves:
+            return
+        if self.tail_log.in_window:
+            raise UnsupportedError(
+                "A loop over torch_join.windows runs a DeepSpeed engine, which counts micro-batches itself: windows of"
+                " different lengths would have the ranks step apart. Loop over the batches, and set the engine's"
+                " gradient_accumulation_steps."
+            )
+        if _compat_torch.backward_in_progress() == -1:
+            self.driver.before_forward(lambda: self.members.count_forward(args, kwargs))
+        self.forwards += 1
+        self._forwarded_in = self.driver.loop_number
+
+    def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.members.serves:
+            return original(loss, *args, **kwargs)
+        self.driver.before_backward(self.index, self._forwarded_in)
+        self.synced += 1
+        if self.tail_log.meet():
+            if kwargs.get("retain_graph") or (args and args[0]):
+                raise UnsupportedError(
+                    f"engine.backward(retain_graph=True) while ranks {self.members.joined_names} have run out of"
+                    " batches: they cannot follow another backward of the same graph. Add the losses up, and run"
+                    " one backward."
+                )
+            self._check_gradients(cleared=True)
+            present = [n for n, p in enumerate(self._events.parameters) if p.grad is not None]
+            stay = self._events.stage < 2  # else each micro-batch's go where they belong
+            self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
+        factor = self.members.loss_factor
+        weighs = factor != 1.0 and loss.requires_grad
+        hook = loss.register_hook(lambda gradient: gradient * factor) if weighs else None
+        try:
+            with self._events.leaving_out(factor == 0.0):
+                return original(loss, *args, **kwargs)
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _prologue(self, original: Callable[[], None]) -> None:
+        if not (self.members.serves or self._is_in_an_engines_backward()):
+            in_tail = self.tail_log.meet()
+            if in_tail or self.members.loss_factor != 1.0:
+                where = f"while ranks {self.members.joined_names} have run out of batches: they do not hear of it"
+                if not in_tail:
+                    where = "in a step whose losses are weighted, which engine.backward does"
+                raise UnsupportedError(
+                    f"A backward of a DeepSpeed engine by loss.backward(), or torch.autograd's, {where}. Call"
+                    " engine.backward(loss)."
+                )
+        original()
+
+    def _is_in_an_engines_backward(self) -> bool:
+        """Whether one that was given runs its backward, which may go through others: a discriminator, for example."""
+        engines = (
+            participant.engine
+            for participant in self.tail_log.participants
+            if isinstance(participant, LoopEngineParticipant)
+        )
+        return any(map(_compat.is_in_backward, engines))
+
+    def _coalescing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.members.serves and self.tail_log.meet():
+            raise UnsupportedError(
+                f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches:"
+                " they cannot follow a reduction apart from its backward. Leave it out, or add the losses up, and"
+                " run one backward."
+            )
+        return original(*args, **kwargs)
+
+    def _epilogue(self, original: Callable[[], None]) -> None:
+        if self._events.is_quiet():
+            original()
+        else:
+            self._events.say_present()
+            self.announce("epilogue")
+            self._events.inside(original)
+            if self._events.stage == 0 and self.members.announces:
+                self._gradients = list(map(_state_of, self._events.parameters))
+
+    def _stepping(self, of_engine: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._events.is_quiet():
+            return original(*args, **kwargs)
+        if self.tail_log.meet() and (args or kwargs):
+            raise UnsupportedError(
+                f"step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
+                " step their shards without. Set what they say in the optimizer's param_groups."
+            )
+        self._check_gradients(cleared=False)
+        self._gradients.clear()
+        self.announce_open("step", (of_engine, _compat.options_of(self.engine)))
+        return self._events.inside(partial(original, *args, **kwargs))
+
+    def _check_gradients(self, cleared: bool) -> None:
+        """Raise if gradients were changed that joined ranks have too; `cleared`: they may be gone."""
+        for parameter, (gradient, version) in zip(self._events.parameters, self._gradients, strict=False):
+            now, its_version = _state_of(parameter)
+            if (now is not gradient or its_version != version) and not (cleared and now is None):
+                raise UnsupportedError(
+                    f"Gradients of a DeepSpeed engine in stage 0 were changed by hand (clipped, say) while ranks"
+                    f" {self.members.joined_names} have run out of batches, which have not changed theirs. Set"
+                    " gradient_clipping in the engine's configuration; clear gradients by engine.zero_grad()."
+                )
+
+    def before_all_ranks(self) -> None:
+        # A scheduler of the user's may have changed them since the last step; each rank saves those of its own shard.
+        self.announce_open("options", _compat.options_of(self.engine))
+
+    def _of_clearing(self, of_engine: bool, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any]]:
+        self._gradients.clear()
+        return of_engine, {**kwargs, **dict(zip(("set_to_none",), args, strict=False))}
+
+    def _checkpoint(self, which: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.members.serves or self._events.is_inside:
+            return original(*args, **kwargs)
+        with self.tail_log.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
+            return original(*args, **kwargs)
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        engine, optimizer = self.engine, self.engine.optimizer
+        if kind == "backward":
+            self.driver.note_backward(self.index)
+            self.synced += 1
+            without_sync, present = payload
+            for parameter in self._events.without(present or ()) if present is not None else ():
+                parameter.grad = None
+            with engine.no_sync() if without_sync else nullcontext():
+                engine.backward(following_zero(self._follow_backward, self._events.device))
+        elif kind == "epilogue":
+            engine._backward_epilogue()
+        elif kind == "step":
+            of_engine, options = payload
+            _compat.take_options(engine, options)
+            (engine if of_engine else optimizer).step()
+        elif kind == "options":
+            _compat.take_options(engine, payload)
+        elif kind == "boundary":
+            engine.set_gradient_accumulation_boundary(payload)
+        elif kind == "zero_grad":
+            of_engine, options = payload
+            (engine if of_engine else optimizer).zero_grad(**options)
+        elif kind == "checkpoint":
+            which, args, kwargs = payload
+            if which not in _CHECKPOINTS:
+                raise foreign("a record of an engine", f"a call of {which!r}")
+            with self.tail_log.on_all_ranks():
+                getattr(engine, which)(*args, **kwargs)
+        else:
+            self._events.mirror(kind, payload)
+
+    def _follow_backward(self) -> None:
+        self.tail_log.follow_to(self.index, "epilogue")
+
+    # ------------------------------------------------------------ at the end
+
+    def closing_message(self) -> tuple[Options, list[bool], list[bool]]:
+        trains = [parameter.requires_grad for parameter in self._events.parameters]
+        return (
+            _compat.options_of(self.engine),
+            trains,
+            [module.training for module in self.engine.module.modules()],
+        )
+
+    def close(self, message: tuple[Options, list[bool], list[bool]], source: int) -> None:
+        options, trains, modes = message
+        if self.members.rank != source:
+            _compat.take_options(self.engine, options)
+        # What the active ranks' code has set; here none has run.
+        for parameter, trained in zip(self._events.parameters, trains, strict=True):
+            parameter.requires_grad_(trained)
+        for module, mode in zip(self.engine.module.modules(), modes, strict=True):
+            module.training = mode
+        self.forwards = self.synced = 0
+        self._gradients.clear()
+
+
+def _state_of(parameter: Any) -> tuple[Tensor | None, int]:
+    """Return what tells whether a gradient was changed since."""
+    return parameter.grad, -1 if parameter.grad is None else parameter.grad._version

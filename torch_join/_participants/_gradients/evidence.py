@@ -1,0 +1,294 @@
+"""What has become of a model's gradients since a moment at which all ranks had done the same with them.
+
+A rank that has joined holds gradients too: the last average, or what it has accumulated without a sync. Whether
+these still count depends on what the active ranks do to theirs, and users clear gradients in ways that nobody
+announces: `zero_grad` either way, `p.grad = None`, `p.grad.data.zero_()`, another tensor in its place. So an active
+rank remembers, per parameter, the tensor (weakly: addresses are used again), its version, and after a backward
+without a sync its norm and sum; later it tells from these what was cleared. After a sync the norm need not be known:
+where a rank that has joined holds an average, and an active rank has nothing or zero in its place, it was cleared.
+
+Where nothing can be seen (no gradient before and now; zero before and now), the optimizer's `zero_grad` decides, if
+the loop uses it, and then the other parameters. Where these show nothing either, the verdict is `UNKNOWN`: a rank
+that has joined and holds something of its own asks the other active ranks, and raises if they do not know.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_join._base.devices import read
+from torch_join._base.errors import JoinError
+from torch_join._base.membership import Membership
+from torch_join._compat import ddp as _compat
+from torch_join._handover.mirror import Known, is_known, known, versions
+from torch_join._participants._gradients.verdicts import CHANGED, CLEARED, FULL, KEPT, NONE, UNKNOWN, ZERO, State
+from torch_join._participants.clears import Clears
+from torch_join._shadow.zero_gradient import empty_sparse
+
+Measure = tuple[Tensor, Tensor] | None  # a gradient's 1-norm, and its sum: that alone tells a change of signs
+Values = tuple[float | None, float | None]
+
+
+class Gradients:
+    """The gradients of a model's parameters on one rank.
+
+    Args:
+        parameters: The parameters, or what has one gradient for several `parameters`.
+        clears: The calls of `zero_grad` of the optimizers that may step them, and of models.
+        views: Whether gradients share memory with others, or parts of them do not count, so that a version tells of
+            these too.
+        sparse: The `id` of each parameter whose gradients are sparse.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        clears: Sequence[Clears] = (),
+        views: bool = False,
+        sparse: frozenset[int] = frozenset(),
+    ) -> None:
+        self.parameters = parameters
+        self._are_whole = all(isinstance(p, Tensor) for p in parameters)
+        self._sparse = sparse
+        self._views = views
+        self._known: list[Known] = [None] * len(parameters)
+        self._measures: Sequence[Measure] = [None] * len(parameters)  # of the same moment; None after a sync
+        self._clears = clears
+        self._calls = [each.calls for each in clears]  # at that moment
+        self.begin_loop()
+
+    def begin_loop(self) -> None:
+        """A loop begins: from here on it shows how it clears gradients."""
+        self._begin = [(each.calls, each.steps) for each in self._clears]
+
+    def remember(self, accumulates: bool) -> None:
+        """Remember what there is now.
+
+        Args:
+            accumulates: Whether the ranks' gradients differ, since the last backward did not sync.
+        """
+        gradients = [p.grad for p in self.parameters]
+        self._know(gradients)
+        self._measures = _measure(gradients) if accumulates else [None] * len(gradients)
+
+    def refresh(self) -> None:
+        """Remember what there is now, and of measures what is known: no gradient is read."""
+        gradients = [p.grad for p in self.parameters]
+        measures = [
+            measure if is_known(gradient, before) else None
+            for gradient, before, measure in zip(gradients, self._known, self._measures, strict=True)
+        ]
+        self._know(gradients)
+        self._measures = measures
+
+    def rebind(self) -> None:
+        """Take the gradients there are, if views, for those that were remembered: others, with the same contents."""
+        if not self._views:
+            return
+        self._known = [
+            before if p.grad is None or before is None else known(p.grad)
+            for p, before in zip(self.parameters, self._known, strict=True)
+        ]
+
+    def _know(self, gradients: Sequence[Tensor | None]) -> None:
+        self._known = list(map(known, gradients))
+        self._calls = [each.calls for each in self._clears]
+
+    def states(self) -> list[State]:
+        """Return what has become of each since then."""
+        gradients = [p.grad for p in self.parameters]
+        if self._are_whole and None not in self._known and not [g for g in gradients if g is not None]:
+            return [State(CLEARED, NONE)] * len(gradients)  # as a rule: by `zero_grad()`
+        measures = [*_measure(gradients), *self._measures]  # of now, and then those of that moment
+        numbers = _read([value for measure in measures for value in measure or (None, None)])
+        values = list(zip(numbers[::2], numbers[1::2], strict=True))
+        before = values[len(gradients) :]
+        found = [self._state(*each) for each in zip(gradients, self._known, values, before, strict=False)]
+        if any(state.content != FULL for state in found) or any(len(_parameters(p)) > 1 for p in self.parameters):
+            found = self._decide(found)
+        return found
+
+    def _state(self, gradient: Tensor | None, known: Any, now: Values, values: Values) -> State:
+        (norm, total), (before, total_before) = now, values
+        if gradient is None or norm is None or total is None:
+            return State(UNKNOWN if known is None else CLEARED, NONE)
+        content = FULL if norm != 0 else ZERO
+        if known is None or known[0]() is not gradient or (known[1] != versions(gradient) and not self._views):
+            # An empty shard does not show whether what other ranks hold is zero now: see `_decide`.
+            is_empty = gradient.numel() > 0 and not _compat.local_part(gradient).numel()
+            return State(CHANGED if content == FULL or is_empty else CLEARED, content)
+        if before is None:  # an average, as ranks that have joined hold it too
+            return State(KEPT, FULL, norm) if content == FULL else State(UNKNOWN, ZERO)
+        if content == ZERO:
+            return State(UNKNOWN if before == 0 else CLEARED, ZERO)
+        return State(KEPT if _same(norm, before) and _same(total, total_before) else CHANGED, FULL)
+
+    def _decide(self, found: list[State]) -> list[State]:
+        """Replace `UNKNOWN` where there is evidence elsewhere; a gradient of several may be cleared in part."""
+        called: dict[int, bool] = {}  # a parameter may have several that clear it
+        for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True):
+            if each.calls > calls or each.clears_each_step(*begin):
+                for p in each.parameters():
+                    called[id(p)] = called.get(id(p), False) or each.calls > calls
+        verdicts = {state.verdict for state in found}
+        kept, cleared = KEPT in verdicts, CLEARED in verdicts
+
+        def decide(holder: Tensor, verdict: str, content: str) -> str:
+            calls_of = [called[id(p)] for p in _parameters(holder) if id(p) in called]
+            if verdict == UNKNOWN:
+                if calls_of:
+                    return CLEARED if any(calls_of) else KEPT
+                if kept != cleared:
+                    return KEPT if kept else CLEARED
+                # What is zero was there when others were cleared. What is not there may be part of an accumulation.
+                return UNKNOWN if not kept else CLEARED if content == ZERO else KEPT
+            if 0 < sum(calls_of) < len(_parameters(holder)):
+                return CHANGED  # a rank's shard may hold nothing of those
+            is_cleared = verdict == CHANGED and content == ZERO and (any(calls_of) or (cleared and not kept))
+            return CLEARED if is_cleared else verdict
+
+        pairs = zip(self.parameters, found, strict=True)
+        return [state._replace(verdict=decide(holder, state.verdict, state.content)) for holder, state in pairs]
+
+    def raise_if_changed(self, states: Sequence[State], members: Membership) -> None:
+        """Raise if one was changed by hand before the next backward accumulates into it.
+
+        Raises:
+            JoinError: So it was, and ranks that have joined cannot know of it.
+        """
+        if CHANGED in (verdicts := [state.verdict for state in states]):
+            where = verdicts.index(CHANGED)
+            raise JoinError(
+                "A gradient was changed by hand since the last backward (clipping, scaling, noise) and not cleared"
+                f" before the next one accumulates into it (parameter {where}, of shape"
+                f" {tuple(self.parameters[where].shape)}), while ranks {members.joined_names} have joined: they"
+                " cannot know of the change. Call zero_grad() after each optimizer step, or change gradients only"
+                " right before it. (Activation checkpointing with use_reentrant=True looks the same: use False.)"
+            )
+
+    def follow(self, states: Sequence[State], accumulates: bool, ask: Callable[[], str] | None) -> None:
+        """Do on a rank that has joined what has become of an active rank's gradients.
+
+        Args:
+            states: The active rank's.
+            accumulates: Whether this rank holds what it has accumulated without a sync.
+            ask: Returns the verdict of the other active ranks. `None` where no backward comes next, for which it
+                would have to be known.
+
+        Raises:
+            JoinError: Nobody can tell whether what this rank holds was cleared.
+        """
+        verdict = None
+        for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
+            if state.verdict == CHANGED or (state.verdict == KEPT and state.content == FULL):
+                continue
+            if state.verdict == KEPT and accumulates and parameter.grad is not None:
+                continue  # zeros too: they have been used, where others are not
+            if state.verdict == UNKNOWN and accumulates and holds_something(parameter.grad):
+                if ask is None:
+                    continue
+                if verdict is None:
+                    verdict = ask()
+                if verdict == UNKNOWN:
+                    self.raise_unknown(index)
+                if verdict == KEPT:
+                    continue
+            if state.content == NONE:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+            elif id(parameter) in self._sparse:
+                parameter.grad = empty_sparse(parameter)
+            else:
+                parameter.grad = torch.zeros_like(parameter) if isinstance(parameter, Tensor) else parameter.zeros()
+
+    def differing(self, states: Sequence[State], accumulates: bool) -> list[int]:
+        """Return which averages, that an active rank has kept, are others than this rank's: changed without a trace.
+
+        `GradScaler.unscale_` leaves none, for example.
+        """
+        if accumulates or all(state.norm is None for state in states):
+            return []
+        kept = [None if s.norm is None else p.grad for p, s in zip(self.parameters, states, strict=True)]
+        mine = _read(_compat.norms(_compat.values_of(kept)))
+        return [
+            index
+            for index, (norm, state) in enumerate(zip(mine, states, strict=True))
+            if norm is not None and not _same(norm, state.norm, tolerance=1e-6)
+        ]
+
+    def raise_if_differing(self, states: Sequence[State], accumulates: bool) -> None:
+        """Raise if there are any before the next backward accumulates into them.
+
+        Raises:
+            JoinError: There are.
+        """
+        for index in self.differing(states, accumulates)[:1]:
+            raise JoinError(
+                f"The active ranks' gradient of parameter {index}, of shape {tuple(self.parameters[index].shape)}, is"
+                " no longer the average that this rank got too, and the next backward accumulates into it: it was"
+                " changed by hand (through `.data` or GradScaler.unscale_, for example), which ranks that have joined"
+                " cannot know. Call zero_grad() after each optimizer step, or change gradients only right before it."
+            )
+
+    def raise_if_lost(self, states: Sequence[State]) -> None:
+        """Raise on a joined rank that holds a share of a gradient which an active rank has changed by hand.
+
+        Raises:
+            JoinError: It does, and the loop has ended.
+        """
+        for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
+            if state.verdict == CHANGED and holds_something(parameter.grad):
+                raise JoinError(
+                    f"A gradient (parameter {index}, of shape {tuple(parameter.shape)}) was changed by hand while it"
+                    " was accumulated, and the loop has ended before it was averaged. This rank had joined and holds a"
+                    " share of it, which it cannot change alike. Change gradients only right before the optimizer's"
+                    " step."
+                )
+
+    def raise_unknown(self, index: int = 0) -> None:
+        """Raise, since nobody can tell whether what this rank holds of a parameter still counts.
+
+        Raises:
+            JoinError: Always.
+        """
+        raise JoinError(
+            "This rank has joined while it holds a gradient that no sync has averaged yet (parameter"
+            f" {index}, of shape {tuple(self.parameters[index].shape)}), and no active rank can tell whether such"
+            " gradients have been cleared since: the active rank has none, or zeros, before and now (a backward"
+            " that was skipped, a batch that is masked out), and this loop has not shown that it clears by the"
+            " zero_grad() of a given optimizer. Give Join the optimizer and call its zero_grad() at the begin of each"
+            " accumulation, or run a backward in each of its steps."
+        )
+
+
+def _measure(gradients: Sequence[Tensor | None]) -> list[Measure]:
+    dense = _compat.values_of(gradients)
+    found = zip(dense, _compat.norms(dense), strict=True)
+    return [
+        None if one is None or norm is None else (norm, (torch.view_as_real(one) if one.is_complex() else one).sum())
+        for one, norm in found
+    ]
+
+
+def _parameters(holder: Any) -> Sequence[Tensor]:
+    return [holder] if isinstance(holder, Tensor) else holder.parameters
+
+
+def _read(norms: Sequence[Tensor | None]) -> list[float | None]:
+    values = iter(read([norm for norm in norms if norm is not None]))
+    return [None if norm is None else next(values)[0] for norm in norms]
+
+
+def _same(one: float, other: float | None, tolerance: float = 0.0) -> bool:
+    if other is None:
+        return False
+    return math.isclose(one, other, rel_tol=tolerance) or (math.isnan(one) and math.isnan(other))
+
+
+def holds_something(gradient: Tensor | None) -> bool:
+    (values,) = _compat.values_of([gradient])
+    return values is not None and bool(values.any())

@@ -1,0 +1,104 @@
+"""A second backward through one forward of a DDP model, which DDP does not average: the ranks would drift apart.
+
+DDP's reducer hears of a forward and averages in the backward that follows. What another backward through the same
+outputs adds to gradients stays local, without a word. That is harmless while nobody steps with it (a loss for
+another model leaves gradients here that are cleared), so what raises is an optimizer's step with such a gradient. A
+backward that does not come through the outputs (of an L2 term, say) adds the same on all ranks.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from torch_join._base.errors import JoinError
+from torch_join._compat import ddp as _compat
+from torch_join._participants.hook import untraced
+
+
+class SecondBackward:
+    """Watches the outputs of one model's forwards.
+
+    Args:
+        parameters: The model's parameters.
+
+    Attributes:
+        awaits_first: Whether DDP averages in the next backward that comes to the parameters. It does in the first one
+            after a forward that syncs, also if that comes through another forward: where the model is frozen in the
+            one, or no backward follows it, the next is averaged even under `no_sync`.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._first = self._last = -1  # the backwards that came through the last forward's outputs
+        self.awaits_first = False
+        self._touched: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []  # by a second one, and the gradient
+        self._waits: RemovableHandle | None = None
+        self._found: tuple[Tensor, Any] | None = None  # to which the last first one has added, and the node that does
+
+    def remove(self) -> None:
+        """Remove what was installed, and what refers to it."""
+        self._touched.clear()
+        self._found = None
+        if self._waits is not None:
+            self._waits.remove()
+            self._waits = None
+
+    def forward(self, outputs: Sequence[Tensor], first: Callable[[], None] = lambda: None) -> None:
+        """Note a forward that will sync.
+
+        Args:
+            outputs: What a backward can come through.
+            first: Called as the first one does; the outputs keep it.
+        """
+        if self._touched or self._waits is not None:
+            self.remove()  # what is there will be averaged with what comes
+        self._first = self._last = -1
+        self.awaits_first = True
+        for output in outputs:
+            output.register_hook(partial(self._passes, first))  # type: ignore[no-untyped-call]
+
+    def _passes(self, first: Callable[[], None], _: Tensor) -> None:
+        task = _compat.backward_in_progress()
+        if task == self._last:
+            return
+        self._last = task
+        if self._first == -1:
+            # A gradient penalty's `autograd.grad` adds to no gradient.
+            if self._adds():
+                self._first = task
+                first()
+                _compat.after_backward(lambda: setattr(self, "awaits_first", False))  # nobody may have heard it begin
+        elif touched := [p for p in self._parameters if _compat.will_accumulate(p)]:
+            _compat.after_backward(lambda: self._wait(touched))
+
+    def _adds(self) -> bool:
+        """Whether the backward that is under way adds to any gradient: as a rule, to the one that the last added to."""
+        if self._found is not None and self._found[0].requires_grad and _compat.will_run(self._found[1]):
+            return True
+        added = next(filter(_compat.will_accumulate, self._parameters), None)
+        self._found = None if added is None else (added, _compat.accumulator(added))
+        return added is not None
+
+    def _wait(self, touched: Sequence[Tensor]) -> None:
+        self._touched += [(weakref.ref(p), weakref.ref(p.grad)) for p in touched if p.grad is not None]
+        if self._waits is None:
+            self._waits = register_optimizer_step_pre_hook(untraced(self._check))
+
+    def _check(self, optimizer: Any, *_: Any) -> None:
+        steps = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for weak, gradient in self._touched:
+            p = weak()
+            if p is None or id(p) not in steps or p.grad is None or p.grad is not gradient() or not bool(p.grad.any()):
+                continue
+            self.remove()
+            raise JoinError(
+                f"{type(optimizer).__name__} steps with a gradient (of a parameter of shape {tuple(p.shape)}) to which"
+                " two backwards through one forward of a DistributedDataParallel model have added. DDP averages only"
+                " the first, so the ranks would drift apart, also without Join. Add the losses and run one backward:"
+                " (loss1 + loss2).backward(); or run a forward for each backward."
+            )

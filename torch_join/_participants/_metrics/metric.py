@@ -1,0 +1,193 @@
+"""torchmetrics' metrics: what they sync comes from the ranks that have something to say, and no others.
+
+A zero contribution is wrong for states that are reduced by max, min or mean, or concatenated, so a rank
+that has nothing to contribute contributes nothing. A metric keeps its states where they are: they are
+sharded by nature and never handed over.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_join._base.attributes import replace
+from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._base.membership import MeetingPoint
+from torch_join._compat import metrics as _compat_metrics
+from torch_join._participants._metrics.metric_states import Exchange
+from torch_join._participants.hook import Hook
+from torch_join._participants.participant import Driver, Participant
+
+_SYNC, _RESET = "sync", "reset"
+
+
+class MetricParticipant(Participant):
+    """A metric of torchmetrics, or a `MetricCollection`.
+
+    Where a metric syncs in its forward (`dist_sync_on_step=True`) the active ranks contribute this step's
+    batch. Where it syncs in `compute()`, every rank that has updated it contributes what it has
+    accumulated, also one that has joined. A `reset()` in the tail resets the joined ranks' as well.
+
+    Raises:
+        UnsupportedError: It syncs over another process group, has a `dist_sync_fn` or `_sync_dist` of its
+            own, or is a wrapper with a state of its own (`MinMaxMetric`, `Running`, `BootStrapper`,
+            `MetricTracker`).
+
+    Limits:
+        A copy made inside the `with` (`clone`) is not known to Join, and after the `with` torchmetrics syncs
+        as ever. After a plain `for` loop `compute()` belongs outside of the `with`: inside, it raises if other
+        ranks are still in theirs. Inside one it needs a model, or a `dist_sync_on_step`, that meets.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {_SYNC: tuple[int, bool], _RESET: int}
+
+    def __init__(self, driver: Driver, index: int, thing: nn.Module) -> None:
+        super().__init__(driver, index)
+        self.metrics: list[Any] = [module for module in thing.modules() if _compat_metrics.is_metric(module)]
+        if hasattr(thing, "increment"):
+            raise UnsupportedError(
+                f"{type(thing).__name__} makes new metrics as it goes, which Join cannot know of. Give Join the metric"
+                " of each epoch instead."
+            )
+        for metric in self.metrics:
+            check_metric(metric, metric.process_group, driver)
+        self.forwards = 0  # how many are on the stack
+        self.hidden: list[Any] = []  # whose `compute` runs, although not updated on this rank
+
+    def enter(self) -> None:
+        if any(isinstance(vars(metric).get("reset"), Hook) for metric in self.metrics):
+            raise JoinValueError("A metric was given to Join twice: give it alone or in its collection.")
+        if self.metrics:
+            _compat_metrics.link_collections()
+        for position, metric in enumerate(self.metrics):
+            self.override(metric, "forward", self.forward)
+            self.override(metric, "reset", partial(self.reset, position))
+            if not _compat_metrics.parts(metric):
+                self.override(metric, "compute", self.compute)
+                self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position))
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        if kind == _RESET:
+            self.metrics[payload].reset()
+            return
+        position, in_forward = payload
+        metric = self.metrics[position]
+        Exchange(self.driver, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
+
+    def close(self, message: Any, source: int) -> None:
+        # Ranks have computed at different steps. A value that only some still have would keep these out
+        # of the next sync.
+        for metric in self.metrics:
+            _compat_metrics.forget_value(metric)
+
+    # ------------------------------------------------------------ what replaces a metric's methods
+
+    def forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._leads_plain_loops(metric):
+            self.driver.before_forward(float)  # nothing
+        self.forwards += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.forwards -= 1
+
+    def reset(self, position: int, metric: Any, reset: Callable[[], None]) -> None:
+        if self.forwards == 0:  # a forward resets too, and puts the state back
+            self.announce(_RESET, position)
+        reset()
+
+    def compute(self, metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _compat_metrics.update_count(metric) > 0 or not _compat_metrics.will_sync(metric):
+            return compute(*args, **kwargs)
+        # Not updated on this rank, but perhaps on others: torchmetrics would warn of what is no mistake.
+        self.hidden.append(metric)
+        _compat_metrics.set_update_count(metric, 1)
+        try:
+            return compute(*args, **kwargs)
+        finally:
+            _compat_metrics.set_update_count(metric, 0)
+            self.hidden.pop()
+
+    def sync(
+        self,
+        position: int,
+        metric: Any,
+        sync_dist: Callable[..., None],
+        dist_sync_fn: Any = None,
+        process_group: Any = None,
+    ) -> None:
+        check_metric(metric, process_group or metric.process_group, self.driver, dist_sync_fn)
+        self.announce(_SYNC, (position, self.forwards > 0))
+        hidden = any(metric is one for one in self.hidden)
+        contributions = Exchange(self.driver, metric, _compat_metrics.update_count(metric) > 0 and not hidden).results()
+        if not contributions:
+            if hidden and self.members.rank == 0:
+                warnings.warn(
+                    f"{type(metric).__name__}.compute was called before any rank has updated the metric.", stacklevel=2
+                )
+            sync_dist(lambda tensor, group=None: [tensor])
+            return
+        # torchmetrics asks once per tensor: give it one per state, and answer with all that is there.
+        answers: list[tuple[Tensor, list[Tensor]]] = []
+        for name in _compat_metrics.reductions(metric):
+            found = [contribution[name] for contribution in contributions]
+            tensors = [tensor for state in found for tensor in state.tensors]
+            placeholder = torch.empty(0, device=metric.device)
+            answers.append((placeholder, tensors))
+            setattr(
+                metric, name, [placeholder][: len(tensors)] if any(state.listed for state in found) else placeholder
+            )
+
+        def gather(asked: Tensor, group: Any = None) -> list[Tensor]:
+            return next((tensors for placeholder, tensors in answers if placeholder is asked), [asked])
+
+        sync_dist(gather)
+
+    def override(self, metric: Any, name: str, function: Callable[..., Any]) -> None:
+        own = getattr(metric, name)
+        self._undo.append(replace(metric, **{name: Hook(partial(function, metric, own), copied=own)}))
+
+    def _leads_plain_loops(self, metric: Any) -> bool:
+        """Whether the forward of `metric` is where ranks in a plain loop meet, for lack of a model's."""
+        driver = self.driver
+        if driver.meets_at is not MeetingPoint.FORWARD or driver.sees_steps or not metric.dist_sync_on_step:
+            return False
+        participants = [
+            participant for participant in self.tail_log.participants if isinstance(participant, MetricParticipant)
+        ]
+        return metric is next(
+            one for participant in participants for one in participant.metrics if one.dist_sync_on_step
+        )
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check_metric(metric: Any, group: Any, driver: Driver, gather: Any = None) -> None:
+    name = type(metric).__name__
+    if _compat_metrics.parts(metric):
+        if not _compat_metrics.is_passing_on(metric):
+            raise UnsupportedError(
+                f"{name} keeps a state of its own besides its metrics', which ranks that have joined cannot follow."
+                " Give Join the metrics that it is made of, and compute the rest outside."
+            )
+        return
+    if not all(_compat_metrics.is_own_gather(function) for function in (metric.dist_sync_fn, gather)):
+        raise UnsupportedError(
+            f"{name} has a dist_sync_fn of its own, in which ranks that have joined cannot take part. Leave it out:"
+            " Join brings one for uneven inputs."
+        )
+    if _compat_metrics.has_own_sync(metric):
+        raise UnsupportedError(
+            f"{name} syncs in a way of its own (it overrides {_compat_metrics.SYNC_METHOD}), in which ranks that have"
+            " joined cannot take part. Do not give it to Join, and compute it after the `with`."
+        )
+    if (group or dist.group.WORLD) != driver.members.group:
+        raise UnsupportedError(
+            f"{name} syncs over another process group than Join's. Create it with process_group=<the group of the"
+            " other joinables>."
+        )

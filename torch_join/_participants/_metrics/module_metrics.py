@@ -1,0 +1,120 @@
+"""All metrics of a module, in a loop that a framework drives."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from torch_join._base.attributes import setting
+from torch_join._base.errors import UnsupportedError
+from torch_join._compat import metrics as _compat_metrics
+from torch_join._participants._metrics.metric import MetricParticipant, check_metric
+from torch_join._participants.participant import Driver, Participant
+
+
+class ModuleMetrics(Participant):
+    """The metrics of torchmetrics that a module holds.
+
+    Metrics that `MetricParticipant` refuses are left to torchmetrics, and raise only where they sync in a step that
+    some rank does not have.
+
+    Args:
+        module: What holds the metrics.
+    """
+
+    kinds = MetricParticipant.kinds
+
+    def __init__(self, driver: Driver, index: int, module: nn.Module) -> None:
+        super().__init__(driver, index)
+        self._module = module
+        self._served = MetricParticipant(driver, index, nn.Module())  # of the metrics that are found
+        self._refused: dict[int, str] = {}  # by the id of a metric that syncs: why it is left to torchmetrics
+        self._aside = False
+
+    def enter(self) -> None:
+        self.renew()
+
+    def exit(self) -> None:
+        self._served.exit()
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        self._served.mirror(kind, payload)
+
+    def renew(self) -> None:
+        """Take in metrics made since, and let all compute anew; all ranks must be at the same place, in no step.
+
+        A value that only some ranks have computed would keep these out of the next sync.
+        """
+        known = {id(metric) for metric in self._served.metrics}
+        for metric in self._module.modules():
+            if _compat_metrics.is_metric(metric) and id(metric) not in known:
+                self._take_in(metric)
+        for metric in self._served.metrics:
+            _compat_metrics.forget_value(metric)
+
+    def syncs(self, metric: Any) -> bool:
+        """Whether `metric` syncs when it is computed."""
+        parts: list[Any] = _compat_metrics.parts(metric) or [metric]
+        return any(part.sync_on_compute for part in parts)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Put around code that this rank runs with a batch that it has had before: metrics do not count it again.
+
+        What it computes takes what was counted before; what it resets is reset.
+        """
+        return setting(self, _aside=True)
+
+    def _take_in(self, metric: Any) -> None:
+        _compat_metrics.link_collections()
+        position = len(self._served.metrics)
+        self._served.metrics.append(metric)
+        self._served.override(metric, "update", self._update)
+        self._served.override(metric, "forward", self._forward)
+        self._served.override(metric, "reset", partial(self._served.reset, position))
+        parts = _compat_metrics.parts(metric)
+        try:
+            check_metric(metric, metric.process_group, self.driver)
+        except UnsupportedError as error:
+            self._refused.update(dict.fromkeys(map(id, parts or [metric]), str(error)))
+        if not parts:
+            self._served.override(metric, "compute", self._served.compute)
+            self._served.override(metric, _compat_metrics.SYNC_METHOD, partial(self._sync, position))
+
+    # ------------------------------------------------------------ what replaces a metric's methods
+
+    def _update(self, metric: Any, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not self._aside or self._served.forwards:
+            update(*args, **kwargs)
+
+    def _forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._aside:
+            return self._served.forward(metric, forward, *args, **kwargs)
+        self._served.hidden.append(metric)  # the others' batches count
+        try:
+            with _compat_metrics.unchanged(metric):
+                return self._served.forward(metric, forward, *args, **kwargs)
+        finally:
+            self._served.hidden.pop()
+
+    def _sync(self, position: int, metric: Any, sync_dist: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        why = self._refused.get(id(metric))
+        if why is not None and self.tail_log.meet():
+            raise UnsupportedError(
+                f"{why} It was synced in a step that ranks {self.members.joined_names} do not have. At an epoch's end,"
+                " where all ranks take part, it works as ever."
+            )
+        if why is not None and not _is_served(metric, self.driver):
+            sync_dist(*args, **kwargs)
+        else:
+            self._served.sync(position, metric, sync_dist, *args, **kwargs)
+
+
+def _is_served(metric: Any, driver: Driver) -> bool:
+    """Whether `metric` itself could be served, whatever it is a part of."""
+    try:
+        check_metric(metric, metric.process_group, driver)
+    except UnsupportedError:
+        return False
+    return True

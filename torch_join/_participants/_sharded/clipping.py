@@ -1,0 +1,154 @@
+"""Clipping a sharded model's gradients: the norm is one of all ranks' shards, so joined ranks compute and clip too."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torch_join._base.attributes import replace
+from torch_join._base.errors import UnsupportedError
+from torch_join._compat import fsdp as _compat
+from torch_join._participants._gradients.verdicts import Runs
+from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
+from torch_join._participants.hook import Hook
+from torch_join._participants.participant import Driver, Participant
+from torch_join._shadow._sharded.units import is_first_generation
+
+
+class ClippingParticipant(Participant):
+    """`torch.nn.utils.clip_grad_norm_` on what `fully_shard` has sharded, of all given models.
+
+    Args:
+        models: The parts of the models.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "norm": tuple[list[int], float, bool | None, list[Runs]],
+        "clip": tuple[list[int], float, bool | None],
+    }
+
+    def __init__(self, driver: Driver, index: int, models: Sequence[ShardedModelParticipant]) -> None:
+        super().__init__(driver, index)
+        self._sharded = models
+        self._norm: Any = None
+
+    def enter(self) -> None:
+        self._own_norm, self._own_scale, restore = _compat.wrap_clipping(self._get_total_norm, self._clip_grads)
+        self._undo.append(restore)
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        # Also what is frozen: the active ranks may train what is frozen on a joined one, and the other way round.
+        return [parameter for model in self._sharded for parameter in model.gradients.parameters]
+
+    def _is_even(self) -> bool:
+        return self.members.serves or not self.tail_log.meet()
+
+    def _get_total_norm(
+        self,
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        which = _places(given, [parameter.grad for parameter in self._parameters])
+        if not which:
+            return self._own_norm(given, norm_type, error_if_nonfinite, foreach)
+        if self._is_even():  # older torch adds its epsilon to each rank's part of a norm
+            return _compat.replicated(self._own_norm(given, norm_type, error_if_nonfinite, foreach))
+        if len(which) < len(given):
+            raise UnsupportedError(
+                "torch.nn.utils.clip_grad_norm_ over sharded gradients and others, while some rank has joined: only of"
+                " the sharded ones it owns a part. Clip each model by itself."
+            )
+        self.announce("norm", (which, float(norm_type), foreach, [model.check() for model in self._sharded]))
+        with self.tail_log.own_collectives():
+            self._norm = _compat.replicated(self._own_norm(given, norm_type, False, foreach))
+        if error_if_nonfinite:  # older torch asks a part of the norm, which takes collectives that nobody follows
+            self._own_norm([self._norm], norm_type, True, foreach)
+        return self._norm
+
+    def _clip_grads(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
+    ) -> None:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        which = _places([p for p in given if p.grad is not None], self._parameters)
+        if not which or self._is_even():
+            self._own_scale(given, max_norm, total_norm, foreach)
+            return
+        if total_norm is not self._norm:
+            raise UnsupportedError(
+                "torch.nn.utils.clip_grads_with_norm_ with another norm than the last one that was computed, while some"
+                " rank has joined and has not computed it. Use torch.nn.utils.clip_grad_norm_."
+            )
+        self.announce("clip", (which, float(max_norm), foreach))
+        with self.tail_log.own_collectives():
+            self._own_scale(given, max_norm, total_norm, foreach)
+        self._remember()
+
+    def _remember(self) -> None:
+        for model in self._sharded:
+            model.remember()
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        parameters = self._parameters
+        if kind == "norm":
+            which, norm_type, foreach, states = payload
+            for model, runs in zip(self._sharded, states, strict=True):
+                model.take(runs)
+            gradients = [parameters[index].grad for index in which]
+            self._norm = _compat.replicated(self._own_norm(gradients, norm_type, False, foreach))
+        else:
+            which, max_norm, foreach = payload
+            self._own_scale([parameters[index] for index in which], max_norm, self._norm, foreach)
+
+
+class Fsdp1ClippingParticipant(Participant):
+    """`clip_grad_norm_` of a `FullyShardedDataParallel` model."""
+
+    kinds: ClassVar[dict[str, Any]] = {"clip": tuple[int, float, float, Runs]}
+
+    def __init__(self, driver: Driver, index: int, model: ShardedModelParticipant) -> None:
+        super().__init__(driver, index)
+        self._model = model
+        self._clips: list[Callable[..., Any]] = []
+
+    def enter(self) -> None:
+        self._clips = []
+        for place, root in enumerate(_compat.roots(self._model.model)):
+            own: Any = root.clip_grad_norm_
+            self._clips.append(own)
+            self._undo.append(replace(root, clip_grad_norm_=Hook(partial(self._clip, place), copied=own)))
+
+    def _clip(self, place: int, max_norm: float, norm_type: float = 2.0) -> Any:
+        if self.members.serves or not self.tail_log.meet():
+            return self._clips[place](max_norm, norm_type)
+        self.announce("clip", (place, float(max_norm), float(norm_type), self._model.check()))
+        with self.tail_log.own_collectives():
+            result = self._clips[place](max_norm, norm_type)
+        self._model.remember()
+        return result
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        place, max_norm, norm_type, runs = payload
+        self._model.take(runs)
+        with torch.no_grad():
+            self._clips[place](max_norm, norm_type)
+
+
+def clipping_participants(driver: Driver, index: int, models: Sequence[ShardedModelParticipant]) -> list[Participant]:
+    """Return the parts that follow how the models' gradients are clipped."""
+    first = [model for model in models if is_first_generation(model.model)]
+    second = [model for model in models if model not in first]
+    participants: list[Participant] = [
+        Fsdp1ClippingParticipant(driver, index + place, model) for place, model in enumerate(first)
+    ]
+    return [*participants, ClippingParticipant(driver, index + len(participants), second)] if second else participants
+
+
+def _places(given: Sequence[Any], known: Sequence[Any]) -> list[int]:
+    index = {id(tensor): place for place, tensor in enumerate(known) if tensor is not None}
+    return [index[id(tensor)] for tensor in given if id(tensor) in index]

@@ -1,0 +1,176 @@
+"""Each gather and reduction of a sharded model's units: announced on an active rank, followed on a joined one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._compat import fsdp as _compat
+from torch_join._control.codec import foreign
+from torch_join._participants.participant import Participant
+from torch_join._shadow._sharded.unit import Gather, Reduction, undo_all
+from torch_join._shadow._sharded.units import is_first_generation, units_of
+
+
+class Following:
+    """What a part of a sharded model announces, and follows, of its units; their `Observer`.
+
+    Args:
+        participant: The part.
+        model: The model, which holds what FSDP has sharded.
+        before_backward: See `Observer`.
+
+    Attributes:
+        units: The units.
+        reduces: Whether this rank is inside of a reduction, in which an optimizer may step.
+
+    Raises:
+        UnsupportedError: The model cannot be followed.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {
+        "gather": tuple[int, Gather],
+        "reduce": tuple[int, Reduction],
+        "reshard": tuple[int, None],
+    }
+
+    def __init__(self, participant: Participant, model: nn.Module, before_backward: Callable[[], None]) -> None:
+        self._participant = participant
+        self.before_backward = before_backward
+        self.units = units_of(model)
+        self._model_parallel_groups = _teams_of(model, self._participant.members.global_ranks)
+        self._seen: tuple[int, ...] = ()  # the active ranks that have been checked
+        self.reduces = False
+        if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            raise UnsupportedError(
+                "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares in which order the modules of"
+                " each rank run, and those of a rank that has joined do not. Use another debug level, or fully_shard."
+            )
+
+    def watch(self) -> Callable[[], None]:
+        """Announce from now on; return what ends that."""
+        return undo_all([unit.watch(index, self) for index, unit in enumerate(self.units)])
+
+    def reach_joined_state(self) -> None:
+        """Bring each unit, on a rank that is no longer active and at the end, to the state that the others are in."""
+        for unit in self.units:
+            unit.reach_joined_state()
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """What each unit's `place` is."""
+        return [unit.place for unit in self.units]
+
+    @places.setter
+    def places(self, places: list[tuple[int, int]]) -> None:
+        if len(places) != len(self.units):
+            raise foreign("the order of a sharded model", f"{len(places)} units of {len(self.units)}")
+        for place, unit in sorted(zip(places, self.units, strict=True), key=lambda each: each[0]):
+            unit.place = place
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """This rank's shards of what is trained."""
+        return [parameter for unit in self.units for parameter in unit.parameters]
+
+    # ------------------------------------------------------------ on an active rank
+
+    def is_quiet(self) -> bool:
+        return self._participant.tail_log.is_quiet()
+
+    def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
+        if self._participant.members.serves:
+            return nullcontext()
+        if self._participant.tail_log.meet():
+            if self._seen != self._participant.members.active:
+                self.check_model_parallel_groups()
+            self._participant.tail_log.announce(self._participant.index, kind, (unit, payload))
+        return self._reducing() if kind == "reduce" else self._participant.tail_log.own_collectives()
+
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        self.reduces = True
+        try:
+            with self._participant.tail_log.own_collectives():
+                yield
+        finally:
+            self.reduces = False
+
+    @property
+    def model_parallel_groups(self) -> list[list[int]]:
+        return [
+            [self._participant.members.global_ranks[rank] for rank in peers] for peers in self._model_parallel_groups
+        ]
+
+    def check_model_parallel_groups(self) -> None:
+        """Raise if one rank of those that hold parts of one replica has joined and another has not.
+
+        Raises:
+            JoinError: So it is.
+        """
+        self._seen = self._participant.members.active
+        for peers in self._model_parallel_groups:
+            if 0 < len(joined := set(peers) - {*self._seen}) < len(peers):
+                raise JoinError(
+                    f"Ranks {sorted(peers)} compute each batch together (tensor parallelism: a dimension of the device"
+                    f" mesh over which FSDP does not shard), but ranks {sorted(joined)} of them have run out of inputs"
+                    " before the others. Give all of them the same batches: shard the data over the data-parallel"
+                    " dimension of the mesh only."
+                )
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        """Do what an active rank does with a unit."""
+        index, rest = payload
+        if not 0 <= index < len(self.units):
+            raise foreign("a record of a sharded model", f"unit {index} of {len(self.units)}")
+        unit = self.units[index]
+        if kind == "gather":
+            unit.gather(rest)
+        elif kind == "reduce":
+            unit.reduce(rest)
+        else:
+            unit.reshard()
+
+
+def _teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
+    """Return, as indices into `ranks`, which of them compute each batch together, where several do.
+
+    Those of a mesh that differ only along what FSDP does not shard over.
+
+    Raises:
+        UnsupportedError: FSDP shards a part of the model over fewer ranks than take part.
+    """
+    for size in _compat.group_sizes(model):
+        if size != len(ranks):
+            raise UnsupportedError(
+                f"A part of {type(model).__name__} is sharded and averaged over {size} ranks, and ranks {list(ranks)}"
+                " take part. All of them must hold a shard of each part: make its process_group of all ranks."
+            )
+    model_parallel_groups: dict[tuple[int, ...], list[int]] = {}
+    for mesh in _compat.meshes(model):
+        whole = _compat.root_mesh(mesh)
+        if {*whole.mesh.flatten().tolist()} != {*ranks}:
+            held = sorted(whole.mesh.flatten().tolist())
+            raise UnsupportedError(
+                f"A part of {type(model).__name__} is on a mesh of ranks {held}, and ranks {list(ranks)} take part."
+                " All of them must hold a shard of each part: make the mesh over all ranks."
+            )
+        for peers in _across(whole, mesh):
+            model_parallel_groups[tuple(peers)] = [ranks.index(rank) for rank in peers]
+    return [peers for peers in model_parallel_groups.values() if len(peers) > 1]
+
+
+def _across(whole: Any, mesh: Any) -> list[list[int]]:
+    names = whole.mesh_dim_names or ()
+    shards = mesh.mesh_dim_names or ()
+    if whole is mesh or whole.ndim == mesh.ndim or not {*shards} <= {*names}:
+        return []
+    order = [names.index(name) for name in (*shards, *(name for name in names if name not in shards))]
+    size = mesh.mesh.numel()
+    found: list[list[int]] = whole.mesh.permute(order).reshape(size, -1).tolist()
+    return found

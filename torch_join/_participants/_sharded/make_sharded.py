@@ -1,0 +1,68 @@
+"""The parts of sharded models and of what belongs to them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from torch_join._base.errors import UnsupportedError
+from torch_join._compat import ddp as _compat
+from torch_join._participants._sharded.clipping import clipping_participants
+from torch_join._participants._sharded.scaler import ShardedScalerParticipant
+from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
+from torch_join._participants._sharded.sharded_step import ShardedStepParticipant
+from torch_join._participants.clears import innermost_optimizer
+from torch_join._participants.kinds import holds_shards, is_sharded_model
+from torch_join._participants.participant import Driver, Participant
+
+
+def make_sharded_participants(driver: Driver, joinables: Sequence[Any]) -> list[Participant]:
+    """Return the parts of what is sharded among `joinables`: the first ones of all.
+
+    Raises:
+        UnsupportedError: Something sharded is among them that nobody could follow.
+    """
+    _refuse_copies(joinables)
+    found = [thing for thing in joinables if is_sharded_model(thing)]
+    models = [ShardedModelParticipant(driver, index, model) for index, model in enumerate(found)]
+    participants: list[Participant] = [*models]
+    optimizers = []
+    for thing in joinables:
+        if (optimizer := innermost_optimizer(thing)) is not None and holds_shards(optimizer):
+            if not models:
+                raise UnsupportedError(
+                    f"{type(thing).__name__} steps sharded parameters, and no sharded model was given to Join. Give the"
+                    " model too, before it: Join([model, optimizer])."
+                )
+            optimizers.append(optimizer)
+            participants.append(ShardedStepParticipant(driver, len(participants), optimizer, models))
+        elif isinstance(thing, torch.amp.GradScaler) and models:
+            participants.append(ShardedScalerParticipant(driver, len(participants), thing, optimizers, models))
+    participants += clipping_participants(driver, len(participants), models)
+    return participants
+
+
+def _refuse_copies(joinables: Sequence[Any]) -> None:
+    for thing in joinables:
+        if isinstance(thing, nn.Module) and holds_shards(thing) and any(_is_trained_shard(thing)):
+            raise UnsupportedError(
+                f"{type(thing).__name__} is sharded by tensor parallelism alone: all ranks of a group compute each"
+                " batch together, and one that has run out of batches could not compute its part of the others'. Give"
+                " the ranks of a group the same batches, and leave Join out; or shard the model by fully_shard over"
+                " other ranks as well, whose batches may be uneven."
+            )
+        is_copy = isinstance(thing, AveragedModel) or not is_sharded_model(thing)
+        if isinstance(thing, nn.Module) and holds_shards(thing) and is_copy:
+            raise UnsupportedError(
+                f"{type(thing).__name__} holds sharded parameters that are not trained themselves (of an AveragedModel,"
+                " for example): ranks that have joined would not update their part of it. Leave it out, and update it"
+                " after the loop, on all ranks."
+            )
+
+
+def _is_trained_shard(model: nn.Module) -> Iterator[bool]:
+    """Yield, of a model that FSDP has not sharded and that is no copy, whether its parts are trained."""
+    if not (is_sharded_model(model) or isinstance(model, AveragedModel)):
+        yield from (_compat.is_shard(p) and p.requires_grad for p in model.parameters())

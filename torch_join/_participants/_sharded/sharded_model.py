@@ -1,0 +1,227 @@
+"""A sharded model in a loop of the user's.
+
+Beside each gather and reduction of its units (`following.py`) the lowest active rank announces, when a backward begins,
+what has become of the gradients since the last one: FSDP adds to what there is. What is done to gradients locally
+(clipping) has a part of its own; where a change shows that none announces, all ranks end with an error.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from torch_join._base.errors import JoinError
+from torch_join._base.membership import MeetingPoint
+from torch_join._compat import ddp as _compat
+from torch_join._compat import fsdp as _compat_sharded
+from torch_join._participants._gradients.evidence import Gradients
+from torch_join._participants._gradients.other_verdicts import OtherVerdicts
+from torch_join._participants._gradients.verdicts import Runs, runs_of, states_of
+from torch_join._participants._sharded.contents import Contents
+from torch_join._participants._sharded.following import Following
+from torch_join._participants.hook import Hook
+from torch_join._participants.participant import Driver, LoopModel, Participant
+from torch_join._shadow._sharded.unit import Unit
+from torch_join._shadow.synced_norms import sync_norms
+
+# What has become of the gradients, the units' places, what is trained, and which modules are in training mode.
+Closing = tuple[Runs, list[tuple[int, int]], list[bool], list[bool]]
+
+
+class ShardedModelParticipant(Participant, LoopModel):
+    """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
+
+    kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "gradients": tuple[bool, Runs], "states": Runs}
+    closing: ClassVar[Any] = Closing
+
+    is_model = True
+    accumulates = False
+    gradients: Gradients  # the shards', from `enter` on
+
+    def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
+        super().__init__(driver, index)
+        self.model = model
+        self.following = Following(self, model, self._before_backward)
+        self.model_parallel_groups = self.following.model_parallel_groups
+        self._forwarded_in = 0  # the loop of the last forward
+        self._others = OtherVerdicts(driver, index, shards=True)
+        self.contents = Contents(lambda: self.following.parameters)
+        self._scales: list[Callable[[], None]] = []
+        self.before_reductions: list[Callable[[], None]] = []  # what joined ranks must know before
+
+    def enter(self) -> None:
+        self._undo.append(self.following.watch())
+        root = _compat_sharded.roots(self.model)[0]
+        hook = root.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True)
+        self._undo += [hook.remove, self._stop_scaling, self.contents.forget]
+        holders = [holder for unit in self.following.units for holder in unit.holders]
+        # FSDP1 writes zeros into a flat gradient, again and again, where a part is frozen.
+        is_flat = any(not isinstance(holder, Tensor) for holder in holders)
+        self.gradients = Gradients(holders, self.driver.clears, views=is_flat)
+        left = any(holder.grad is not None for holder in holders)
+        self.accumulates = left or any(unit.has_unsynced for unit in self.following.units)
+        self.remember()
+        if self.members.meets_late:
+            self._scale()
+
+    # ------------------------------------------------------------ what the loop knows
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.model]
+
+    def begin_loop(self) -> None:
+        self.gradients.begin_loop()
+
+    def remember(self) -> None:
+        # Each rank has another shard, so that a norm tells only the rank that has it.
+        self.gradients.remember(accumulates=True)
+
+    @property
+    def at_top(self) -> bool:
+        """Whether the ranks meet before any code of a step: else some of it has run, which joined ranks have not."""
+        return self.driver.meets_at is MeetingPoint.TOP
+
+    def enter_tail(self) -> None:
+        if self.at_top:
+            self.remember()
+        if self.at_top or not self.contents.known:
+            self.contents.remember()
+        else:
+            self.contents.check(self.members.joined_names)
+        if not self._scales:
+            self._scale()
+
+    def leave_tail(self) -> None:
+        self.following.reach_joined_state()
+        self.contents.forget()
+        if not self.members.meets_late:
+            self._stop_scaling()
+
+    # ------------------------------------------------------------ on an active rank
+
+    def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        members, driver = self.members, self.driver
+        if members.serves:
+            return
+        driver.before_forward(lambda: members.count_forward(args, kwargs))
+        self.forwards += 1
+        self._forwarded_in = driver.loop_number
+
+    def _before_backward(self) -> None:
+        if (task := _compat.backward_in_progress()) == self._task or self.members.serves:
+            return
+        self._task = task
+        self.driver.before_backward(self.index, self._forwarded_in)
+        in_tail = self.tail_log.meet()
+        syncs = any(unit.synchronizes for unit in self.following.units)
+        if in_tail or self.driver.meets_at is MeetingPoint.FORWARD:
+            self.remember_after_backward()
+        if in_tail:
+            self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
+            self.announce("gradients", (syncs, self._others.found(self.gradients, syncs)), hold=True)
+            for announce in self.before_reductions:
+                announce()
+        self.accumulates = not syncs
+        self.synced += syncs
+
+    def check(self) -> Runs:
+        """Return what has become of the gradients, for joined ranks that are about to do something with theirs.
+
+        Raises:
+            JoinError: They, or the parameters, were changed in a way that joined ranks do not know of.
+        """
+        self.contents.check(self.members.joined_names)
+        self._raise_if_bypassed(self.following.units)
+        states = self.gradients.states()
+        self.gradients.raise_if_changed(states, self.members)
+        return runs_of(states)
+
+    def _raise_if_bypassed(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.is_bypassed:
+                raise JoinError(
+                    f"A gradient of {unit.name or 'the root module'} was changed by hand: another tensor, or None, is"
+                    " in the place of the one that FullyShardedDataParallel has put there, while ranks"
+                    f" {list(self.members.joined_names)} have joined: they cannot know of it. Change none there, or all"
+                    " of them by zero_grad()."
+                )
+
+    def before_all_ranks(self) -> None:
+        # A state dict is another one where there are gradients: torch steps an optimizer that has not stepped yet.
+        self.announce("states", self.check())
+
+    def after_all_ranks(self) -> None:
+        if self.members.announces:
+            self.contents.remember()
+
+    def _scale(self) -> None:
+        self._scales = [unit.scale(lambda: self._factor) for unit in self.following.units]
+
+    def _stop_scaling(self) -> None:
+        while self._scales:
+            self._scales.pop()()
+
+    @property
+    def _factor(self) -> float:
+        if self.members.serves or self.members.weighting == "world":  # asked for each gradient
+            return 1.0
+        return self.members.loss_factor
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        if kind == "states":
+            self.take(payload)
+            return
+        if kind != "gradients":
+            self.following.mirror(kind, payload)
+            return
+        self.driver.note_backward(self.index)
+        syncs, runs = payload
+        self.accumulates = not syncs
+        self._others.follow(self.gradients, runs, syncs, accumulates=True)
+
+    def take(self, runs: Runs) -> None:
+        """Do, on a joined rank, to its gradients what the active ranks have done to theirs; no backward comes next."""
+        self._raise_if_unsynced()
+        self.gradients.follow(states_of(runs, len(self.gradients.parameters)), accumulates=True, ask=None)
+
+    def _raise_if_unsynced(self) -> None:
+        for unit in () if self.accumulates else self.following.units:
+            if unit.has_unsynced:
+                raise JoinError(
+                    f"This rank has joined while it holds a gradient of {unit.name or 'the root module'} that no sync"
+                    " has averaged yet, and the backward that has just synced did not come to that module on any active"
+                    " rank: FSDP leaves it out there, and this rank's share would be lost. Use the same modules in all"
+                    " micro-batches of an accumulation, or end it with the loop."
+                )
+
+    # ------------------------------------------------------------ at the end
+
+    def closing_message(self) -> Closing:
+        self.contents.check(self.members.joined_names)
+        self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
+        trains = [parameter.requires_grad for parameter in self.model.parameters()]
+        modes = [module.training for module in self.model.modules()]
+        return runs_of(self.gradients.states()), self.following.places, trains, modes
+
+    def close(self, message: Closing, source: int) -> None:
+        runs, places, trains, modes = message
+        states = states_of(runs, len(self.gradients.parameters))
+        if self.members.rank != source and not self.members.last_joiner:
+            self._raise_if_unsynced()
+            self.gradients.raise_if_lost(states)
+            self.gradients.follow(states, accumulates=True, ask=None)
+        if self.members.rank != source:
+            self.following.places = places
+        self.following.reach_joined_state()
+        self._others.reset()
+        sync_norms(self.model, source, self.members.group)
+        # What the active ranks' code has set; here none has run.
+        for parameter, trained in zip(self.model.parameters(), trains, strict=True):
+            parameter.requires_grad_(trained)
+        for module, mode in zip(self.model.modules(), modes, strict=True):
+            module.training = mode
+        self.forwards = self.synced = 0
+        self.remember()

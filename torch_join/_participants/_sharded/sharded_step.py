@@ -1,0 +1,114 @@
+"""An optimizer of sharded parameters: a joined rank owns a part of its state too, and steps it like the others."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from torch_join._base.attributes import setting
+from torch_join._base.errors import UnsupportedError
+from torch_join._base.hyperparameters import group_options, take_group_options
+from torch_join._compat import ddp as _compat
+from torch_join._participants._gradients.verdicts import Runs
+from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
+from torch_join._participants.hook import StepHooks
+from torch_join._participants.participant import Driver, Participant
+
+Options = list[dict[str, Any]]  # of each group, without its parameters
+_SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives an optimizer that scales, and skips, by itself
+
+
+class ShardedStepParticipant(Participant):
+    """An optimizer whose parameters belong to given sharded models.
+
+    Args:
+        optimizer: The optimizer; of one that wraps another (Accelerate's), the innermost.
+        models: The parts of all sharded models.
+
+    Raises:
+        UnsupportedError: Other parameters are among its own; or it is LBFGS.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {"step": tuple[Options, list[Runs], dict[str, float]], "options": Options}
+    closing: ClassVar[Any] = Options
+
+    def __init__(self, driver: Driver, index: int, optimizer: Any, models: Sequence[ShardedModelParticipant]) -> None:
+        super().__init__(driver, index)
+        self.optimizer = optimizer
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS of sharded parameters: it runs its closure as often as values of its own tell it to, which ranks"
+                " that have joined do not know. Use an optimizer that runs it once."
+            )
+        owned = {id(p): model for model in models for unit in model.following.units for p in unit.registered}
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        other = [p for p in mine if p.requires_grad and id(p) not in owned]
+        if other:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} steps parameters of a sharded model and {len(other)} others (the first of"
+                f" shape {tuple(other[0].shape)}). A rank that has joined steps its shards itself, but gets replicated"
+                " parameters from another rank at the end. Give them an optimizer each, and Join every model."
+            )
+        self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
+        self._scales = False  # whether the step that is under way scales the gradients itself
+
+    def enter(self) -> None:
+        for model in self._sharded:
+            model.before_reductions.append(self._say_options)
+            self._undo.append(partial(model.before_reductions.remove, self._say_options))
+        self._undo.append(StepHooks(self.optimizer, self._send, self._is_quiet).remove)
+        self._undo.append(self.optimizer.register_step_post_hook(self._after_step).remove)
+
+    # ------------------------------------------------------------ on an active rank
+
+    def _is_quiet(self) -> bool:
+        # A joined rank's own reduction steps what a reduction here steps.
+        return not self.tail_log.meet() or any(model.following.reduces for model in self._sharded)
+
+    def _send(self) -> AbstractContextManager[None]:
+        states = [model.check() for model in self._sharded]
+        found = {name: getattr(self.optimizer, name, None) for name in _SCALING}
+        scaling = {name: float(value) for name, value in found.items() if value is not None}
+        self._scales = bool(scaling)
+        self.announce_open("step", (group_options(self.optimizer), states, scaling))
+        return self.tail_log.own_collectives()
+
+    def _after_step(self, *_: Any) -> None:
+        models = [model for model in self._sharded if self.members.announces or not model.at_top]
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if models else set()
+        for model in models:
+            model.contents.remember(mine)  # each parameter may have an optimizer
+            if self._scales:  # in place
+                model.remember()
+
+    def _say_options(self) -> None:
+        """Tell joined ranks the hyperparameters, for a step inside of the next reduction."""
+        if any(_compat.steps_in_backward(group["params"]) for group in self.optimizer.param_groups):
+            self.announce("options", group_options(self.optimizer))
+
+    def before_all_ranks(self) -> None:
+        self.announce("options", group_options(self.optimizer))
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        if kind == "options":
+            take_group_options(self.optimizer, payload)
+            return
+        options, states, scaling = payload
+        take_group_options(self.optimizer, options)
+        for model, runs in zip(self._sharded, states, strict=True):
+            model.take(runs)
+        device = next(p for group in self.optimizer.param_groups for p in group["params"]).device
+        given = {name: torch.tensor(scaling[name], device=device) for name in _SCALING if name in scaling}
+        with setting(self.optimizer, **given):
+            self.optimizer.step()
+
+    def closing_message(self) -> Options:
+        return group_options(self.optimizer)
+
+    def close(self, message: Options, source: int) -> None:
+        if self.members.rank != source:
+            take_group_options(self.optimizer, message)

@@ -1,0 +1,362 @@
+"""What the public joinables have in common: our `Join` unwraps them, torch's own `Join` runs their hooks.
+
+torch's protocol is one all-reduce per step: the first joinable of an active rank adds a one to it, a rank
+that has joined a zero, which then runs each main hook once. Here the first joinable is of this package, and
+right after that count, unless all are active, the ranks tell each other who is (and with how many samples).
+
+In the tail each announcement is a *word*, an all-reduce of one number, and a record on the channel. A main
+hook waits for words until its part is done for the step. Where it waits in vain (a forward without a
+backward, no optimizer step under accumulation) the next step begins with the word "no more". A rank that
+leaves its loop instead says nothing: torch's `__exit__` begins with the count, and its zero is taken for the
+word. For that reason a word looks as torch's count does, and the count itself is made up for afterwards.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from torch_join._base.devices import use_device
+from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError, name_ranks
+from torch_join._base.membership import MeetingPoint, Membership, Role
+from torch_join._base.weighting import Weighting, check_sees_batches, resolve_weighting
+from torch_join._control.failures import telling_failures
+from torch_join._control.rendezvous import open_channel
+from torch_join._handover.handover import hand_over
+from torch_join._participants.arguments import refuse_misspelt
+from torch_join._participants.kinds import holds_shards
+from torch_join._participants.participant import Driver, Participant
+
+_NO_MORE, _LEAVING, _MORE = -1, 0, 1
+
+
+class HookDriver(Driver):
+    """The driver of the joinables of this package in one `Join` of torch, which they share.
+
+    Args:
+        group: The process group.
+        first: The first joinable of the `Join`, if it is of this package.
+        weighting: How the gradients of the active ranks are combined.
+    """
+
+    def __init__(self, group: Any, first: "WrappingJoinable | None", weighting: Weighting) -> None:
+        self.members = Membership(group, weighting)
+        self.participants: list[Participant] = []
+        self.joinables: list[WrappingJoinable] = []
+        self.started = self._finished = False
+        self._owners: list[WrappingJoinable] = []  # of the parts
+        self._first = first
+        if first is not None:
+            use_device(first.join_device, group)
+        self.channel = open_channel(group)
+        self._undone: set[int] = set()  # the parts from which something may still come in this step
+
+    def add(self, joinable: "WrappingJoinable") -> None:
+        """Take in the next joinable, and install what lets this rank notice what it does."""
+        self.joinables.append(joinable)
+        participant = joinable.make_participant(self, len(self.participants))
+        if participant is not None:
+            if self._first is None:
+                raise joinable.misplaced("a JoinableModel must be the first")
+            self.participants.append(participant)
+            self._owners.append(joinable)
+            participant.enter()
+
+    def close(self) -> None:
+        """Remove all that was installed; may be called again."""
+        for participant in reversed(self.participants):
+            participant.exit()
+        self.channel.close()
+
+    # ------------------------------------------------------------ what the parts see
+
+    # They ask as well what only our own Join has.
+    meets_at = MeetingPoint.FORWARD
+    in_pieces = False
+
+    @property
+    def tail_log(self) -> "HookDriver":  # type: ignore[override]
+        """This object: there is nothing between the parts and torch's `Join`."""
+        return self
+
+    @property
+    def sees_steps(self) -> bool:
+        """Whether a model is the first."""
+        return self._first is not None and self._first.is_model
+
+    def meet(self) -> bool:
+        """Return whether this rank is active and another one has joined; all have met at the first forward."""
+        return self.members.announces
+
+    @property
+    def announces(self) -> bool:
+        return self.members.announces
+
+    def is_quiet(self) -> bool:
+        """Return whether there is nobody to tell of what this rank does."""
+        return not self.members.announces
+
+    def run_hook(self, main_hook: Callable[[], None]) -> None:
+        """Run it: joinables that are not of this package are torch's to run."""
+        main_hook()
+
+    def own_collectives(self) -> AbstractContextManager[None]:
+        """Nothing else is mirrored, so that there is nothing to pass over."""
+        return nullcontext()
+
+    def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
+        """Begin a step; all ranks have met when this returns."""
+        self.started = True
+        with telling_failures(self.channel):
+            if self.members.announces and self._undone:
+                self._word(_NO_MORE)
+            work: Any = TorchJoin.notify_join_context(self._first)  # type: ignore[arg-type]
+            # A rank that has joined sees from the same sum that it is to meet the others.
+            if work.get_future().wait()[0].item() < self.members.world_size or self.members.count is not None:
+                self._meet(True, int(count()) if self.members.count is not None else 0)
+            if self.members.joined_ranks and not self.members.announces:
+                self.members.take_role(Role.TAIL)
+                for participant in self.participants:
+                    participant.enter_tail()
+        return True
+
+    def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
+        """Tell the joined ranks, if there are any, what comes next, at once."""
+        if not self.members.announces:
+            return
+        if not self._undone:
+            raise self._refuse(index, kind)
+        self._word(_MORE)
+        done = self._owners[index].is_done(kind, payload)
+        self.channel.append((index, kind, payload, done), leads=self.members.leads)
+        if done:
+            self._undone.discard(index)
+
+    def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
+        """Announce it as anything else: in torch's `Join` all active ranks do the same."""
+        self.announce(index, kind, payload)
+
+    # ------------------------------------------------------------ what the hooks call
+
+    def serve(self, joinable: "WrappingJoinable") -> None:
+        """Answer, on a joined rank, what the active ranks announce until they are done with this joinable."""
+        self.started = True
+        if joinable not in self._owners:
+            return
+        index = self._owners.index(joinable)
+        with telling_failures(self.channel):
+            if index == 0:
+                self._leave_tail()
+                self._meet(False)
+                if not self.members.active:
+                    self.channel.follow()  # raises what they tell
+            self.members.take_role(Role.SERVING)
+            try:
+                while index in self._undone:
+                    if self._word(_LEAVING) <= 0:
+                        self._undone.clear()
+                        break
+                    participant, kind, payload, done = self.channel.follow(of=tuple[int, str, Any, bool])
+                    self.participants[participant].receive(kind, payload)
+                    if done:
+                        self._undone.discard(participant)
+            finally:
+                self.members.take_role(Role.EVEN)
+
+    def finish(self, is_last_joiner: bool) -> None:
+        """Give every rank the state of the last joiner, once; all ranks have joined."""
+        if self._finished:
+            return
+        self.started = self._finished = True
+        try:
+            with telling_failures(self.channel):
+                self._leave_tail()
+                words = [participant.closing_message() for participant in self.participants] if is_last_joiner else None
+                said = self.channel.gather(words, of=list[Any] | None)
+                self.members.follow_leader(next(rank for rank, theirs in enumerate(said) if theirs is not None))
+                if None in said:
+                    for participant, theirs in zip(self.participants, said[self.members.leader] or [], strict=True):
+                        participant.receive_closing(theirs, self.members.leader)
+                    states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated()]
+                    hand_over(states, self.members.leader, self.channel, self.members.group)
+                self.channel.close(meets=True)
+        finally:
+            self.close()
+
+    # ------------------------------------------------------------ who is there
+
+    def _meet(self, active: bool, samples: int = 0) -> None:
+        """Find out who is active at this step."""
+        here = torch.zeros(2, self.members.world_size, dtype=torch.int64, device=self._first.join_device)  # type: ignore[union-attr]
+        if active:
+            here[0, self.members.rank], here[1, self.members.rank] = 1, samples
+        dist.all_reduce(here, group=self.members.group)
+        present, counts = here.tolist()
+        self.members.change(tuple(rank for rank, is_active in enumerate(present) if is_active))
+        self.members.counted, self.members.total = samples, sum(counts)
+        self._undone = set(range(len(self.participants)))
+
+    def _refuse(self, index: int, kind: str) -> JoinError:
+        error = JoinError(
+            f"torch's Join has no place in this step for what {self._owners[index]} does ({kind}): a step is a forward"
+            " of the first model, then at most one backward and one optimizer step, and those who have joined"
+            f" ({name_ranks(self.members.joined_names)}) take part in no more. Use torch_join.Join, which has no such"
+            " limit."
+        )
+        self._word(_MORE)  # the joined ranks take it for the count, and then meet nobody
+        # Not before that: one that still waits for a record would leave, and who waits for it here hears nothing.
+        self.channel.fail(f"JoinError: {error}")
+        self._meet(False)
+        return error
+
+    def _leave_tail(self) -> None:
+        """Say, after torch has, that this rank has joined: if a word was due, torch's count was taken for it."""
+        if not self.members.announces:
+            return
+        self.members.take_role(Role.EVEN)
+        for participant in self.participants:
+            participant.leave_tail()
+        if self._undone:
+            self._word(_LEAVING)
+
+    def _word(self, value: int) -> int:
+        word = torch.zeros(1, device=self._first.join_device) + value  # type: ignore[union-attr]
+        dist.all_reduce(word, group=self.members.group)
+        return int(word.item())
+
+
+# The joinables of one torch `Join`, while it is being built.
+_building: weakref.WeakSet[HookDriver] = weakref.WeakSet()
+
+
+class WrappingJoinable(Joinable):
+    """A `Joinable` for something else, usable in torch's `Join` and in ours.
+
+    Nothing is installed before torch takes it in, with `enable=True`. What is installed then goes at the
+    end of the context, or with the `Join` object (after an exception, when torch calls nobody), at the
+    latest when the joinable is given to another one.
+    """
+
+    is_model = False
+
+    def __init__(self, wrapped: Any, group: Any, device: torch.device) -> None:
+        self.wrapped = wrapped
+        self._group = group
+        self._device = device
+        self._hook: weakref.ref[_Hook] | None = None
+        self._driver: HookDriver | None = None
+        self._weighting: Weighting = "world"
+        super().__init__()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives that tell who has joined."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group."""
+        return self._group or dist.group.WORLD
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook that torch's `Join` runs; `divide_by_initial_world_size` and `weighting` are read.
+
+        Raises:
+            UnsupportedError: What it is for is sharded; or the weighting counts batches, which nobody sees here.
+        """
+        if holds_shards(self.wrapped):
+            raise UnsupportedError(
+                f"{type(self.wrapped).__name__} holds shards of a model, of which a rank that has joined still owns a"
+                " part; torch's own Join cannot have it follow. Give the model and its optimizer to torch_join.Join."
+            )
+        for name in kwargs:
+            refuse_misspelt(name)
+        self._weighting = resolve_weighting(kwargs.get("weighting"), kwargs.get("divide_by_initial_world_size"))
+        check_sees_batches(self._weighting)
+        hook = _Hook(self)
+        self._hook = weakref.ref(hook)
+        return hook
+
+    # torch sets it when a `Join` of torch takes this in, after it has asked for the hook.
+    @property
+    def _join_config(self) -> Any:
+        return self._config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self._config = config
+        self.configured(config.enable, config.enable and config.is_first_joinable)
+
+    def configured(self, enable: bool, is_first: bool) -> None:
+        """Install what lets this rank notice what happens in a step; torch's `Join` is being built."""
+        built = (d for d in _building if d.members.group == self.join_process_group and not d.started)
+        driver = None if is_first or not enable else next(built, None)
+        if self._driver is not None and self._driver is not driver:
+            self._driver.close()  # of a Join that an exception has ended
+        self._driver = None
+        hook = self._hook() if enable and self._hook is not None else None
+        if hook is None:
+            return
+        if driver is not None and self in driver.joinables:
+            raise JoinValueError(f"{self} was given to Join twice.")
+        if is_first and not self.leads():
+            raise self.misplaced("a JoinableModel, or whatever announces each step, must come before it")
+        if driver is None:
+            driver = HookDriver(self.join_process_group, self if is_first else None, self._weighting)
+        if is_first:
+            _building.clear()
+            _building.add(driver)
+        self._driver = hook.driver = driver
+        weakref.finalize(hook, driver.close).atexit = False
+        driver.add(self)
+
+    def misplaced(self, rule: str) -> JoinValueError:
+        """Return the error of a list in the wrong order."""
+        return JoinValueError(
+            f"{self} cannot stand where it does in the list of torch's Join, which runs the hooks of a step in its"
+            f" order and counts the active ranks when the first one says so: {rule}. Or use torch_join.Join, which"
+            " takes any order."
+        )
+
+    def make_participant(self, driver: Driver, index: int) -> Participant | None:
+        """Return what takes part in each step, if anything does."""
+        return None
+
+    def leads(self) -> bool:
+        """Whether a step begins with it, so that it may be the first in the list of torch's `Join`."""
+        return False
+
+    def is_done(self, kind: str, payload: Any) -> bool:
+        """Whether nothing more comes in a step after what was announced."""
+        return True
+
+    def is_replicated(self) -> bool:
+        """Whether its state is handed over."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.wrapped).__name__})"
+
+
+class _Hook(JoinHook):
+    """Its life is that of torch's `Join` object."""
+
+    def __init__(self, joinable: WrappingJoinable) -> None:
+        self._joinable = joinable
+        self.driver: HookDriver | None = None
+
+    def main_hook(self) -> None:
+        cast(HookDriver, self.driver).serve(self._joinable)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        cast(HookDriver, self.driver).finish(is_last_joiner)
+
+
+def unwrap(thing: Any) -> Any:
+    """Return what a joinable of this package was made of, and anything else as it is."""
+    return thing.wrapped if isinstance(thing, WrappingJoinable) else thing

@@ -1,0 +1,169 @@
+"""The public joinables."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base.errors import JoinTypeError, UnsupportedError
+from torch_join._compat import metrics as _compat_metrics
+from torch_join._compat.optimizer_state import is_sharded
+from torch_join._handover.state import has_state
+from torch_join._participants._metrics.metric import MetricParticipant
+from torch_join._participants._torch.joinable import WrappingJoinable
+from torch_join._participants.ddp_model import ModelParticipant
+from torch_join._participants.kinds import holds_metrics
+from torch_join._participants.participant import Driver, Participant
+from torch_join._participants.zero_optimizer import ShardedOptimizerParticipant
+from torch_join._shadow.synced_norms import has_synced_norms
+
+
+class JoinableModel(WrappingJoinable):
+    """A DDP model as a `Joinable` of its own: exact gradients and buffers in torch's `Join` too.
+
+    `Join([JoinableModel(ddp)])` of this package is the same as `Join([ddp])`. In torch's, each forward of
+    `ddp` tells the others that this rank has an input; the ranks that have none take part in its
+    collectives with a zero-gradient pass. At the end all have the last rank's parameters and buffers.
+
+    Args:
+        ddp: The model. Call it, not this object, in the loop.
+
+    Raises:
+        JoinTypeError: `ddp` is not a `DistributedDataParallel`.
+
+    Limits:
+        In torch's `Join`, which understands `divide_by_initial_world_size` and `weighting` here, a model comes
+        first in the list, and a step is one forward of it. Joinables with collectives that are not of this
+        package follow it and are called after its backward. Other collectives in the step are not
+        mirrored. If a rank raises, the others wait until the process group's timeout, and what was
+        installed goes with the `Join` object. `torch_join.Join` has none of these limits.
+    """
+
+    is_model = True
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise JoinTypeError(f"JoinableModel takes a DistributedDataParallel model, not {type(ddp).__name__}.")
+        super().__init__(ddp, ddp.process_group, ddp.device)
+
+    def make_participant(self, driver: Driver, index: int) -> Participant:
+        if has_synced_norms(self.wrapped):
+            raise UnsupportedError(
+                "SyncBatchNorm has collectives in forward and backward, of which a rank that has joined hears nothing"
+                " in torch's Join. Use torch_join.Join, or BatchNorm."
+            )
+        if index > 0 and not isinstance(driver.tail_log.participants[0], ModelParticipant):
+            raise self.misplaced("no JoinableMetric may come before it")
+        participant = ModelParticipant(driver, index, self.wrapped)
+        participant.meets = index == 0
+        return participant
+
+    def leads(self) -> bool:
+        return True
+
+    def is_done(self, kind: str, payload: Any) -> bool:
+        return kind != "forward" or not payload[0]  # a forward with gradients waits for its backward
+
+
+class JoinableOptimizer(WrappingJoinable):
+    """An optimizer as a `Joinable` of its own.
+
+    `Join([JoinableOptimizer(optimizer)])` of this package is the same as `Join([optimizer])`. In torch's, the
+    last rank's optimizer state replaces the others' at the end, bit for bit; a rank that never stepped
+    gets it too. The shards of a `ZeroRedundancyOptimizer` are stepped in each step, with the gradients and
+    the hyperparameters that an active rank sends.
+
+    Args:
+        optimizer: The optimizer.
+        process_group: The process group, by default the whole world, or that of a sharded optimizer.
+
+    Raises:
+        JoinTypeError: `optimizer` is not an optimizer.
+
+    Limits:
+        In torch's `Join` a `ZeroRedundancyOptimizer` comes after a `JoinableModel`, and after joinables with
+        collectives that are not of this package; it steps at most once after each backward.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise JoinTypeError(f"JoinableOptimizer takes an optimizer, not {type(optimizer).__name__}.")
+        if process_group is None and is_sharded(optimizer):
+            process_group = optimizer.process_group  # type: ignore[attr-defined]
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        super().__init__(optimizer, process_group, next(parameters).device)
+
+    def make_participant(self, driver: Driver, index: int) -> Participant | None:
+        return ShardedOptimizerParticipant(driver, index, self.wrapped) if is_sharded(self.wrapped) else None
+
+
+class JoinableState(WrappingJoinable):
+    """Anything with `state_dict` and `load_state_dict` as a `Joinable`: an LR scheduler, a `GradScaler`, an average.
+
+    `Join([JoinableState(thing)])` of this package is the same as `Join([thing])`. In torch's, too, the last
+    rank's state replaces the others' at the end.
+
+    Args:
+        thing: The object, which may also be a plain module or optimizer.
+        process_group: The process group, by default the whole world.
+
+    Raises:
+        JoinTypeError: `thing` has no state to hand over, or takes part in each step and has a joinable of
+            its own.
+
+    Limits:
+        In torch's `Join` it comes after whatever announces each step of the loop, as a rule a model.
+    """
+
+    def __init__(self, thing: Any, process_group: dist.ProcessGroup | None = None) -> None:
+        if isinstance(thing, DistributedDataParallel) or is_sharded(thing) or holds_metrics(thing):
+            raise JoinTypeError(
+                f"A {type(thing).__name__} takes part in each step: give it as JoinableModel, JoinableOptimizer or"
+                " JoinableMetric."
+            )
+        if not has_state(thing):
+            raise JoinTypeError(
+                f"JoinableState takes something with state_dict and load_state_dict, not {type(thing).__name__}."
+            )
+        super().__init__(thing, process_group, torch.device("cpu"))
+
+
+class JoinableMetric(WrappingJoinable):
+    """A metric of torchmetrics, or a `MetricCollection`, as a `Joinable`.
+
+    `Join([JoinableMetric(metric)])` of this package is the same as `Join([metric])`. In torch's, too, what is
+    synced in a step (`dist_sync_on_step=True`, or a `compute()`) comes from the active ranks, or from all
+    that have updated it, and from no others; a `reset()` resets it on the joined ranks as well.
+
+    Args:
+        metric: The metric.
+
+    Raises:
+        JoinTypeError: It is not a metric of torchmetrics.
+
+    Limits:
+        In torch's `Join` a rank leaves its loop alone, so that there `compute()` belongs into a step or after
+        the `with`, where torchmetrics syncs as ever; between the two it would wait for ranks that are not
+        there. Without a model before it one of its metrics has `dist_sync_on_step=True`, and the first of
+        these is called once per step. Joinables that are not of this package come before it.
+    """
+
+    def __init__(self, metric: nn.Module) -> None:
+        if not holds_metrics(metric):
+            raise JoinTypeError(f"JoinableMetric takes a metric of torchmetrics, not {type(metric).__name__}.")
+        self._metrics: list[Any] = [module for module in metric.modules() if _compat_metrics.is_metric(module)]
+        super().__init__(metric, self._metrics[0].process_group, self._metrics[0].device)
+
+    def make_participant(self, driver: Driver, index: int) -> Participant:
+        return MetricParticipant(driver, index, self.wrapped)
+
+    def leads(self) -> bool:
+        return any(metric.dist_sync_on_step for metric in self._metrics)
+
+    def is_done(self, kind: str, payload: Any) -> bool:
+        return False  # until the next step begins
+
+    def is_replicated(self) -> bool:
+        return False

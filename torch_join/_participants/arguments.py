@@ -1,0 +1,126 @@
+"""What `Join` is given, checked before anything is done with it."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from torch_join._base.errors import JoinTypeError, JoinValueError
+from torch_join._compat.optimizer_state import is_sharded
+from torch_join._participants.options import TORCHS, Options
+
+_all = [*(one.name for one in fields(Options) if one.name != "hooks"), TORCHS]  # the arguments of `Join`
+
+
+def listed(joinables: Any) -> list[Any]:
+    """Return `joinables` as a list.
+
+    Raises:
+        JoinTypeError: It is one thing, such as a model, and no sequence of things.
+    """
+    # Some modules can be iterated over, and then give their layers.
+    if isinstance(joinables, (nn.Module, str, Mapping)) or not isinstance(joinables, Iterable):
+        raise JoinTypeError(
+            f"What takes part is given as a list, not as one {type(joinables).__name__}: [model, optimizer, scheduler],"
+            " in the same order on every rank."
+        )
+    return list(joinables)
+
+
+def check_given(joinables: Sequence[Any]) -> None:
+    """Raise if nothing is given, or something that is no joinable although it has a state.
+
+    Raises:
+        JoinValueError: `joinables` is empty.
+        JoinTypeError: A loader is among them.
+    """
+    if not joinables:
+        raise JoinValueError(
+            "The join context manager requires at least one joinable: give it what changes in the loop, as [model,"
+            " optimizer, scheduler]."
+        )
+    if any(isinstance(thing, DataLoader) for thing in joinables):
+        raise JoinTypeError(
+            "A loader is among the joinables, which are models, optimizers and whatever else is the same on all ranks."
+            " Leave it out, and loop over it: `for batch in join.batches(loader)`."
+        )
+
+
+def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
+    """Raise for options that nothing would read.
+
+    Args:
+        options: The keyword arguments that go to every `join_hook`.
+        joinables: What is given.
+
+    Raises:
+        JoinTypeError: No joinable's hook takes an option; or one could, since it takes anything, but the name is that
+            of an argument of `Join` with a slip.
+    """
+    custom = [thing for thing in joinables if isinstance(thing, Joinable) and not _is_torchs(thing)]
+    hooks = [inspect.signature(thing.join_hook).parameters.values() for thing in custom]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for hook in hooks for parameter in hook)
+    named = {parameter.name for hook in hooks for parameter in hook}
+    for name in options.keys() - named - {TORCHS}:
+        refuse_misspelt(name)
+        if not takes_any:
+            for meant in get_close_matches(name, _all, 1, cutoff=0.8):
+                raise _misspelt(name, meant)
+            raise JoinTypeError(
+                f"There is no argument {name!r}, and no joinable is given whose hook could take it. Leave it out; the"
+                f" arguments are {', '.join(_all)}."
+            )
+
+
+def refuse_misspelt(name: str) -> None:
+    """Raise if `name` is that of an argument of `Join` with a slip: a hook that takes anything would swallow it.
+
+    Raises:
+        JoinTypeError: It is.
+    """
+    for own in () if name in _all else _all:
+        if _is_slip(name, own):
+            raise _misspelt(name, own)
+
+
+def _is_slip(name: str, own: str) -> bool:
+    """Whether two letters of `own` have changed places, or one is another, missing or too many.
+
+    What is a word of its own is none, since somebody's hook may take it: `enabled`, `timeouts`, `audio`.
+    """
+    shorter = min(len(name), len(own))
+    begin = next((i for i in range(shorter) if name[i] != own[i]), shorter)
+    rest, right = name[begin:], own[begin:]
+    return (
+        (rest[:2] == right[1::-1] and rest[2:] == right[2:])
+        or (rest[1:] == right[1:] and len(rest) == len(right) and len(own) > len("audit"))
+        or rest == right[1:]
+        or (rest[1:] == right and right != "")
+    )
+
+
+def _misspelt(name: str, meant: str) -> JoinTypeError:
+    return JoinTypeError(f"There is no argument {name!r}. Did you mean {meant!r}?")
+
+
+def common_group(joinables: Sequence[Any]) -> Any:
+    """Return the process group of all that have one.
+
+    Raises:
+        JoinValueError: They have different ones.
+    """
+    groups = [j.join_process_group for j in joinables if isinstance(j, Joinable)]
+    if any(group != groups[0] for group in groups):
+        raise JoinValueError("Using join context manager with multiple process groups")
+    return groups[0] if groups else dist.group.WORLD
+
+
+def _is_torchs(joinable: Any) -> bool:
+    return isinstance(joinable, DistributedDataParallel) or is_sharded(joinable)

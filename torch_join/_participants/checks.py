@@ -1,0 +1,72 @@
+"""What `Join` refuses when it is made, since it would train wrongly or wait for ever."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base.errors import UnsupportedError
+from torch_join._compat import ddp as _compat
+
+# Modules whose classes shard a model, or an optimizer's state, by collectives of their own. Of these DeepSpeed's were
+# seen (0.19.8).
+_SHARDING = (
+    *("deepspeed.runtime.zero", "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.pipe"),
+    *("fairscale.nn.data_parallel", "fairscale.optim.oss", "megatron.core.optimizer.distrib_optimizer"),
+    *("colossalai.zero", "apex.contrib.optimizers.distributed_fused"),
+)
+_LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer"
+
+
+def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
+    """Raise if `thing` cannot take part.
+
+    Raises:
+        UnsupportedError: It is a `DataParallel`, or holds a `DistributedDataParallel` that is not itself among
+            `joinables`; or it is trained by post-local SGD; or something other than torch shards it.
+    """
+    name = type(thing).__name__
+    modules = [*thing.modules()] if isinstance(thing, nn.Module) else []
+    if what := _sharded_elsewhere(thing, modules):
+        raise UnsupportedError(
+            f"{name} is sharded by {what}, with collectives of its own, which need the shards of ranks that have"
+            " joined: zeros in their place would be wrong. Of DeepSpeed give Join the engine, and its optimizer only"
+            " beside that; else use fully_shard, FullyShardedDataParallel or ZeroRedundancyOptimizer, or leave Join out"
+            " and give every rank the same number of batches."
+        )
+    if isinstance(thing, nn.DataParallel):
+        raise UnsupportedError(
+            "DataParallel uses the devices of one process and averages nothing between processes, so a rank that has"
+            " joined has nothing to take part in. Use DistributedDataParallel."
+        )
+    local_sgd = getattr(sys.modules.get(_LOCAL_SGD), "PostLocalSGDOptimizer", ())  # it takes long to import
+    averages_later = isinstance(thing, DistributedDataParallel) and _compat.has_local_sgd_hook(thing)
+    if averages_later or isinstance(thing, local_sgd):
+        raise UnsupportedError(
+            f"{name} is trained by post-local SGD: each rank trains parameters of its own for some steps, which are"
+            " then averaged over all ranks, and a rank that has joined has stopped training its own. Average the"
+            " gradients in each step (leave the hook and PostLocalSGDOptimizer out), or give every rank the same number"
+            " of batches and leave Join out."
+        )
+    for module in modules:
+        if isinstance(module, DistributedDataParallel) and not any(module is one for one in joinables):
+            raise UnsupportedError(
+                f"{name} holds a DistributedDataParallel model that was not given to Join, so that nobody would"
+                " announce what it does. Give Join the DistributedDataParallel itself; the loop may go on calling it"
+                f" through {name} (torch.compile's, for example). What only keeps a copy, such as an AveragedModel,"
+                " takes the inner model: `ddp.module`."
+            )
+
+
+def _sharded_elsewhere(thing: Any, modules: Sequence[nn.Module]) -> str:
+    """Return what shards `thing`, which has these modules, if that is not torch, else nothing."""
+    if callable(stage := getattr(thing, "zero_optimization_stage", None)) and (number := stage()):
+        return f"ZeRO stage {number}"
+    if any(hasattr(parameter, "ds_id") for parameter in _compat.parameters_of(modules)):
+        return "ZeRO stage 3"
+    for kind in type(thing).__mro__:
+        if kind.__module__.startswith(_SHARDING):
+            return kind.__module__.partition(".")[0]
+    return ""

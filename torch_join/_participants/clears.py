@@ -1,0 +1,68 @@
+"""How often an optimizer, or a model, has been asked to clear its gradients."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import update_wrapper
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_join._participants.hook import Hook
+
+
+class Clears:
+    """The calls of the `zero_grad` of an optimizer or a model, from when this is made until `remove`.
+
+    Attributes:
+        calls: How many there were.
+        steps: How many of its steps; a model has none.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.calls = self.steps = 0
+        self._before = {"zero_grad": vars(optimizer)["zero_grad"]} if "zero_grad" in vars(optimizer) else {}
+        self._zero_grad = self._counted(optimizer.zero_grad)
+        # On the object, as LR schedulers do with its `step`: torch has no hook for it.
+        optimizer.zero_grad = self._zero_grad
+        self._counts = False
+        self._remove_hook: Callable[[], None] = lambda: None
+        # What derives from torch's optimizers need not have called their constructor.
+        with suppress(AttributeError, TypeError):
+            self._remove_hook = optimizer.register_step_post_hook(Hook(self._stepped)).remove
+            self._counts = True
+
+    def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return zero_grad(*args, **kwargs)
+
+        return update_wrapper(Hook(call, copied=zero_grad), zero_grad)
+
+    def _stepped(self, *_: Any) -> None:
+        self.steps += 1
+
+    def clears_each_step(self, calls: int, steps: int) -> bool:
+        """Whether it has been called for each step since it had these numbers: so that is how gradients are cleared."""
+        return self._counts and self.calls - calls >= max(1, self.steps - steps - 1)
+
+    def parameters(self) -> list[Tensor]:
+        """Return what is cleared."""
+        if isinstance(self._optimizer, nn.Module):
+            return list(self._optimizer.parameters())
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def remove(self) -> None:
+        """Give the optimizer its method back."""
+        self._remove_hook()
+        if vars(self._optimizer).get("zero_grad") is self._zero_grad:
+            del vars(self._optimizer)["zero_grad"]
+            vars(self._optimizer).update(self._before)
+
+
+def innermost_optimizer(thing: Any) -> Any:
+    """Return `thing` if it is an optimizer, the one inside if it wraps another, and else `None`."""
+    found = None
+    while thing is not found and hasattr(thing, "param_groups") and callable(getattr(thing, "zero_grad", None)):
+        found, thing = thing, getattr(thing, "optimizer", None)
+    return found

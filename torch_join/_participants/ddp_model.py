@@ -1,0 +1,330 @@
+"""A DDP model: its forward and backward are announced, and shadowed by zero-gradient passes.
+
+Announced are each forward (with its grad mode and whether it will sync) and, once per backward and
+model, the moment before DDP sees the model's first gradient: a prehook on the parameters' gradient
+accumulators fires exactly then. A node on the model's outputs would not do: it fires for a gradient
+penalty's `autograd.grad` too, and misses L2 terms on the parameters.
+"""
+
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base.membership import MeetingPoint
+from torch_join._base.weighting import weighted
+from torch_join._compat import ddp as _compat
+from torch_join._participants._gradients.evidence import Gradients
+from torch_join._participants._gradients.other_verdicts import OtherVerdicts
+from torch_join._participants._gradients.second_backward import SecondBackward
+from torch_join._participants._gradients.shadowed import ShadowedSteps
+from torch_join._participants._gradients.verdicts import CHANGED, Runs, State, runs_of, states_of
+from torch_join._participants._gradients.watch import Watch
+from torch_join._participants.hook import Hook
+from torch_join._participants.participant import Driver, LoopModel, Participant
+from torch_join._shadow.synced_norms import sync_norms
+from torch_join._shadow.zero_gradient import broadcast_gradient
+
+
+def _before_backward(driver: "weakref.ref[Driver]", model: int, loop: int) -> None:
+    if (its := driver()) is not None:  # a loss that is kept keeps nothing of ours
+        its.before_backward(model, loop)
+
+
+class ModelParticipant(Participant, LoopModel):
+    """A `DistributedDataParallel` model in a plain loop."""
+
+    kinds = ShadowedSteps.kinds
+    closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None, list[int] | None]
+
+    is_model = in_pieces = True
+    meets = True  # its forward is where ranks in a plain loop meet
+
+    def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
+        super().__init__(driver, index)
+        self.ddp = ddp
+        self._shadowed = ShadowedSteps(self, ddp)  # on a joined rank
+        self._shadow, self._pieces = self._shadowed.shadow, self._shadowed.pieces
+        self._parameters = self._shadow.parameters
+        self._others = OtherVerdicts(driver, index)
+        self._has_met = True  # whether it was known, in its last forward, who is active
+        self._frozen: list[int] = []  # the parameters, by place, that were frozen in the last deferred forward
+        self._factor = 1.0  # what to multiply its gradients with
+        self._beginning = threading.Lock()  # for several devices the engine has several threads
+        self._second_backward = SecondBackward(self._parameters)
+        self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
+        self._watch = Watch(self._parameters)
+        self._plumbing = ExitStack()
+
+    def enter(self) -> None:
+        self._undo.append(_compat.configure(self.ddp))
+        self._shadow.first.watch()
+        self._undo.append(self._shadow.first.unwatch)
+        self._undo.append(self.ddp.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove)
+        self._undo.append(self.ddp.register_forward_hook(Hook(self._after_forward)).remove)
+        views = bool(self.ddp.gradient_as_bucket_view)
+        self._gradients = Gradients(self._parameters, self.driver.clears, views, self._shadow.sparse)
+        # What is left of a loop before this `with` may be an average, or this rank's share of one.
+        left = any(p.grad is not None for p in self._parameters)
+        self._shadowed.accumulates = self._shadow.accumulated = left
+        self.remember()
+        self._undo.append(self._plumbing.close)
+        self._undo += [self._second_backward.remove, self._pieces.reset]
+        if self.members.meets_late:
+            self._watch.begin(self._before_gradient)
+        self._undo.append(self._watch.end)
+
+    def check_can_train(self, has_batch: Callable[[], bool]) -> None:
+        if self._shadow.first.shadow_only and has_batch():
+            self._shadow.first.check_fired()
+
+    def begin_loop(self) -> None:
+        self._gradients.begin_loop()
+
+    def remember(self) -> None:
+        self._gradients.remember(self.accumulates)
+
+    def enter_tail(self) -> None:
+        self._shadow.news.forget()
+        if self.driver.meets_at is MeetingPoint.TOP:
+            self.remember()
+        if not self._watch.is_on:
+            self._watch.begin(self._before_gradient)
+
+    def leave_tail(self) -> None:
+        if not self.members.meets_late:
+            self._watch.end()
+
+    # ------------------------------------------------------------ on an active rank
+
+    def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _compat.check_not_captured(self._parameters[0])
+        if (first := self._shadow.first).decides:
+            first.finish_watching()
+        driver = self.driver
+        if self.members.serves:
+            return
+        if _compat.backward_in_progress() == -1:
+            self._pieces.before_forward()
+        grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
+        # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
+        # second one, which may not be followed by a backward either.
+        deferred = grad and sync and not self.deferred and _compat.forwards_without_collectives(self.ddp)
+        if first.decides:
+            first.check_fired()
+        # Of a window's micro-batches ranks may have different numbers: they have in common what has collectives.
+        syncs_buffers = self.ddp.require_forward_param_sync and _compat.broadcasts_buffers(self.ddp)
+        is_alone = deferred or (grad and _compat.has_rebuilt_buckets(self.ddp) and not syncs_buffers)
+        if self.meets:
+            self._has_met = driver.before_forward(lambda: self.members.count_forward(args, kwargs), waits=not deferred)
+            if driver.meets_at is MeetingPoint.FORWARD and not self.members.announces:
+                self._gradients.refresh()
+        self.forwards += 1
+        self.synced += grad and sync
+        if deferred and (self.members.announces or (self._watch.is_on and not self._has_met)):
+            self.deferred += 1
+            self._frozen = self._shadow.frozen
+            return
+        if grad:
+            self._shadowed.accumulates = self._shadow.accumulated = not sync
+        if deferred:
+            return
+        buffer_source, self._shadowed.buffer_source = self._shadowed.buffer_source, self.members.leader
+        if not self.tail_log.meet():
+            return
+        if not self.ddp.require_forward_param_sync:
+            buffer_source = 0
+        self._announce_deferred()
+        frozen = self._shadow.frozen if self.tail_log.announces else []
+        told = self.tail_log.announces and _compat.broadcasts_buffers(self.ddp)
+        buffers = self._shadow.news.since(self.ddp.module) if told else None
+        forward = (grad, sync, buffer_source, frozen, buffers)
+        if is_alone:
+            self.tail_log.announce_alone(self.index, "forward", forward)
+        else:
+            self.announce("forward", forward)
+        # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
+        self._plumbing.enter_context(self.tail_log.own_collectives())
+        inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
+        self._plumbing.callback(inside.remove)
+        if buffer_source:
+            self._shadow.sync_buffers(buffer_source)
+
+    def _announce_deferred(self) -> None:
+        while self.deferred:
+            self.deferred -= 1
+            self.tail_log.announce_alone(self.index, "forward", (True, True, 0, self._frozen, None), hold=True)
+
+    def _after_forward(self, _: Any, __: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._has_rebuilt != self.ddp._has_rebuilt_buckets:
+            self.rebind()
+        outputs = _compat.differentiable(output)
+        if self.ddp.require_backward_grad_sync:
+            self._second_backward.forward(
+                outputs, partial(_before_backward, weakref.ref(self.driver), self.index, self.driver.loop_number)
+            )
+        if self._watch.is_on or (self._has_met and self.driver.meets_at is not MeetingPoint.FORWARD):
+            return
+        begins = weakref.WeakMethod(self._meet_or_remember)  # a loss that is kept keeps nothing of ours
+        for output in outputs:  # of which a loss may use any
+            output.register_hook(lambda gradient: (begin := begins()) and begin(gradient))
+        if not outputs:
+            self._watch.begin(self._before_gradient)
+
+    def _meet_or_remember(self, __: Tensor) -> None:
+        if self.driver.meets_at is not MeetingPoint.FORWARD:
+            self.tail_log.meet()
+        else:
+            self.driver.before_backward(self.index)
+            # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
+            self.remember_after_backward()
+
+    @property
+    def is_prepared(self) -> bool:
+        return _compat.has_rebuilt_buckets(self.ddp)
+
+    def prepare(self) -> None:
+        # DDP's next forward would wait for a rank that leaves it out (a skipped batch), and waits itself, at its next
+        # meeting, for those who are in there.
+        if not self.is_prepared:
+            with self.tail_log.own_collectives():
+                if _compat.rebuild_buckets(self.ddp):
+                    self.rebind()
+
+    def rebind(self) -> None:
+        """Note that views of new buckets took the place of gradients."""
+        self._has_rebuilt = True
+        self._gradients.rebind()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.ddp, self.ddp.module]
+
+    @property
+    def owned(self) -> list[str]:
+        return _compat.ignored_and_trained(self.ddp)
+
+    @property
+    def forwards_alone(self) -> bool:
+        return _compat.forwards_without_collectives(self.ddp)
+
+    @property
+    def will_accumulate(self) -> bool:
+        return self._watch.will_run
+
+    @property
+    def accumulates(self) -> bool:
+        return self._shadowed.accumulates
+
+    def before_collective(self, ddps: bool) -> None:
+        self._pieces.before_collective(ddps)
+
+    def _before_gradient(self, place: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        if (task := _compat.backward_in_progress()) != self._task:
+            with self._beginning:
+                if task != self._task:
+                    self._begin_backward()
+                    self._task = task
+        if self._pieces.under_way:
+            self._pieces.came(place)
+        return (
+            None if self._factor == 1.0 else tuple(None if g is None else weighted(g, self._factor) for g in gradients)
+        )
+
+    def _begin_backward(self) -> None:
+        self._factor = 1.0
+        if self.members.serves:
+            return
+        self.driver.before_backward(self.index)
+        in_tail = self.tail_log.meet()
+        averages, self._second_backward.awaits_first = self._second_backward.awaits_first, False
+        if in_tail or self.driver.meets_at is MeetingPoint.FORWARD:
+            self.remember_after_backward()
+        if in_tail:
+            if self._pieces.under_way:
+                self._pieces.check_nested()
+            self._announce_deferred()
+            runs = self._others.found(self._gradients, averages)
+            if not averages:  # what has been cleared now counts at the next one
+                self.tail_log.announce_alone(self.index, "gradients", runs)
+            elif self.tail_log.in_pieces:
+                self._pieces.begin(self._end_backward)
+                self.announce("begin", runs, hold=True)
+            else:
+                self._pieces.begin_whole()
+                self.announce("backward", runs)
+        if averages:
+            self._shadowed.accumulates = self._shadow.accumulated = False
+        self._factor = self.members.loss_factor
+
+    def _end_backward(self) -> None:
+        # A hook for communication may have had no collective, before which the pieces would have been told.
+        self.announce("ended", hold=not _compat.has_comm_hook(self.ddp))
+
+    # ------------------------------------------------------------ on a joined rank, and at the end
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        if kind in ("backward", "begin", "gradients"):
+            self._others.follow(self._gradients, payload, kind != "gradients", self.accumulates)
+        self._shadowed.mirror(kind, payload)
+        if kind == "forward" and all(payload[:2]):
+            self._second_backward.forward([])
+        elif kind in ("backward", "begin"):
+            self._second_backward.awaits_first = False
+            self.driver.note_backward(self.index)
+
+    def closing_message(self) -> tuple[Runs, bool, list[int] | None, list[int] | None]:
+        _compat.check_reduction_finished(self.ddp)
+        deferred = self._frozen if self.deferred else None
+        return runs_of(self._gradients.states()), self._shadowed.accumulates, self._shadow.first.fired, deferred
+
+    def close(self, message: tuple[Runs, bool, list[int] | None, list[int] | None], source: int) -> None:
+        runs, accumulates, fired, deferred = message
+        self._shadow.first.note_fired(fired)
+        if not self.ddp.broadcast_buffers:
+            sync_norms(self.ddp, source, self.members.group)
+        if deferred is not None and not self.members.last_joiner:
+            self.mirror(
+                "forward", (True, True, 0, deferred, None)
+            )  # DDP averages in the next backward, in whichever loop
+        self._settle(states_of(runs, len(self._parameters)), source, accumulates)
+        self._others.reset()
+        self._shadowed.forget()
+        self._shadowed.buffer_source = source
+        self.forwards = self.synced = self.deferred = 0
+        self._shadowed.accumulates = accumulates
+        self.remember()
+
+    def _settle(self, states: list[State], source: int, accumulates: bool) -> None:
+        """Clear, on every rank, what was cleared on the source, and send what was changed there.
+
+        Args:
+            states: What has become of the source's gradients (on ranks that were active to the end: of their own).
+            source: The rank whose state all take.
+            accumulates: Whether the source is amid an accumulation: each rank then has its own share.
+        """
+        joined = self.members.rank != source and not self.members.last_joiner
+        mine: list[int] = []
+        if self.members.rank == source and not accumulates:
+            # A norm that is infinite does not tell whether they are unscaled.
+            odd = [state.norm is not None and not math.isfinite(state.norm) for state in states]
+            mine = [index for index, state in enumerate(states) if state.verdict == CHANGED or odd[index]]
+        elif joined:
+            if accumulates:
+                self._gradients.raise_if_lost(states)
+            mine = self._gradients.differing(states, self.accumulates)
+        # All send the same, whatever each has seen.
+        changed = {index for found in self.tail_log.channel.gather(mine, of=list[int]) for index in found}
+        if joined:
+            self._gradients.follow(states, self.accumulates, None)
+        for index in sorted(changed):
+            broadcast_gradient(self._parameters[index], source, self.ddp.process_group)

@@ -1,0 +1,89 @@
+"""Of which kind something is that was given to `Join`."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._compat import ddp as _compat
+from torch_join._compat import metrics as _compat_metrics
+from torch_join._handover.buffers import Unsynced
+from torch_join._handover.state import has_state
+from torch_join._participants.clears import innermost_optimizer
+
+
+def holds_metrics(thing: Any) -> bool:
+    """Whether `thing` is a metric of torchmetrics, or computes something with some (a `MetricCollection`)."""
+    if not isinstance(thing, nn.Module) or not callable(getattr(thing, "compute", None)):
+        return False
+    return any(_compat_metrics.is_metric(module) for module in thing.modules())
+
+
+def is_sharded_model(thing: Any) -> bool:
+    """Whether `thing` is a module that FSDP, of either generation, has sharded, or holds such modules."""
+    return isinstance(thing, nn.Module) and _has_sharded([*thing.modules()])
+
+
+def _has_sharded(modules: Sequence[nn.Module]) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes long to import
+    if fsdp is None:
+        return False
+    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    return any(isinstance(module, kinds) for module in modules)
+
+
+def holds_shards(thing: Any) -> bool:
+    """Whether some of a model's, or an optimizer's, parameters are shards."""
+    if isinstance(thing, nn.Module):
+        modules = [*thing.modules()]
+        return _has_sharded(modules) or any(map(_compat.is_shard, _compat.parameters_of(modules)))
+    groups = getattr(innermost_optimizer(thing), "param_groups", ())
+    return any(any(map(_compat.is_shard, group["params"])) for group in groups)
+
+
+def is_engine(thing: Any) -> bool:
+    """Whether `thing` is a DeepSpeed engine."""
+    deepspeed = sys.modules.get("deepspeed")  # it takes long to import
+    return deepspeed is not None and isinstance(thing, deepspeed.DeepSpeedEngine)
+
+
+def holds_parts(thing: Any) -> bool:
+    """Whether `thing` is a model of which each rank holds a part of the parameters."""
+    return is_sharded_model(thing) or (is_engine(thing) and thing.zero_optimization_stage() == 3)
+
+
+def of_engines(objects: Sequence[Any]) -> set[int]:
+    """Return the `id` of each engine among `objects`, and of what steps its parameters: each rank has its own state.
+
+    That is ZeRO's optimizer, and the one inside, which is the user's own and now steps this rank's shard.
+    """
+    engines = [thing for thing in objects if is_engine(thing)]
+    return {
+        id(participant)
+        for engine in engines
+        for participant in (engine, engine.optimizer, innermost_optimizer(engine.optimizer))
+    }
+
+
+def stateful(objects: Sequence[Any]) -> list[Any]:
+    """Return what is handed over of `objects`; of what is sharded, and of a metric's state, each rank has its own."""
+    own = of_engines(objects)
+    return [
+        thing
+        for thing in objects
+        if has_state(thing) and not (id(thing) in own or holds_metrics(thing) or holds_shards(thing))
+    ]
+
+
+def unsynced_models(objects: Sequence[Any]) -> list[Unsynced]:
+    """Return the models of which no wrapper keeps all buffers alike."""
+    found: list[Unsynced] = [(thing, None) for thing in objects if is_sharded_model(thing)]
+    found += [(thing.module, None) for thing in objects if is_engine(thing)]
+    for ddp in (thing for thing in objects if isinstance(thing, DistributedDataParallel)):
+        if not ddp.broadcast_buffers:
+            found.append((ddp.module, None))
+        elif ddp.parameters_to_ignore:
+            found.append((ddp.module, ddp.parameters_to_ignore))
+    return found

@@ -1,0 +1,67 @@
+"""Which part each of the things given to `Join` gets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base.errors import JoinTypeError
+from torch_join._compat.optimizer_state import is_sharded
+from torch_join._participants._metrics.metric import MetricParticipant
+from torch_join._participants.checks import check_supported
+from torch_join._participants.custom import CustomParticipant
+from torch_join._participants.ddp_model import ModelParticipant
+from torch_join._participants.kinds import holds_metrics, holds_shards, is_engine, of_engines
+from torch_join._participants.participant import Driver, Participant
+from torch_join._participants.unregistered_model import UnregisteredModelParticipant
+from torch_join._participants.unregistered_optimizer import UnregisteredOptimizerParticipant
+from torch_join._participants.zero_optimizer import ShardedOptimizerParticipant
+
+
+def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[str, Any]) -> list[Participant]:
+    """Wrap each of `joinables` that does something in a step; the others are only handed over.
+
+    The last parts watch for what was not given.
+
+    Raises:
+        JoinTypeError: One of them is of a type that cannot take part.
+        UnsupportedError: One of them is of a kind that cannot be trained exactly.
+    """
+    participants: list[Participant] = []
+    engines = of_engines(joinables)
+    sharded = {id(thing) for thing in joinables if holds_shards(thing)}
+    if sharded:
+        from torch_join._participants._sharded.make_sharded import (
+            make_sharded_participants,  # FSDP takes long to import
+        )
+
+        participants += make_sharded_participants(driver, joinables)
+    for thing in joinables:
+        if id(thing) in sharded:
+            continue
+        if is_engine(thing):
+            from torch_join._participants._deepspeed.loop_engine import (
+                LoopEngineParticipant,  # DeepSpeed takes long to import
+            )
+
+            participants.append(LoopEngineParticipant(driver, len(participants), thing))
+        if id(thing) in engines:
+            continue
+        check_supported(thing, joinables)
+        if isinstance(thing, DistributedDataParallel):
+            participants.append(ModelParticipant(driver, len(participants), thing))
+        elif is_sharded(thing):
+            participants.append(ShardedOptimizerParticipant(driver, len(participants), thing))
+        elif isinstance(thing, Joinable):
+            participants.append(CustomParticipant(driver, len(participants), thing, options))
+        elif holds_metrics(thing):
+            participants.append(MetricParticipant(driver, len(participants), thing))
+        elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise JoinTypeError(
+                f"Join takes DDP models, optimizers, schedulers, torch Joinables and anything with state_dict and"
+                f" load_state_dict, not {type(thing).__name__}."
+            )
+    participants.append(UnregisteredOptimizerParticipant(driver, len(participants), joinables))
+    participants.append(UnregisteredModelParticipant(driver, len(participants), joinables))
+    return participants

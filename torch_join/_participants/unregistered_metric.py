@@ -1,0 +1,36 @@
+"""A torchmetrics metric that was not given to `Join` and syncs in a tail: a warning.
+
+To the collectives of its sync joined ranks contribute zeros, which its states then count: a minimum of 0, a mean over
+too many. Metrics that were given sync in a way of their own, so that none of theirs comes here. Nothing is looked at
+but where the active ranks gather something while some rank has joined.
+"""
+
+import sys
+import warnings
+from typing import Any
+from weakref import ReferenceType, ref
+
+from torch_join._compat import metrics as _compat_metrics
+
+_warned: dict[int, "ReferenceType[Any]"] = {}  # a metric's hash changes with its state
+
+
+def notice_metric(operation: str) -> None:
+    """Warn, once per metric, if it is one that gathers, in this thread.
+
+    Args:
+        operation: The collective that the active ranks are about to issue.
+    """
+    if not operation.startswith("all_gather"):
+        return
+    metric = _compat_metrics.syncing(sys._getframe(1))
+    if metric is None or ((known := _warned.get(id(metric))) is not None and known() is metric):
+        return
+    _warned[id(metric)] = ref(metric)
+    warnings.warn(
+        f"{type(metric).__name__} syncs while some ranks have joined, and was not given to Join: zeros stand for what"
+        " these have accumulated, and the value is wrong (a minimum of 0, a mean over too many). Give it to Join too:"
+        " Join([model, optimizer, metric]). In Lightning, make it an attribute of the module. Or compute it only"
+        " after the loop: a rank that has computed it since its last update does not gather again, and others wait.",
+        stacklevel=2,
+    )

@@ -1,0 +1,71 @@
+"""A DDP model that is trained in the loop and was not given to `Join`: joined ranks would not hear of it.
+
+Its buckets would wait for theirs, or be taken for another model's. A look at all objects of the process would find
+such models, for 40 ms in each tail. So in the first step of a tail the forwards are watched, whatever module they are
+of, and then the gradients of such a model: it may be a teacher that is only read. Later ones are noticed when the
+first bucket is due and no given model is in backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base.errors import UnsupportedError, name_ranks
+from torch_join._participants.hook import untraced
+from torch_join._participants.participant import Driver, Participant
+
+
+class UnregisteredModelParticipant(Participant):
+    """Raises where such a model is about to train while ranks of its process group have joined."""
+
+    def __init__(self, driver: Driver, index: int, joinables: Sequence[Any]) -> None:
+        super().__init__(driver, index)
+        self._joinables = joinables
+
+    def enter_tail(self) -> None:
+        first, seen = self.driver.step_number, set[int]()
+
+        def before_forward(module: nn.Module, _: Any) -> None:
+            if self.driver.step_number != first:
+                self.exit()
+                return
+            if not isinstance(module, DistributedDataParallel) or any(module is one for one in self._joinables):
+                return
+            if id(module) not in seen and torch.is_grad_enabled() and not self.members.serves:
+                seen.add(id(module))
+                self._watch(module)
+
+        self._undo.append(register_module_forward_pre_hook(untraced(before_forward)).remove)
+
+    def leave_tail(self) -> None:
+        self.exit()
+
+    def _watch(self, ddp: DistributedDataParallel) -> None:
+        world = dist.get_process_group_ranks(self.members.group)
+        here = set(dist.get_process_group_ranks(ddp.process_group))
+
+        def trains(*_: Any) -> None:
+            joined = sorted(here.intersection(world[rank] for rank in self.members.joined_ranks))
+            if joined and ddp.require_backward_grad_sync:
+                raise missing_model(joined)
+
+        if any(p.grad is not None for p in ddp.parameters()):
+            trains()  # its forward may have a collective of its own
+        for parameter in ddp.parameters():
+            if parameter.requires_grad:
+                self._undo.append(get_gradient_edge(parameter).node.register_prehook(trains).remove)
+
+
+def missing_model(joined: Sequence[int]) -> UnsupportedError:
+    """Return the error."""
+    return UnsupportedError(
+        "A DistributedDataParallel model that was not given to Join is trained in its loop. The all-reduce of its"
+        f" gradients would wait for {name_ranks(joined)}: joined, and deaf to it. Give every such model to Join,"
+        " wrapped before the `with`: Join([model_a, model_b, optimizer, ...])."
+    )

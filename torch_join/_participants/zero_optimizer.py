@@ -1,0 +1,83 @@
+"""ZeroRedundancyOptimizer: a joined rank still owns a shard, and must step it.
+
+It steps with the gradient and the hyperparameters that the active ranks have at step time, which
+users change in ways that nobody can announce (clipping, schedulers): so the lowest active rank sends
+both.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_join._base.errors import UnsupportedError
+from torch_join._base.hyperparameters import group_options, take_group_options
+from torch_join._compat import ddp as _compat
+from torch_join._participants.hook import StepHooks
+from torch_join._participants.participant import Driver, Participant
+
+
+class ShardedOptimizerParticipant(Participant):
+    """A `ZeroRedundancyOptimizer` in a plain loop.
+
+    Raises:
+        UnsupportedError: It has `overlap_with_ddp=True`.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {"step": tuple[list[dict[str, Any]], dict[int, list[bool]], list[bool]]}
+
+    def __init__(self, driver: Driver, index: int, zero: Any) -> None:
+        super().__init__(driver, index)
+        if zero._overlap_with_ddp:
+            raise UnsupportedError(
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward, which a joined rank cannot"
+                " follow. Use overlap_with_ddp=False."
+            )
+        self.zero = zero
+
+    def enter(self) -> None:
+        self._undo.append(_compat.configure(self.zero))
+        self._undo.append(StepHooks(self.zero, self._send, lambda: not self.tail_log.meet()).remove)
+
+    def _send(self) -> AbstractContextManager[None]:
+        shards = {rank: _compat.zero_shard(self.zero, rank) for rank in self.members.joined_ranks}
+        trains = [p.requires_grad for p in self._parameters()]  # ZeRO lays out its buckets anew where this changes
+        present = {rank: [p.grad is not None for p in shard] for rank, shard in shards.items()}
+        self.announce_open("step", (group_options(self.zero), present, trains))
+        with self.tail_log.own_collectives():
+            for shard in shards.values():
+                self._exchange([p.grad for p in shard if p.grad is not None])
+        return self.tail_log.own_collectives()  # until the step is over
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.zero.param_groups for p in group["params"]]
+
+    def _exchange(self, gradients: list[Tensor]) -> None:
+        works = [
+            dist.broadcast(g, group_src=self.members.leader, group=self.zero.process_group, async_op=True)
+            for g in gradients
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        groups, present, trains = payload
+        for parameter, trained in zip(self._parameters(), trains, strict=True):
+            parameter.requires_grad_(trained)
+        take_group_options(self.zero, groups)
+        for rank in self.members.joined_ranks:
+            shard = _compat.zero_shard(self.zero, rank)
+            if rank == self.members.rank:
+                for parameter, has in zip(shard, present[rank], strict=True):
+                    if not has:
+                        parameter.grad = None
+                    elif parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                self._exchange([p.grad for p in shard if p.grad is not None])
+            else:
+                shapes = zip(shard, present[rank], strict=True)
+                self._exchange([torch.zeros_like(p) for p, has in shapes if has])
+        self.zero.step()

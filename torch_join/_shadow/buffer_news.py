@@ -1,0 +1,99 @@
+"""The buffers that DDP broadcasts, on a rank without a batch: as those that have one have registered them by now.
+
+A forward may register a buffer anew, longer or of another type (a rotary cache that grows), or drop it, the same on all
+ranks that run it. A rank that runs none must hold something of the same form where DDP next broadcasts.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_join._base.errors import UnsupportedError
+from torch_join._compat import ddp as _compat
+from torch_join._control.codec import brief, closed
+
+_MOST_ELEMENTS = 1 << 40  # more than any device holds
+
+
+@closed("buffer")
+class Buffer(NamedTuple):
+    """What a buffer is, without its contents."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    persistent: bool
+
+    def validate(self) -> None:
+        """Raise a `ValueError` if there can be no such buffer."""
+        few = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
+        if not few or math.prod(self.shape) > _MOST_ELEMENTS:
+            raise ValueError(f"no buffer has the shape {brief(self.shape)}")
+
+
+class BufferNews:
+    """What ranks without a batch have been told of the forms of a model's buffers."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Tell all again: a tail begins or ends."""
+        self._said: list[Buffer] | None = None
+
+    def begin(self, model: nn.Module) -> None:
+        """Take it for known what there is now, unless something was told: all ranks have the same so far."""
+        if self._said is None:
+            self._said = _forms(model)
+
+    def since(self, model: nn.Module) -> list[Buffer] | None:
+        """Return what such ranks must know, if they do not yet."""
+        now = _forms(model)
+        said, self._said = self._said, now
+        return None if said == now else now
+
+
+def _forms(model: nn.Module) -> list[Buffer]:
+    return [
+        Buffer(name, buffer.dtype, tuple(buffer.shape), buffer.device.type, _compat.is_persistent(*_owner(model, name)))
+        for name, buffer in model.named_buffers()
+    ]
+
+
+def take(news: list[Buffer] | None, model: nn.Module, device: torch.device) -> None:
+    """Give a model buffers of these forms, in this order; what fits of its own stays.
+
+    Args:
+        news: The forms.
+        model: The model.
+        device: Where its parameters are.
+
+    Raises:
+        UnsupportedError: A buffer is in a module that this rank does not have.
+    """
+    if news is None or news == _forms(model):
+        return
+    own: dict[str, Tensor] = dict(model.named_buffers())
+    for name in own.keys() - {form.name for form in news}:
+        _compat.set_buffer(*_owner(model, name), None, True)
+    for form in news:
+        buffer = own.get(form.name)
+        if buffer is None or (buffer.dtype, tuple(buffer.shape), buffer.device.type) != form[1:4]:
+            place = device if device.type == form.device else torch.device(form.device)
+            buffer = torch.zeros(form.shape, dtype=form.dtype, device=place)
+        _compat.set_buffer(*_owner(model, form.name), buffer, form.persistent)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, own = name.rpartition(".")
+    try:
+        return model.get_submodule(path), own
+    except AttributeError:
+        raise UnsupportedError(
+            f"Ranks that have a batch have registered the buffer {name!r} in a module that was made in the loop, and"
+            " that a rank without a batch does not have: DDP broadcasts it before the next forward. Make all modules"
+            " before the loop, or use forward_sync_buffers=False."
+        ) from None

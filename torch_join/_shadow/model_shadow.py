@@ -1,0 +1,277 @@
+"""The zero-gradient pass: a DDP model's shadow on a rank that has no batch.
+
+The contract relied on: `DistributedDataParallel.forward` runs `self.module` and otherwise only
+plumbing (buffer broadcast, bucket rebuild, `prepare_for_backward`); its reducer hears of a gradient
+from a hook on the parameter's `AccumulateGrad` node, which autograd runs even when the incoming
+gradient is undefined; an undefined gradient counts as zero and as *unused*. So the real wrapper is
+run around a stand-in whose graph leads to every parameter with undefined gradients: DDP issues its
+own collectives in its own order, and leaves the average in `param.grad`.
+
+Returning zeros instead would make every parameter count as used under `find_unused_parameters=True`,
+and momentum and weight decay would move parameters that no rank used.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._base.errors import JoinTypeError, UnsupportedError
+from torch_join._compat import ddp as _compat
+from torch_join._shadow.buffer_news import BufferNews
+from torch_join._shadow.first_iteration import FirstIteration
+from torch_join._shadow.reach import leads_to
+from torch_join._shadow.streams import accumulators, streams_waiting
+from torch_join._shadow.unused import using_nothing
+from torch_join._shadow.zero_gradient import zero_gradient
+
+
+class ModelShadow:
+    """What a rank without a batch runs in place of a forward of `ddp`.
+
+    Args:
+        ddp: The model, which must not have run yet where it has `static_graph=True`.
+        watches: Whether to watch the first iteration at once.
+
+    Attributes:
+        accumulated: Whether this rank has run a backward without a sync since the last one with.
+        first: The model's first iteration.
+        news: What other ranks have been told of the model's buffers.
+        parameters: Those that DDP averages, in its order.
+
+    Raises:
+        JoinTypeError: `ddp` is not a `DistributedDataParallel`.
+        UnsupportedError: The model uses something whose collectives cannot be shadowed.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, watches: bool = True) -> None:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise JoinTypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
+        if (feature := _compat.unsupported_ddp_feature(ddp)) is not None:
+            raise UnsupportedError(f"DistributedDataParallel with {feature} cannot train on uneven inputs yet.")
+        self.ddp = ddp
+        self.accumulated = False
+        self._placeholder = _PlaceholderModule()  # one, since it is made use of in each step
+        self.news = BufferNews()
+        self.parameters = _compat.averaged_parameters(ddp)
+        self._ids = frozenset(map(id, self.parameters))
+        embeddings = [m for m in ddp.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+        self.sparse = frozenset(id(p) for m in embeddings for p in m.parameters(recurse=False))
+        # What adds to gradients on a device, unless a step of nothing is under way.
+        self._waiting = accumulators([p for p in self.parameters if p.device.type != "cpu"])
+        self.first = FirstIteration(ddp, self.parameters)
+        if watches:
+            self.first.watch()
+
+    @contextmanager
+    def step(self, shadow: bool) -> Iterator[None]:
+        """Put around a whole step, forward and backward, in which this rank is a shadow or is not."""
+        # The user's hooks expect a gradient, and here there is none.
+        parameters = self.parameters if shadow else ()
+        every = [h for p in parameters for h in (_compat.backward_hooks(p), _compat.post_accumulate_hooks(p))]
+        muted = [(hooks, dict(hooks)) for hooks in every if hooks]
+        for hooks, _ in muted:
+            hooks.clear()
+        if waiting := self._waiting if shadow else []:
+            self._waiting = []
+        try:
+            with streams_waiting(waiting):
+                yield
+        finally:
+            self._waiting = waiting or self._waiting
+            for hooks, its in muted:
+                hooks.update(its)
+            self.first.finish_watching()
+
+    def forward(self) -> Tensor:
+        """Run the wrapper's forward on nothing.
+
+        Returns:
+            A scalar zero. Its backward hands DDP an undefined gradient for every parameter that is not frozen; if all
+            are, there is none.
+
+        Raises:
+            UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
+        """
+        self.first.finish_watching()
+        self.first.guess()
+        with self._with_placeholder(lambda *_: self.zero()):
+            # Not by a call, which would run the user's hooks. With `device_ids` DDP cannot do without a tensor.
+            zero: Tensor = self.ddp.forward(  # type: ignore[no-untyped-call]
+                torch.empty(0, device=self.parameters[0].device)
+            )
+        return zero
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run the backward of what `forward` or `no_loss` has returned: this rank contributes nothing new."""
+        with ExitStack() as stack:
+            stack.enter_context(self.step(shadow=True))
+            if self._finds_unused:
+                stack.enter_context(using_nothing(self.ddp, self.parameters, self._connected(), self.accumulated))
+            run()
+        if self.ddp.require_backward_grad_sync:
+            self.accumulated = False
+
+    @contextmanager
+    def in_pieces(self) -> Iterator[None]:
+        """Put around the backwards of several `zero_of`, which together are that of one step."""
+        with ExitStack() as stack:
+            stack.enter_context(self.step(shadow=True))
+            if self._finds_unused:
+                # What the forward's graph does not lead to would count as ready at once.
+                with torch.enable_grad():
+                    _compat.expect_gradients(self.ddp, self._zero_of(self._firing()))
+                connected = self._connected()
+                stack.enter_context(using_nothing(self.ddp, self.parameters, connected, self.accumulated))
+            yield
+        if self.ddp.require_backward_grad_sync:
+            self.accumulated = False
+
+    def unreached(self) -> list[int]:
+        """Return the parameters, by place, that DDP takes for ready where the backward under way begins."""
+        if not self._finds_unused:
+            return []
+        return [place for place, p in enumerate(self.parameters) if not _compat.will_accumulate(p)]
+
+    def no_loss_output(self) -> Tensor:
+        """Return the output of a forward that has come to no loss, in place of it: what `forward` returns.
+
+        Raises:
+            UnsupportedError: It is the first iteration under `static_graph=True`, or see `forward`.
+        """
+        if self.first.is_now:
+            raise UnsupportedError(
+                "A step without a loss cannot be the first one under static_graph=True, since that one decides which"
+                " parameters take part in all others. Return a loss, or use static_graph=False."
+            )
+        return self.zero()
+
+    def is_reached_by(self, loss: Tensor) -> bool:
+        """Whether a backward of `loss` may come to a parameter that DDP averages, so that it takes part in that."""
+        return leads_to(loss, lambda variable: id(variable) in self._ids)
+
+    def completing(
+        self, complete: Callable[[Any], Any], run: Callable[..., Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """Put around a forward of the wrapper, whose inner module's output `complete` gets and may replace.
+
+        Args:
+            complete: Gets the output, and returns that of the wrapper.
+            run: What to run in place of the inner module, and may call it itself.
+        """
+        module = self.ddp.module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            _compat.wrap(self.ddp, module)  # the user's code must find it there
+            return complete((run or module)(*args, **kwargs))
+
+        return self._with_placeholder(forward)
+
+    @property
+    def inner(self) -> nn.Module:
+        """The wrapped module, also while something stands in for it."""
+        module: nn.Module = self.ddp.module
+        return module.place[0] if isinstance(module, _PlaceholderModule) else module
+
+    @contextmanager
+    def _with_placeholder(self, forward: Callable[..., Any]) -> Iterator[None]:
+        module, placeholder = self.ddp.module, self._placeholder
+        vars(placeholder)["place"] = module, forward
+        _compat.wrap(self.ddp, placeholder)
+        try:
+            yield
+        finally:
+            _compat.wrap(self.ddp, module)
+            del vars(placeholder)["place"]
+
+    def zero(self) -> Tensor:
+        """Return a scalar zero for a backward of its own, where DDP's reducer is made ready without a forward."""
+        return self._zero_of(self._connected())
+
+    def zero_of(self, places: Sequence[int]) -> Tensor:
+        """Return a scalar zero, whose backward hands DDP undefined gradients of these parameters, in this order."""
+        return self._zero_of([self.parameters[place] for place in reversed(places)])
+
+    def _zero_of(self, parameters: Sequence[Tensor]) -> Tensor:
+        if not parameters:
+            return torch.zeros((), device=self.parameters[0].device)
+        sparse = [id(p) in self.sparse for p in parameters]
+        if _compat.has_rebuilt_buckets(self.ddp):
+            return zero_gradient(parameters, sparse, None)
+        # DDP takes the order of rank 0's first gradients for that of its buckets, for good: as a rule the reverse
+        # of the parameters'. Of a chain, backward comes to the last first.
+        zero = None
+        for parameter, is_sparse in zip(parameters, sparse, strict=True):
+            zero = zero_gradient([parameter], [is_sparse], zero)
+        assert zero is not None
+        return zero
+
+    @property
+    def _finds_unused(self) -> bool:
+        return bool(self.ddp.find_unused_parameters) and not self.ddp.static_graph
+
+    def _connected(self) -> list[Tensor]:
+        """Return the parameters that the graph of a shadow's forward leads to."""
+        parameters = self._firing()
+        if not self._finds_unused:
+            return parameters
+        dense = [p for p in parameters if id(p) not in self.sparse]
+        sparse = [p for p in parameters if id(p) in self.sparse]
+        return [*dense[:1], *sparse]
+
+    @property
+    def firing(self) -> list[int]:
+        """The parameters, by place, of which DDP expects a gradient in a backward."""
+        return [place for place, p in enumerate(self.parameters) if p.requires_grad and self.first.fires(p)]
+
+    def _firing(self) -> list[Tensor]:
+        return [self.parameters[place] for place in self.firing]
+
+    @property
+    def frozen(self) -> list[int]:
+        """The parameters, by place, that require no gradient now."""
+        return [place for place, p in enumerate(self.parameters) if not p.requires_grad]
+
+    def freeze(self, places: Sequence[int]) -> None:
+        """Have these parameters require no gradient, and all others require one, as on a rank that has a batch."""
+        frozen = frozenset(places)
+        for place, parameter in enumerate(self.parameters):
+            parameter.requires_grad_(place not in frozen)
+
+    def sync_buffers(self, src: int, keeps: bool = False) -> None:
+        """Broadcast the model's buffers from rank `src`, as DDP would from rank 0; who `keeps` its own only helps."""
+        if not self.ddp.broadcast_buffers:
+            return
+        named = self.ddp.module.named_buffers()
+        # As DDP does it, past autograd's eyes: a graph that waits for its backward may have saved them.
+        buffers = [b.data for name, b in named if name not in self.ddp.parameters_to_ignore]
+        buffers = [buffer.clone() for buffer in buffers] if keeps else buffers
+        if buffers:
+            _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
+
+    def unfrozen(self) -> list[str]:
+        """Return the names of the parameters that require a gradient and did not when the model was wrapped."""
+        known = {*map(id, self.parameters)}
+        named = self.ddp.module.named_parameters()
+        new = [name for name, p in named if p.requires_grad and id(p) not in known]
+        return [name for name in new if name not in self.ddp.parameters_to_ignore]
+
+
+class _PlaceholderModule(nn.Module):
+    """Takes the inner module's place for one forward of the wrapper.
+
+    Attributes:
+        place: That module (in a tuple, so that it does not become a submodule), and what to run.
+    """
+
+    place: tuple[nn.Module, Callable[..., Any]]
+
+    # Not `forward`, around which a call runs global module hooks.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.place[1](*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.place[0].named_buffers(*args, **kwargs)

@@ -1,0 +1,359 @@
+"""What active ranks announce in the tail of a loop, and how a joined rank serves them."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+from torch_join._base.errors import JoinError
+from torch_join._base.membership import Membership, Role
+from torch_join._collectives.backwards import Backwards
+from torch_join._collectives.neutral import mirror
+from torch_join._collectives.parting import Parting
+from torch_join._collectives.subgroups import Subgroups
+from torch_join._collectives.tap import Call, CollectiveTap
+from torch_join._control import codec as _codec
+from torch_join._control.channel import Channel
+from torch_join._control.reports import Status
+from torch_join._participants.participant import Announcer, LoopModel, Participant
+from torch_join._participants.unregistered_metric import notice_metric
+from torch_join._tail import records as _records
+from torch_join._tail.agreement import Agreement, explain, explain_counts
+
+_NOTHING: Callable[..., None] = lambda *_: None  # noqa: E731
+
+
+class TailLog(Announcer):
+    """The tail of a loop, on an active rank and on one that has joined.
+
+    Args:
+        members: Who is active.
+        meet: Waits until it is known who is active, where `has_to_meet`.
+        check_backward: Called with each collective in backward, see `Backwards.before_collective`.
+        before_collective: See `CollectiveTap`.
+
+    Attributes:
+        parting: The current step, if it is the last one of some ranks and not of others.
+        participants: What answers records, by their index.
+        tap: Listens to an active rank's collectives.
+        backwards: Hears of collectives in backward.
+        hears_asides: Whether a joined rank looks for what is announced aside, see `announce_aside`.
+        on_all: How deep this rank is in `on_all_ranks`.
+        has_to_meet: Whether a meeting was put off, or this rank has left a loop that it is to finish.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        meet: Callable[[], None] = _NOTHING,
+        check_backward: Callable[[list[int], bool], None] = _NOTHING,
+        before_collective: Callable[[str, list[int], bool], None] = _NOTHING,
+    ) -> None:
+        self.members = members
+        channel = Channel()
+        self.parting = Parting(members, channel)
+        self._before_collective = before_collective
+        self.participants: list[Participant] = []
+        self._meet = meet
+        self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
+        self.backwards = Backwards(self, members, check_backward)
+        self.hears_asides = False
+        self.open(channel)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, as before the first step."""
+        self._said: list[_codec.Encoded] = []  # announced, and not yet written
+        self._is_due = False  # whether all active ranks have announced some of it
+        self.in_window = False  # whether the batch of the step is a window of micro-batches
+        self._heard: deque[_records.Announcement] = deque()  # read, and not yet answered
+        self._asides = 0  # answered, before the next record of the log
+        self.on_all = 0
+        self.has_to_meet = False
+        self._counts = False  # what it announces is compared with the other active ranks'
+        self.backwards.reset()
+        self.tap = self._new_tap()
+
+    def open(self, channel: Channel) -> None:
+        """Speak over another channel."""
+        self.channel = channel
+        self._subgroups = Subgroups(channel, self.members.global_ranks, self.members.rank)
+        self.agreement = Agreement(channel)
+        # Weakly: a thread of the channel must not keep this object, and through it the group.
+        status = weakref.WeakMethod(self._status)
+        channel.status = lambda: (method := status()) and method()
+        channel.explain = explain
+
+    def close(self) -> None:
+        """Remove all that was installed, and what refers to this or to who made it: both refer to the group."""
+        self.tap.remove()
+        while self.participants:
+            self.participants.pop().exit()
+        self._meet = self.backwards.check = self._before_collective = _NOTHING
+        self.loader = lambda: None
+        self.tap = CollectiveTap(_NOTHING, None)
+
+    def _new_tap(self) -> CollectiveTap:
+        return CollectiveTap(self._announce_collective, self._has_joined, self.backwards, self._before_collective)
+
+    def models(self) -> list[LoopModel]:
+        """Return the parts of models."""
+        return [cast(LoopModel, participant) for participant in self.participants if participant.is_model]
+
+    def remember_gradients(self) -> None:
+        """Note what gradients there are, as long as all ranks have done the same."""
+        if not self.members.announces:
+            for model in self.models():
+                model.remember()
+
+    @property
+    def in_pieces(self) -> bool:
+        return self.backwards.in_pieces
+
+    # ------------------------------------------------------------ on an active rank
+
+    def meet(self) -> bool:
+        if self.has_to_meet:
+            self._meet()
+        return self.members.announces and not self.on_all
+
+    @property
+    def announces(self) -> bool:
+        return self.members.announces and not self.on_all
+
+    def is_quiet(self) -> bool:
+        return not (self.meet() or self.tap.installed)
+
+    def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
+        if self.meet():
+            self._said.append(self.agreement.note((index, kind, payload), self.members.leads, self.in_window))
+            self._is_due = True
+            if not hold:
+                self.tell()
+
+    def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
+        if not self.in_window:
+            self.announce(index, kind, payload, hold)
+        elif self.meet() and self.members.leads:
+            self._said.append(_codec.encode((index, kind, payload)))
+
+    def announce_aside(self, index: int, kind: str, payload: Any) -> None:
+        """Tell the joined ranks what the lowest active rank does now, and the other ones may do or not.
+
+        It has no number in the log, which the active ranks count in common.
+        """
+        if self.meet() and self.members.leads:
+            keys = (_records.ASIDE.format(self.channel.records, place) for place in count())
+            key = next(key for key in keys if not self.channel.posted(key))
+            self.channel.post(key, ([(index, kind, payload)], self.members.active))
+
+    def tell(self) -> None:
+        """Write what has been announced."""
+        if self._is_due:
+            if self._subgroups.groups:
+                self._subgroups.mark(self.members.active)
+            self.channel.append(_records.record(self._said, self.members.active), leads=self.members.leads)
+            self._said, self._is_due = [], False
+
+    def own_collectives(self) -> AbstractContextManager[None]:
+        return self.tap.ignoring()
+
+    @contextmanager
+    def on_all_ranks(self) -> Iterator[None]:
+        """Put around what joined ranks do too, of their own accord, in the midst of a step."""
+        self.on_all += 1
+        try:
+            with self.tap.ignoring():
+                yield
+        finally:
+            self.on_all -= 1
+
+    @contextmanager
+    def together(self, announce: Callable[[], None] = _NOTHING) -> Iterator[None]:
+        """Put around what all ranks do to what takes part; joined ones hear of it by an active one's `announce`."""
+        if self.meet():
+            for participant in self.participants:
+                participant.before_all_ranks()
+            announce()
+        with self.on_all_ranks():
+            yield
+        for participant in self.participants:
+            participant.after_all_ranks()
+
+    @contextmanager
+    def listening(self, tap: CollectiveTap) -> Iterator[None]:
+        """Listen by another tap inside."""
+        self.tap.remove()
+        self.tap = tap
+        tap.install()
+        try:
+            yield
+        finally:
+            tap.remove()
+            self.tap = self._new_tap()
+
+    def change(self, active: tuple[int, ...]) -> None:
+        """Go on with these ranks."""
+        members = self.members
+        if active != members.active:
+            self._is_due = self._is_due or members.announces  # what the lowest rank has announced alone, too
+            self.tell()  # as long as it is the same rank that writes
+            if not members.joined and members.uneven and set(active) < set(members.active):
+                self.agreement.part(members.rank, members.active, active)
+        members.change(active)
+
+    def begin_tail(self) -> None:
+        """Begin a tail on an active rank; all active ranks call this."""
+        self.members.take_role(Role.TAIL)
+        self._counts = True
+        self._subgroups.find(self.members.before)
+        self.agreement.begin()
+        self.announce(-1, _records.TAIL, [participant.synced - participant.deferred for participant in self.models()])
+        for participant in self.participants:
+            participant.enter_tail()
+        self.tap.install()
+
+    def end_tail(self) -> list[Any]:
+        """Tell the joined ranks, on the last active ones, that the tail is over; return the parts' closing messages."""
+        words = [participant.closing_message() for participant in self.participants]
+        self._subgroups.mark(self.members.before)
+        end = -1, _records.END, (words, self.members.leader, self.in_pieces)
+        self.channel.append(([end], ()), leads=self.members.leads)
+        self.leave_tail()
+        return words
+
+    def leave_tail(self) -> None:
+        """This rank announces no more."""
+        if self.members.announces:
+            self.members.take_role(Role.EVEN)
+            self._counts = False
+            self.tap.remove()
+            for participant in self.participants:
+                participant.leave_tail()
+
+    # ------------------------------------------------------------ on a joined rank
+
+    def join(self) -> None:
+        """Leave the active ranks; they take up the log where this rank begins to follow it."""
+        self.leave_tail()
+        self.tap.remove()
+        self._subgroups.find(self.members.before)
+        self._subgroups.mark(self.members.before)
+
+    def follow(self, until: str) -> Any:
+        """Do what the active ranks announce, with nothing, until a record of a kind that is no part's; return it.
+
+        Raises:
+            JoinError: No active rank can have written what is there.
+        """
+        self.members.take_role(Role.SERVING)
+        try:
+            while True:
+                index, kind, payload = self._next()
+                if index < 0 and _records.is_record(kind, payload, until):
+                    return payload
+                self._answer(index, kind, payload)
+        finally:
+            self.members.take_role(Role.EVEN)
+
+    def follow_to(self, index: int, kind: str) -> None:
+        """Do, in the midst of an answer, what the active ranks announce, until a part announces this.
+
+        Raises:
+            JoinError: No active rank can have written what is there.
+        """
+        while True:
+            of, what, payload = self._next()
+            if (of, what) == (index, kind):
+                return
+            self._answer(of, what, payload)
+
+    def _next(self) -> _records.Announcement:
+        """Wait for the next announcement."""
+        while not self._heard:
+            number, self._asides = self.channel.records, 0
+            meanwhile = partial(self._take_asides, number) if self.hears_asides else None
+            said, active = self._subgroups.follow(_records.RECORD, meanwhile)
+            _records.check_record(said, active, len(self.participants), self.members.active)
+            self._heard.extend(said)
+            if active:
+                self.change(active)
+        return self._heard.popleft()
+
+    def _take_asides(self, number: int) -> None:
+        """Answer what was announced aside before a record of the log."""
+        while self.channel.posted(key := _records.ASIDE.format(number, self._asides)):
+            self._asides += 1
+            said, active = self.channel.read(key, of=_records.RECORD)
+            if self.members.rank in active:
+                continue  # it has done so itself before it joined
+            _records.check_record(said, active, len(self.participants), self.members.active)
+            for announcement in said:
+                self._answer(*announcement)
+
+    def _answer(self, index: int, kind: str, payload: Any) -> None:
+        if index >= 0:
+            self.participants[index].receive(kind, payload)
+        elif kind == _records.COLLECTIVE:
+            mirror(payload)
+        elif kind == _records.TAIL:
+            if (mine := [participant.synced for participant in self.models()]) != payload:
+                me, leader = self.members.named((self.members.rank, self.members.leader))
+                raise JoinError(explain_counts({me: mine, leader: payload}))
+        else:
+            raise _codec.foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
+
+    def run_hook(self, main_hook: Callable[[], None]) -> None:
+        with self.listening(CollectiveTap(self._expect_collective, None)):
+            main_hook()
+
+    def _expect_collective(self, call: Call) -> None:
+        if self._subgroups.holds(call):
+            kind, payload = _records.COLLECTIVE, self._subgroups.expect(call.group, self.members.active)
+            if payload is None:
+                return
+        else:
+            _, kind, payload = self._next()
+        if kind != _records.COLLECTIVE or payload.operation != call.operation:
+            found = payload.operation if kind == _records.COLLECTIVE else kind
+            raise JoinError(
+                f"A main hook on rank {self.members.name} issued {call.operation}, where the active ranks announced"
+                f" {found}. A main hook must issue the collectives of its joinable's step, in the same order."
+            )
+
+    # ------------------------------------------------------------ collectives, and checks
+
+    def begin_step(self, active: tuple[int, ...]) -> None:
+        """Go on, in lockstep, to a step of these ranks; every rank calls this."""
+        members = self.members
+        before = members.active
+        # Where a rank is active again, it has not heard what the others announced since.
+        if len(active) < members.world_size and (not members.uneven or not set(active) <= set(before)):
+            before = tuple(range(members.world_size))  # as if all had been: who was at the last record says nothing now
+            self._subgroups.find(before)
+            self.agreement.begin()
+        if members.rank in before and members.rank not in active:
+            self._subgroups.mark(before)
+        self.change(active)
+        # Also in the backward that follows a step, where a collective that one rank alone has issued goes wrong.
+        self._counts = members.uneven and not members.joined
+
+    def _announce_collective(self, call: Call) -> None:
+        notice_metric(call.operation)
+        if self._subgroups.holds(call):
+            self._subgroups.announce(call, self.members.active)
+        else:
+            self.announce(-1, _records.COLLECTIVE, call)
+
+    def _has_joined(self, rank: int) -> bool:
+        self.meet()
+        return self.members.has_joined(rank)
+
+    def _status(self) -> Status:
+        word = self.agreement.word if self._counts else None
+        return Status(
+            [[participant.forwards, participant.synced] for participant in self.models()], word, self.loader()
+        )
