@@ -359,7 +359,9 @@ class JoinFitLoop(FitLoop):
             fetcher.start(self._as_lightning(states) if states and resumes else None)
             return
         self._max_sent_per_step, self._unsaid = (
-            (record.get("max_sent_per_step"), record.get("unknown", ())) if resumes else (None, ())
+            (record.get("max_sent_per_step", record.get("most_gifts")), record.get("unknown", ()))  # by its old name
+            if resumes
+            else (None, ())
         )
         self._was_even = resumes and not record["over"] and record.get("even", False)
         if self._max_sent_per_step is not None and not record["over"] and rebalancing_of(trainer) is None:
