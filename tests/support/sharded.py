@@ -58,8 +58,12 @@ class Recipe(Run):
     def evaluated(self, rank: int, epoch: int) -> list[Batch]:
         return self.batches(rank, epoch)
 
+    def length(self, epoch: int) -> int:
+        """The number of steps, where ranks break too: a window that they leave goes on, if at all, as far on."""
+        return max(self.lengths)
+
     def ends_window(self, epoch: int, step: int, length: int | None = None) -> bool:
-        return super().ends_window(epoch, step, max(self.lengths))  # where ranks break, too
+        return super().ends_window(epoch, step, self.length(epoch))
 
     def build(self) -> "Net":
         torch.manual_seed(1)

@@ -338,7 +338,7 @@ class _Plain(Recipe):
     """A recipe that does a run on the run's own model and batches."""
 
     lengths_in, batch, evaluated, ends_window = Run.lengths_in, Run.batch, Run.evaluated, Run.ends_window
-    build, optimizers, make_optimizer = Run.build, Run.optimizers, Run.make_optimizer
+    length, build, optimizers, make_optimizer = Run.length, Run.build, Run.optimizers, Run.make_optimizer
 
 
 def parameters(rank: int, run: Run, api: str = "fsdp2") -> list[Tensor]:
