@@ -194,7 +194,7 @@ def test_what_the_tap_does_not_know_raises(monkeypatch: pytest.MonkeyPatch) -> N
     tap = CollectiveTap(lambda call: None, lambda r: True)
     with pytest.raises(UnsupportedError, match="c10d::all_new_ is newer than this version"):
         see(tap, "all_new_", {})
-    monkeypatch.setattr(_compat_c10d, "unbox_group", lambda boxed: boxed)
+    monkeypatch.setattr(dist.ProcessGroup, "unbox", lambda boxed: boxed)
     monkeypatch.setattr(_compat_c10d, "group_ranks", lambda group: [])
     with pytest.raises(UnsupportedError, match=r"barrier on a process group that torch\.distributed does not know of"):
         see(tap, "barrier", {"process_group": None})
