@@ -3,11 +3,10 @@
 Importing this package registers the strategies; it has no other effect. Fabric's are in `fabric.py`, which is imported
 where one of them is made.
 
-Begin with `_strategy.py`, which builds what the folders hold, and with `_protocol.py`, which is all that they know of
-it. `_reading` (dataloaders), `_logging` and `_training` do not import each other; `_loops` imports all three, the
-strategy all four. What the strategies have in common is `_joining.py`.
-`_callback.py` and `_monitor` import them. Of `torch_join` only the public names and
-`integration` are imported.
+Begin with `_strategy.py`, which builds what the folders hold, and with `_strategy_protocol.py`, which is all that they
+know of it. `_reading` (dataloaders), `_logging` and `_training` do not import each other; `_loops` imports all three,
+the strategy all four. What the strategies have in common is `_base_strategy.py`; `_callback.py` and `_monitor` import
+them. Of `torch_join` only the public names and `integration` are imported.
 """
 
 from typing import Any as _Any

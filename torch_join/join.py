@@ -1,4 +1,4 @@
-"""`Join`: torch's context for uneven inputs, made exact. What it does is its driver's, in `_tail/loops.py`."""
+"""`Join`: torch's context for uneven inputs, made exact. What it does is its driver's, in `_tail/loop.py`."""
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta

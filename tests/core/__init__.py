@@ -1,4 +1,4 @@
 """Tests of `torch_join`: a folder for each of its folders, and `loops` for whole plain loops.
 
-`lockstep.py` is what `lightning_join` trains with, and is tested in `tests/lightning`.
+`_lockstep` is what `lightning_join` trains with, and is mostly tested in `tests/lightning`.
 """

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from torch_join._base.membership import Role
 from torch_join._tail.loop import Place
 
@@ -58,3 +60,18 @@ def test_the_diagrams_draw_each_place_and_role() -> None:
 def test_the_glossary_is_short() -> None:
     rows = TEXT.split("## Glossary")[1].split("\n## ")[0].strip().splitlines()[2:]
     assert 10 <= len(rows) <= 25
+
+
+def test_files_that_docstrings_name_are_there() -> None:
+    for package in ("torch_join", "lightning_join", "pytorch_lightning_join", "accelerate_join"):
+        for path in (ROOT / package).rglob("*.py"):
+            named = re.findall(r"`([\w/]+\.py)`", path.read_text())
+            folders = (path.parent, ROOT / package, ROOT)
+            assert [name for name in named if not any((folder / name).exists() for folder in folders)] == [], path
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/how-it-works.md"])
+def test_files_that_pages_for_maintainers_name_are_there(page: str) -> None:
+    named = re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", (ROOT / page).read_text())
+    roots = (ROOT, ROOT / "torch_join", ROOT / "lightning_join")
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []

@@ -1,4 +1,7 @@
-"""DeepSpeed's private names, and what is refused of it. Imported only where there is an engine: it takes seconds."""
+"""DeepSpeed's private names, and what is refused of it. Imported only where there is an engine: it takes seconds.
+
+`tests/deepspeed/test_compat.py` notices when one of them goes.
+"""
 
 import warnings
 from importlib.metadata import version

@@ -1,6 +1,6 @@
 """What a process group's backends can tell and do: private names of torch, seen in torch 2.13.0.
 
-`tests/core/_control/test_survivors.py` and `test_faults.py` notice when one of them goes.
+`tests/core/_control/test_survivors.py` and `tests/core/_control/test_faults.py` notice when one of them goes.
 """
 
 import os

@@ -1,7 +1,7 @@
 """What is handed over of each kind of object: how it is captured on the source and restored elsewhere.
 
 model        parameters, buffers (also those outside the state dict), extra state, what is frozen or in training
-optimizer    see `_optimizers`
+optimizer    see `optimizers.py`
 LR scheduler, GradScaler, anything else    what its `state_dict` returns
 """
 

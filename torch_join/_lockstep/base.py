@@ -37,8 +37,8 @@ class Lockstep:
     What a model's step is, a subclass knows.
 
     Args:
-        driver: The driver of its parts: what the active ranks do in a step, and joined ranks answer.
-        make_model: Makes the model's part; gets the driver and an index.
+        driver: The driver of its participants: what the active ranks do in a step, and joined ranks mirror.
+        make_model: Makes the model's participant; gets the driver and an index.
         joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides
             the model's; their main hooks run on a joined rank when the active ranks notify of them.
         unsynced: Models with buffers that no wrapper keeps alike.

@@ -37,11 +37,11 @@ class StepDriver(Driver):
 
     Attributes:
         members: Who is active.
-        tail_log: Where the parts announce what they do, and what has a joined rank answer.
+        tail_log: Where participants announce what they do, and what has a joined rank mirror it.
         has_loss: Whether this rank has a loss in this step; on a joined rank, whether the lowest active one has.
     """
 
-    # What the parts ask of a driver: there is always a meeting before the step.
+    # What participants ask of a driver: there is always a meeting before the step.
     meets_at = MeetingPoint.TOP
     sees_steps = True
     tail_log: TailLog

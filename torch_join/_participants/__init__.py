@@ -1,8 +1,8 @@
-"""Every mechanism is a joinable: what an active rank announces and how a joined rank answers.
+"""Every mechanism is a participant: what an active rank announces and how a joined rank mirrors it.
 
-One mechanism a file; none knows the loop that it takes part in but by the protocol `Driver` in `part.py`.
+One mechanism a file; none knows the loop that it takes part in but by the protocol `Driver` in `participant.py`.
 
-Begin with: `part.py`, then `model.py`. `_torch/` makes them usable in torch's own `Join`.
+Begin with: `participant.py`, then `ddp_model.py`. `_torch/` makes them usable in torch's own `Join`.
 """
 
 from torch_join._participants._metrics.module_metrics import ModuleMetrics

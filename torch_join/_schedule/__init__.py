@@ -1,4 +1,4 @@
 """Who trains on which batch at which step, and how a batch gets there that is trained on by another rank.
 
-Begin with: `attendance.py`, without rebalancing; `plan.py`, with it.
+Begin with: `active_ranks.py`, without rebalancing; `plan.py`, with it.
 """

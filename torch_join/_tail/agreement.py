@@ -86,7 +86,7 @@ class Agreement:
                 raise self._disagreement()
         self._due.append((key, self._noted[0]))
 
-    def part(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    def note_change(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
         """Compare what all have announced up to the last step of those who leave; every active rank calls this.
 
         Args:

@@ -148,7 +148,7 @@ class LoopDriver(Driver):
         self.backward_collectives = self._backward_collectives
 
     def add(self, make: Callable[["LoopDriver", int], P]) -> P:
-        """Add a part after all others, before the `with` is entered; `make` gets this object and an index."""
+        """Add a participant after all others, before the `with` is entered; `make` gets this object and an index."""
         participant = make(self, len(self.tail_log.participants))
         self.tail_log.participants.append(participant)
         return participant
@@ -202,7 +202,7 @@ class LoopDriver(Driver):
             self.tail_log.channel.close(meets=self._rebalancing.enabled)
 
     def leave(self) -> None:
-        """Leave nothing behind: parts and the tap refer to this object, and it to the group, with its threads."""
+        """Leave nothing behind: participants and the tap refer to this, and it to the group, with its threads."""
         self.step.reset()
         self._telling.raised = None
         self._rebalancing.abandon()
@@ -564,7 +564,7 @@ class LoopDriver(Driver):
         ranks = collective_under_way(loop.thread)
         return None if ranks is None else (self.step_number, ranks)
 
-    # ------------------------------------------------------------ what the parts call
+    # ------------------------------------------------------------ what participants call
 
     @property
     def clears(self) -> list[Clears]:

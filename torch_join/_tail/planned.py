@@ -52,7 +52,7 @@ class Planned(Schedule):
     Args:
         step: The loop's steps.
         rebalancing: What rebalances batches.
-        tail_log: The ranks' server.
+        tail_log: The ranks' log.
     """
 
     def __init__(self, step: Step, rebalancing: Rebalancing, tail_log: TailLog) -> None:

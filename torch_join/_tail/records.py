@@ -9,14 +9,14 @@ from torch_join._control import codec as _codec
 
 END, DONE, COLLECTIVE, TAIL = "end", "done", "collective", "tail"
 
-Announcement = tuple[int, str, Any]  # by which part (-1: none), what, and what else others need to know
+Announcement = tuple[int, str, Any]  # by which participant (-1: none), what, and what else others need to know
 ASIDE = "aside/{}/{}"  # before which record of the log, and which one of those there
 RECORD = tuple[list[Announcement], tuple[int, ...]]  # and who is active
 _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
     DONE: tuple[bool, bool],  # a step in lockstep; whether its backward is one too, and has a loss
-    END: tuple[list[Any], int, bool],  # the parts' closing messages, whose state all take, if backwards go in pieces
+    END: tuple[list[Any], int, bool],  # closing messages, whose state all take, if backwards go in pieces
 }
 
 
@@ -30,25 +30,27 @@ def _ranks(active: tuple[int, ...]) -> _codec.Encoded:
     return _codec.encode(active)
 
 
-def check_record(said: Sequence[Announcement], active: tuple[int, ...], parts: int, before: tuple[int, ...]) -> None:
+def check_record(
+    said: Sequence[Announcement], active: tuple[int, ...], participants: int, before: tuple[int, ...]
+) -> None:
     """Check what a record says.
 
     Args:
         said: What is announced.
         active: By whom.
-        parts: The number of parts.
+        participants: How many there are.
         before: Who was active in the record before.
 
     Raises:
         JoinError: No active rank can have written it.
     """
-    known = all(-1 <= index < parts for index, _, _ in said)
+    known = all(-1 <= index < participants for index, _, _ in said)
     if not (known and set(active) <= set(before)):
         raise _codec.foreign("a record of the tail", f"{_codec.brief(said)} of ranks {_codec.brief(active)}")
 
 
 def is_record(kind: str, payload: Any, expected: str) -> bool:
-    """Whether an announcement that is no part's is of this kind.
+    """Whether an announcement that is no participant's is of this kind.
 
     Raises:
         JoinError: It is of none, or not as such a one is.

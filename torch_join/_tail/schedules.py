@@ -71,7 +71,7 @@ class Certain(Schedule):
     Args:
         step: The loop's steps.
         reader: This rank's batches.
-        tail_log: The ranks' server.
+        tail_log: The ranks' log.
         lengths: Their numbers of batches.
         throws: Whether all ranks raise where the first one runs out.
     """

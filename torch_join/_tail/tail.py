@@ -33,7 +33,7 @@ class Tail:
         options: What the user has chosen: of it, what is compared and what is handed over.
 
     Attributes:
-        tail_log: The ranks' server.
+        tail_log: The ranks' log.
         early_exit: How this rank has left its loop by `break`, if it has.
         changes_freely: What a rank may change between a `break` and the next meeting.
         refusal: Why this rank, whose own code is at its end, cannot serve any more.

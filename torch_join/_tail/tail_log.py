@@ -202,7 +202,7 @@ class TailLog(Announcer):
             self._is_due = self._is_due or members.announces  # what the lowest rank has announced alone, too
             self.tell()  # as long as it is the same rank that writes
             if not members.joined and members.uneven and set(active) < set(members.active):
-                self.agreement.part(members.rank, members.active, active)
+                self.agreement.note_change(members.rank, members.active, active)
         members.change(active)
 
     def begin_tail(self) -> None:
@@ -217,7 +217,7 @@ class TailLog(Announcer):
         self.tap.install()
 
     def end_tail(self) -> list[Any]:
-        """Tell the joined ranks, on the last active ones, that the tail is over; return the parts' closing messages."""
+        """Tell the joined ranks, on the last active ones, that the tail is over; return the closing messages."""
         words = [participant.closing_message() for participant in self.participants]
         self._subgroups.mark(self.members.before)
         end = -1, _records.END, (words, self.members.leader, self.in_pieces)
@@ -244,7 +244,7 @@ class TailLog(Announcer):
         self._subgroups.mark(self.members.before)
 
     def follow(self, until: str) -> Any:
-        """Do what the active ranks announce, with nothing, until a record of a kind that is no part's; return it.
+        """Do what the active ranks announce, with nothing, until a record that is no participant's kind; return it.
 
         Raises:
             JoinError: No active rank can have written what is there.
@@ -260,7 +260,7 @@ class TailLog(Announcer):
             self.members.take_role(Role.EVEN)
 
     def follow_to(self, index: int, kind: str) -> None:
-        """Do, in the midst of an answer, what the active ranks announce, until a part announces this.
+        """Do, amid a record, what the active ranks announce, until a participant announces this.
 
         Raises:
             JoinError: No active rank can have written what is there.

@@ -16,7 +16,7 @@ from torch_join._shadow._sharded.units import is_first_generation, units_of
 
 
 class Following:
-    """What a part of a sharded model announces, and follows, of its units; their `Observer`.
+    """What a sharded model's participant announces, and follows, of its units; their `Observer`.
 
     Args:
         participant: The part.
