@@ -188,7 +188,7 @@ def test_one_process_needs_no_such_limits(workers: Workers, kind: Any) -> None:
 
 def test_stop_iteration_in_a_step_does_not_end_the_epoch_of_one_rank(workers: Workers) -> None:
     survivor, culprit = workers.outcomes(2, fit, Fit((4, 6)), Exhausts)
-    assert "RuntimeError: A step or a hook raised StopIteration" in culprit.error
+    assert "JoinError: A step or a hook raised StopIteration" in culprit.error
     assert "PeerFailedError: Rank 1 failed" in survivor.error
 
 

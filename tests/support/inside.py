@@ -30,7 +30,7 @@ from torch_join._compat import groups as _compat_groups
 from torch_join._compat import metrics as _compat_metrics
 from torch_join._control import channel as _channel
 from torch_join._control import codec as _codec
-from torch_join._control import exit_guard as _drain_gloo
+from torch_join._control import exit_guard as _exit_guard
 from torch_join._control import rendezvous as _rendezvous
 from torch_join._control._links import handshake as _handshake
 from torch_join._control._links import layout as _layout
@@ -69,7 +69,8 @@ entered_joins = _nesting._entered
 TILES_PLACE = (_digest, "_tiles")
 PLACES_PLACE = (_optimizers, "_places")
 SET_TRAINING_PLACE = (_replicas, "_set_training")
-QUIESCE_PLACE = (_drain_gloo, "_drain_gloo")
+EXIT_GUARD_PLACE = (_exit_guard, "_drain_gloo")
+asks_at_exit = _exit_guard.drain_gloo_at_exit.cache_info
 
 
 def transfer_sizes(bucket: int = _transfer.BUCKET_BYTES, large: int = LARGE) -> AbstractContextManager[Any]:
@@ -428,7 +429,7 @@ def mirror(tail_log: Any, kind: str, payload: Any) -> None:
 
 
 def given_objects(join: Any) -> list[Any]:
-    found: list[Any] = join._driver._objects
+    found: list[Any] = join._driver.given
     return found
 
 

@@ -302,7 +302,7 @@ ALLOWED = {
     ("objects.py", "pickle.loads"),
     ("state.py", "pickle.Unpickler"),
     # Batches, which travel over a process group, as torch's object collectives do.
-    ("exchange.py", "pickle.loads"),
+    ("batch_exchange.py", "pickle.loads"),
     ("packing.py", "pickle.Unpickler"),
 }
 

@@ -352,11 +352,11 @@ END = """
 import atexit, os, sys, tempfile
 atexit.register(sum, range(6_000_000))  # in C: it does not let go of the interpreter's lock
 import torch, torch.distributed as dist
-from tests.support.inside import QUIESCE_PLACE, asks_at_exit
+from tests.support.inside import EXIT_GUARD_PLACE, asks_at_exit
 from torch_join.integration import open_channel
 calls = []
-quiesce = getattr(*QUIESCE_PLACE)
-setattr(*QUIESCE_PLACE, lambda: (calls.append(1), quiesce()))
+drain = getattr(*EXIT_GUARD_PLACE)
+setattr(*EXIT_GUARD_PLACE, lambda: (calls.append(1), drain()))
 atexit.register(lambda: calls.append(0))
 dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
 assert asks_at_exit().currsize == 0
