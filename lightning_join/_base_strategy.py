@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, cast
 
 from lightning.pytorch import Trainer
@@ -61,6 +62,14 @@ class Joining(ParallelStrategy):
     join: Any = None
     # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
     sets_up = False
+
+    # What was chosen, to be read only: it is the same on all ranks.
+    weighting = property(attrgetter("options.weighting"))
+    throw_on_early_termination = property(attrgetter("options.throw_on_early_termination"))
+    enable_join = property(attrgetter("options.enable"))  # until 0.3.0
+    backward_collectives = property(attrgetter("options.backward_collectives"))
+    rebalance = property(attrgetter("options.rebalance"))
+    hand_over_buffers = property(attrgetter("options.hand_over_buffers"))
 
     @renamed("enable_join", "enable")
     def __init__(

@@ -149,3 +149,11 @@ def test_the_signature_of_a_users_own_strategy() -> None:
     assert next(iter(parameters(Own))) == "rate"
     assert {"weighting", "accelerator", "kwargs"} <= parameters(Own).keys()
     assert list(parameters(Closed)) == ["rate"]
+
+
+@pytest.mark.parametrize("name", ["weighting", "enable_join", "rebalance", "throw_on_early_termination"])
+def test_what_a_strategy_was_made_with_can_be_read_and_not_set(name: str) -> None:
+    made = lightning_join.DDPJoinStrategy(weighting="samples", rebalance=True)
+    assert getattr(made, name) == getattr(made.options, "enable" if name == "enable_join" else name)
+    with pytest.raises(AttributeError):
+        setattr(made, name, "world")
