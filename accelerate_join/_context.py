@@ -4,10 +4,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import accelerate
 from torch.utils.data import DataLoader
+from typing_extensions import Unpack
 
 from accelerate_join._accelerator import class_replaced
 from accelerate_join._loaders import PreparedReader, even_batches_set, goes_through_join, is_prepared, loops_replaced
@@ -15,9 +16,6 @@ from accelerate_join._operations import Operations
 from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
 from torch_join import Join, JoinTypeError, UnsupportedError
 from torch_join.integration import JoinOptions, LoopDriver, driver_of, listed, own_loops, renamed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -27,7 +25,7 @@ def join_uneven_inputs(
     accelerator: accelerate.Accelerator,
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
-    **options: "Unpack[JoinOptions]",
+    **options: Unpack[JoinOptions],
 ) -> AbstractContextManager[Join]:
     """Train on uneven inputs with Accelerate, exactly.
 
@@ -103,7 +101,7 @@ def join_batches(
     loader: DataLoader[T],
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
-    **options: "Unpack[JoinOptions]",
+    **options: Unpack[JoinOptions],
 ) -> Iterable[T]: ...
 @overload
 def join_batches(
@@ -111,7 +109,7 @@ def join_batches(
     loader: Iterable[T],
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
-    **options: "Unpack[JoinOptions]",
+    **options: Unpack[JoinOptions],
 ) -> Iterable[T]: ...
 @renamed("heartbeat", "may_break")
 def join_batches(
@@ -170,7 +168,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         self,
         joinables: Any = None,
         even_batches: bool | None = False,
-        **options: "Unpack[JoinOptions]",
+        **options: Unpack[JoinOptions],
     ) -> AbstractContextManager[Join]:
         """Train on uneven inputs, exactly: see `accelerate_join.join_uneven_inputs`.
 

@@ -33,9 +33,9 @@ from torch_join.integration import (
     Rebalancing,
     StepDriver,
     open_channel,
-    renamed,
     telling_failures,
     use_device,
+    warn_renamed,
 )
 
 # What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
@@ -71,7 +71,6 @@ class Joining(ParallelStrategy):
     rebalance = property(attrgetter("options.rebalance"))
     hand_over_buffers = property(attrgetter("options.hand_over_buffers"))
 
-    @renamed("enable_join", "enable")
     def __init__(
         self,
         *args: Any,
@@ -83,9 +82,13 @@ class Joining(ParallelStrategy):
         backward_collectives: bool = False,
         rebalance: bool = False,
         hand_over_buffers: bool | None = None,
+        enable_join: bool | None = None,  # `enable` by its old name, which configurations have
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if enable_join is not None:
+            warn_renamed("enable_join", "enable", both=enable_join and not enable)
+            enable = enable_join
         self.joinables = tuple(joinables)
         timeout = Options.timeout if self._timeout is None else self._timeout
         self.options = Options.of(locals())

@@ -1,5 +1,6 @@
 """A strategy's own collectives: in a step that some ranks do not have, over the ranks that have it."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class ActiveCollectives:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.__signature__ = whole_signature(cls, ActiveCollectives)  # type: ignore[attr-defined]
+        with suppress(TypeError, ValueError):  # a user's class whose parameters have no common order with ours
+            cls.__signature__ = whole_signature(cls, ActiveCollectives)  # type: ignore[attr-defined]
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
         """Return the ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""

@@ -17,7 +17,7 @@ class JoiningStrategy(Protocol):
     `DDPJoinStrategy` is one. It builds all of them, and none of them imports it.
 
     Attributes:
-        weighting: How the gradients of the ranks that have a batch are combined.
+        options: What the user has chosen.
         channel: Small messages between the ranks, and the meetings of all of them.
         driver: Serves, on a rank without a batch, what the others do in a step; `None` outside of a run.
         join: Who has a batch at which step of a fit, and what a rank without one runs; `None` outside of a fit.

@@ -1,7 +1,4 @@
-"""Print what import-linter cannot see: `python scripts/structure.py [ROOT]`, one line for each violation.
-
-The integrations import only names of `torch_join` that are in its `__all__`, and use no attribute private to it.
-"""
+"""Print what import-linter cannot see: integrations use the public names of `torch_join`, and none of its private."""
 
 import ast
 import sys
@@ -22,11 +19,21 @@ def violations(root: Path) -> Iterator[str]:
     for path in sorted(path for package in INTEGRATIONS for path in (root / package).rglob("*.py")):
         tree = ast.parse(path.read_text())
         where = path.relative_to(root).as_posix()
+        named = {"integration": "torch_join.integration"}  # what modules are called here
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module in public:
-                for alias in node.names:
-                    if alias.name not in {*public[node.module], "integration"}:
-                        yield f"{where}:{node.lineno}: {alias.name} is no public name of {node.module}"
+            asked: list[tuple[str, str]] = []
+            match node:
+                case ast.ImportFrom(module=str(module)):
+                    asked = [(module, alias.name) for alias in node.names if alias.name != "integration"]
+                case ast.Import():
+                    named |= {alias.asname: alias.name for alias in node.names if alias.asname}
+                case ast.Attribute(value=ast.Name(id=owner), attr=name):
+                    asked = [(named.get(owner, owner), name)] if name != "integration" else []
+                case ast.Constant(value=str(text)) if text.startswith("torch_join._"):
+                    yield f"{where}:{node.lineno}: {text} is private"
+            for module, name in asked:
+                if module in public and name not in public[module]:
+                    yield f"{where}:{node.lineno}: {name} is no public name of {module}"
         for line, name in reached_into(tree, {*defined(tree)}):
             if name in private:
                 yield f"{where}:{line}: {name} is private in torch_join"
@@ -66,7 +73,4 @@ def reached_into(tree: ast.AST, own: Iterable[str]) -> Iterator[tuple[int, str]]
 
 
 if __name__ == "__main__":
-    lines = [*violations(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent)]
-    for line in lines:
-        print(line)
-    sys.exit(bool(lines))
+    sys.exit("\n".join(violations(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent)) or 0)

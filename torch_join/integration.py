@@ -32,7 +32,7 @@ from torch_join._lockstep.step_driver import StepDriver
 from torch_join._participants import ModuleMetrics, Participant
 from torch_join._participants.arguments import listed
 from torch_join._participants.kinds import holds_parts, is_engine, is_sharded_model
-from torch_join._participants.options import JoinOptions, Options, renamed, whole_signature
+from torch_join._participants.options import JoinOptions, Options, renamed, warn_renamed, whole_signature
 from torch_join._participants.participant import Driver
 from torch_join._schedule.active_ranks import ReadStep, early_termination
 from torch_join._schedule.epoch_record import EpochRecord, RankRecord
@@ -55,7 +55,7 @@ __all__ = [
     "follow_sharded_model", "group_options", "holds_parts", "in_backward", "is_closed", "is_communication_error",
     "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with", "leads_to", "listed", "name_ranks",
     "naming_missing", "open_channel", "own_loops", "refuse_position", "renamed", "setting", "sharded_lockstep_join",
-    "steps_of", "take_group_options", "telling_failures", "use_device", "whole_signature",
+    "steps_of", "take_group_options", "telling_failures", "use_device", "warn_renamed", "whole_signature",
 ]
 # fmt: on
 

@@ -34,7 +34,8 @@ PUBLIC = {
         factor_of_count follow_engine follow_sharded_model group_options holds_parts in_backward is_closed
         is_communication_error is_engine is_length_certain is_sharded_model join_rows join_with leads_to listed
         name_ranks naming_missing open_channel own_loops refuse_position renamed setting sharded_lockstep_join
-        steps_of take_group_options telling_failures use_device whole_signature
+        steps_of take_group_options telling_failures use_device warn_renamed
+        whole_signature
     """,
     lightning_join: """
         DDPJoinStrategy DeepSpeedJoinStrategy EarlyTerminationError FSDPJoinStrategy JoinCallback JoinError

@@ -4,6 +4,7 @@ The reference knows nothing of this project: it applies the formulas of the weig
 """
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -510,7 +511,9 @@ def backward(parameters: Iterable[Tensor], loss: Tensor, weight: float, run: Cal
 
 
 def difference(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
-    return max((float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+    """The greatest difference of two elements, and infinity where one is NaN, which `max` would not see."""
+    largest = [float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    return math.inf if any(map(math.isnan, largest)) else max(largest, default=0.0)
 
 
 def flatten(state: Any) -> list[Tensor]:

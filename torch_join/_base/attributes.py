@@ -12,12 +12,14 @@ def setting(owner: Any, **attributes: Any) -> Iterator[None]:
     properties = [name for name in attributes if hasattr(getattr_static(type(owner), name, None), "__set__")]
     before = {name: getattr(owner, name) for name in properties}
     before |= {name: vars(owner)[name] for name in attributes if name not in before and name in vars(owner)}
+    done = []
     try:
         for name, value in attributes.items():
             setattr(owner, name, value)
+            done.append(name)
         yield
     finally:
-        for name in attributes:
+        for name in done:
             if name in before:
                 setattr(owner, name, before[name])
             else:

@@ -55,14 +55,14 @@ class Backwards:
         if not ddps and self._is_apart(group):
             return
         if in_tail:
-            for participant in self._tail_log.participants:
-                participant.before_collective(ddps)
+            for each in self._tail_log.participants:
+                each.before_collective(ddps)
             if ddps:
                 self._tail_log.tell()
         if ddps or self.in_pieces:
             return
         self.before_differentiable(group)
-        if in_tail and not self.in_pieces and any(participant.in_pieces for participant in self._tail_log.participants):
+        if in_tail and not self.in_pieces and any(each.in_pieces for each in self._tail_log.participants):
             raise late(f"A collective of ranks {group}, of which others may not know,")
 
     def before_differentiable(self, group: list[int]) -> None:
@@ -87,9 +87,7 @@ class Backwards:
         """
         if not self._tail_log.meet() or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
             return
-        owned = (
-            [] if self.replicas else [name for participant in self._tail_log.participants for name in participant.owned]
-        )
+        owned = [] if self.replicas else [name for each in self._tail_log.participants for name in each.owned]
         if owned:
             raise UnsupportedError(
                 f"{operation} of a model while {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'} joined, and"
@@ -107,7 +105,7 @@ class Backwards:
         """Whether these ranks' gradients (global ones, of a process group) are weighted where they reach parameters."""
         if self._members.count is None or self._members.serves or self._is_apart(group):
             return False
-        return any(participant.is_model and participant.in_pieces for participant in self._tail_log.participants)
+        return any(each.is_model and each.in_pieces for each in self._tail_log.participants)
 
     @property
     def weighting(self) -> str:

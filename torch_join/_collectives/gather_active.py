@@ -45,7 +45,7 @@ def join_rows(tensor: Tensor, rows: Sequence[int], gather: Callable[[Tensor], Te
     gathered = gather(torch.cat([tensor, padding]) if len(padding) else tensor)
     if min(rows) == most:
         return gathered.flatten(0, 1)
-    return torch.cat([participant[:count] for participant, count in zip(gathered, rows, strict=True)])
+    return torch.cat([own[:count] for own, count in zip(gathered, rows, strict=True)])
 
 
 def _stack_of_all(tensor: Tensor, group: Any) -> Tensor:

@@ -117,8 +117,8 @@ class Lockstep:
         Returns:
             Every rank's `value`.
         """
-        for participant in self._customs:
-            participant.renew()
+        for each in self._customs:
+            each.renew()
         self._buffers.begin()
         active_ranks = ExchangedActiveRanks(self.channel, self._throws, first_step)
         self._exchanged = self._ranks = self._present = active_ranks
@@ -225,8 +225,8 @@ class Lockstep:
 
     def finish(self) -> None:
         """End the epoch: run the joinables' post-hooks."""
-        for participant in self._customs:
-            participant.after_all(self._present.ended_last(self.channel.rank))
+        for each in self._customs:
+            each.after_all(self._present.ended_last(self.channel.rank))
         self._ranks.end()
         self._buffers.end()
 

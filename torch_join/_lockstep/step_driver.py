@@ -144,5 +144,5 @@ class StepDriver(Driver):
 
     def leave_tail(self) -> None:
         """All ranks have come to the end of what each evaluates, some before the others."""
-        for participant in self.tail_log.participants:
-            participant.leave_tail()
+        for each in self.tail_log.participants:
+            each.leave_tail()

@@ -61,9 +61,7 @@ def of_engines(objects: Sequence[Any]) -> set[int]:
     """
     engines = [thing for thing in objects if is_engine(thing)]
     return {
-        id(participant)
-        for engine in engines
-        for participant in (engine, engine.optimizer, innermost_optimizer(engine.optimizer))
+        id(each) for engine in engines for each in (engine, engine.optimizer, innermost_optimizer(engine.optimizer))
     }
 
 

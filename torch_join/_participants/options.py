@@ -1,5 +1,6 @@
 """What a user chooses about joining: one object, made and checked where it is given, and passed on."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -102,17 +103,23 @@ def renamed(old: str, new: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if old in kwargs:
-                if new in kwargs:
-                    raise JoinTypeError(f"{old}= is the old name of {new}=, and both are given. Leave {old}= out.")
-                warnings.warn(
-                    f"{old}= is called {new}= now. The old name works until 0.3.0.", FutureWarning, stacklevel=2
-                )
+                warn_renamed(old, new, both=new in kwargs)
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
         return call
 
     return decorate
+
+
+def warn_renamed(old: str, new: str, both: bool) -> None:
+    """Warn whoever has called the packages with a keyword's old name; raise if `both` were given."""
+    if both:
+        raise JoinTypeError(f"{old}= is the old name of {new}=, and both are given. Leave {old}= out.")
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0].endswith("_join"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{old}= is called {new}= now. The old name works until 0.3.0.", FutureWarning, stacklevel=level + 1)
 
 
 def whole_signature(kind: type, ours: type) -> Signature:
@@ -128,7 +135,7 @@ def whole_signature(kind: type, ours: type) -> Signature:
             _, *more = signature(each.__init__).parameters.values()  # type: ignore[misc]
             if found.pop("kwargs", None):  # these are reached by keyword
                 more = [p.replace(kind=max(p.kind, p.KEYWORD_ONLY)) for p in more if p.kind is not p.VAR_POSITIONAL]
-            found = {p.name: p for p in more} | found
+            found |= {p.name: p for p in more if p.name not in found}
             if "kwargs" not in found or place > kind.__mro__.index(ours):
                 break
     return Signature(sorted(found.values(), key=lambda p: p.kind))

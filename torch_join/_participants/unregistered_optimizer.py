@@ -45,11 +45,7 @@ class UnregisteredOptimizerParticipant(Participant):
         self._given.clear()
         for thing in self._joinables:
             self._take(thing)
-        models = [
-            cast(LoopModel, participant).modules[0]
-            for participant in self.tail_log.participants
-            if participant.is_model
-        ]
+        models = [cast(LoopModel, each).modules[0] for each in self.tail_log.participants if each.is_model]
         self._parameters = {id(p) for model in models for p in model.parameters() if p.requires_grad}
         wrapped = {id(inner) for optimizer in self._given.values() for inner in _chain(optimizer)[1:]}
         for key, optimizer in self._given.items():

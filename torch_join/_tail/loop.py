@@ -171,8 +171,8 @@ class LoopDriver(Driver):
             self.tail_log.open(open_channel())
             if not self.begins_with_loop:
                 self.tail.compare_given(self.tail_log.channel.gather(self.tail.given, of=list[str]))
-            for participant in self.tail_log.participants:
-                participant.enter()
+            for each in self.tail_log.participants:
+                each.enter()
         except BaseException:
             self.leave()
             raise
@@ -193,8 +193,8 @@ class LoopDriver(Driver):
                 self._meet_without_input()
                 if self.place is Place.ENDED:
                     self.members.last_joiner = verdict
-            for participant in self.tail_log.participants:
-                participant.after_all(self.members.last_joiner)
+            for each in self.tail_log.participants:
+                each.after_all(self.members.last_joiner)
             # No rank's process ends before all have come here.
             said = self.tail_log.channel.gather(hyperparameters(self.given), of=Hyperparameters)
             compare(said, self.members.global_ranks)
@@ -571,7 +571,7 @@ class LoopDriver(Driver):
         """The calls of the `zero_grad` of given optimizers (of one that wraps another, of that one's) and models."""
         if not self._clears:
             found = {id(inner): inner for thing in self.given if (inner := innermost_optimizer(thing)) is not None}
-            models = [module for participant in self.tail_log.models() for module in participant.modules]
+            models = [module for each in self.tail_log.models() for module in each.modules]
             self._clears = [Clears(one) for one in (*found.values(), *models)]
         return self._clears
 
@@ -583,10 +583,7 @@ class LoopDriver(Driver):
 
     @property
     def sees_steps(self) -> bool:
-        return any(
-            participant.is_model or isinstance(participant, CustomParticipant)
-            for participant in self.tail_log.participants
-        )
+        return any(each.is_model or isinstance(each, CustomParticipant) for each in self.tail_log.participants)
 
     @property
     def loop_number(self) -> int:

@@ -19,7 +19,7 @@ def refuse_model_parallel(tail_log: TailLog) -> None:
     Raises:
         UnsupportedError: Some do.
     """
-    if any(participant.model_parallel_groups for participant in tail_log.participants):
+    if any(each.model_parallel_groups for each in tail_log.participants):
         raise UnsupportedError(
             "rebalance=True with tensor parallelism: a batch that is given away would have to reach all ranks of the"
             " group that computes it together. Train without rebalance=True."

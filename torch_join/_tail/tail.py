@@ -131,8 +131,8 @@ class Tail:
         # What a joined rank says does not count: it has synced what it accumulated as a shadow.
         has_synced = self._has_synced or not members.leads
         with on_device(self.tail_log.members.group):
-            for participant, theirs in zip(self.tail_log.participants, words, strict=True):
-                participant.receive_closing(theirs, members.leader)
+            for each, theirs in zip(self.tail_log.participants, words, strict=True):
+                each.receive_closing(theirs, members.leader)
             self._audit.end(self.tail_log.channel, self._take_states(), has_synced)
             self._buffers.clear()
         self._restore_flags()
@@ -173,7 +173,7 @@ class Tail:
     @property
     def _has_synced(self) -> bool:
         """Whether gradients have been averaged since the last tail, and none been accumulated since."""
-        return all(participant.synced and not participant.accumulates for participant in self.tail_log.models())
+        return all(each.synced and not each.accumulates for each in self.tail_log.models())
 
     # ------------------------------------------------------------ checks
 
@@ -201,11 +201,7 @@ class Tail:
     def check_backward(self, group: list[int], is_ddps: bool) -> None:
         """Raise for a collective in backward that would be wrong or wait for ever."""
         members = self.tail_log.members
-        if any(
-            {*group} <= {*peers}
-            for participant in self.tail_log.participants
-            for peers in participant.model_parallel_groups
-        ):
+        if any({*group} <= {*peers} for each in self.tail_log.participants for peers in each.model_parallel_groups):
             return  # of tensor parallelism: all of them have the same batch, or none
         if not is_ddps and members.count is not None:
             if not all(isinstance(model, ModelParticipant) for model in self.tail_log.models()):

@@ -101,7 +101,7 @@ class TailLog(Announcer):
 
     def models(self) -> list[LoopModel]:
         """Return the parts of models."""
-        return [cast(LoopModel, participant) for participant in self.participants if participant.is_model]
+        return [cast(LoopModel, each) for each in self.participants if each.is_model]
 
     def remember_gradients(self) -> None:
         """Note what gradients there are, as long as all ranks have done the same."""
@@ -175,13 +175,13 @@ class TailLog(Announcer):
     def together(self, announce: Callable[[], None] = _NOTHING) -> Iterator[None]:
         """Put around what all ranks do to what takes part; joined ones hear of it by an active one's `announce`."""
         if self.meet():
-            for participant in self.participants:
-                participant.before_all_ranks()
+            for each in self.participants:
+                each.before_all_ranks()
             announce()
         with self.on_all_ranks():
             yield
-        for participant in self.participants:
-            participant.after_all_ranks()
+        for each in self.participants:
+            each.after_all_ranks()
 
     @contextmanager
     def listening(self, tap: CollectiveTap) -> Iterator[None]:
@@ -211,14 +211,14 @@ class TailLog(Announcer):
         self._counts = True
         self._subgroups.find(self.members.before)
         self.agreement.begin()
-        self.announce(-1, _records.TAIL, [participant.synced - participant.deferred for participant in self.models()])
-        for participant in self.participants:
-            participant.enter_tail()
+        self.announce(-1, _records.TAIL, [each.synced - each.deferred for each in self.models()])
+        for each in self.participants:
+            each.enter_tail()
         self.tap.install()
 
     def end_tail(self) -> list[Any]:
         """Tell the joined ranks, on the last active ones, that the tail is over; return the closing messages."""
-        words = [participant.closing_message() for participant in self.participants]
+        words = [each.closing_message() for each in self.participants]
         self._subgroups.mark(self.members.before)
         end = -1, _records.END, (words, self.members.leader, self.in_pieces)
         self.channel.append(([end], ()), leads=self.members.leads)
@@ -231,8 +231,8 @@ class TailLog(Announcer):
             self.members.take_role(Role.EVEN)
             self._counts = False
             self.tap.remove()
-            for participant in self.participants:
-                participant.leave_tail()
+            for each in self.participants:
+                each.leave_tail()
 
     # ------------------------------------------------------------ on a joined rank
 
@@ -300,7 +300,7 @@ class TailLog(Announcer):
         elif kind == _records.COLLECTIVE:
             mirror(payload)
         elif kind == _records.TAIL:
-            if (mine := [participant.synced for participant in self.models()]) != payload:
+            if (mine := [each.synced for each in self.models()]) != payload:
                 me, leader = self.members.named((self.members.rank, self.members.leader))
                 raise JoinError(explain_counts({me: mine, leader: payload}))
         else:
@@ -354,6 +354,4 @@ class TailLog(Announcer):
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None
-        return Status(
-            [[participant.forwards, participant.synced] for participant in self.models()], word, self.loader()
-        )
+        return Status([[each.forwards, each.synced] for each in self.models()], word, self.loader())

@@ -245,7 +245,7 @@ with torch_join.Join([model, optimizer]) as join:
         model(x).sum().backward()
         optimizer.step()
 {more}
-print([name for name in sys.modules if name.startswith("torch_join") and "sharded" in name])
+print([name for name in sys.modules if name.startswith("torch_join") and ("sharded" in name or "fsdp" in name)])
 """
 
 

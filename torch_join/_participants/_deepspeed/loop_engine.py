@@ -139,11 +139,7 @@ class LoopEngineParticipant(Participant, LoopModel):
 
     def _is_in_an_engines_backward(self) -> bool:
         """Whether one that was given runs its backward, which may go through others: a discriminator, for example."""
-        engines = (
-            participant.engine
-            for participant in self.tail_log.participants
-            if isinstance(participant, LoopEngineParticipant)
-        )
+        engines = (each.engine for each in self.tail_log.participants if isinstance(each, LoopEngineParticipant))
         return any(map(_compat.is_in_backward, engines))
 
     def _coalescing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

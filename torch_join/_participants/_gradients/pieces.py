@@ -72,7 +72,7 @@ class Pieces:
             UnsupportedError: It cannot.
         """
         self.check_nested()
-        models = [participant for participant in self._participant.tail_log.participants if participant.is_model]
+        models = [each for each in self._participant.tail_log.participants if each.is_model]
         if len(models) > 1 and self._delays:
             raise UnsupportedError(
                 "The first iteration of a model with static_graph=True, of several models, has collectives in backward"

@@ -156,12 +156,8 @@ class MetricParticipant(Participant):
         driver = self.driver
         if driver.meets_at is not MeetingPoint.FORWARD or driver.sees_steps or not metric.dist_sync_on_step:
             return False
-        participants = [
-            participant for participant in self.tail_log.participants if isinstance(participant, MetricParticipant)
-        ]
-        return metric is next(
-            one for participant in participants for one in participant.metrics if one.dist_sync_on_step
-        )
+        participants = [each for each in self.tail_log.participants if isinstance(each, MetricParticipant)]
+        return metric is next(one for each in participants for one in each.metrics if one.dist_sync_on_step)
 
 
 # ---------------------------------------------------------------- checks

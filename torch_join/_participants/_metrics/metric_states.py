@@ -66,7 +66,7 @@ class Exchange:
         place = _transfer.carrier(device, group) or self._place(device)
         raw = [raw_bytes(t) for state in self._states.values() for t in state.tensors if t.device.type == device]
         padding = torch.zeros(size - sum(map(len, raw)), dtype=torch.uint8, device=place)
-        packed = torch.cat([*(participant.to(place) for participant in raw), padding])
+        packed = torch.cat([*(each.to(place) for each in raw), padding])
         rows = [torch.empty_like(packed) for _ in self._schemas]
         with torch.no_grad(), self._driver.tail_log.own_collectives():
             dist.all_gather(rows, packed, group=group)

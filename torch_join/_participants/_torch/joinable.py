@@ -69,8 +69,8 @@ class HookDriver(Driver):
 
     def close(self) -> None:
         """Remove all that was installed; may be called again."""
-        for participant in reversed(self.participants):
-            participant.exit()
+        for each in reversed(self.participants):
+            each.exit()
         self.channel.close()
 
     # ------------------------------------------------------------ what the parts see
@@ -121,8 +121,8 @@ class HookDriver(Driver):
                 self._meet(True, int(count()) if self.members.count is not None else 0)
             if self.members.joined_ranks and not self.members.announces:
                 self.members.take_role(Role.TAIL)
-                for participant in self.participants:
-                    participant.enter_tail()
+                for each in self.participants:
+                    each.enter_tail()
         return True
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
@@ -176,12 +176,12 @@ class HookDriver(Driver):
         try:
             with telling_failures(self.channel):
                 self._leave_tail()
-                words = [participant.closing_message() for participant in self.participants] if is_last_joiner else None
+                words = [each.closing_message() for each in self.participants] if is_last_joiner else None
                 said = self.channel.gather(words, of=list[Any] | None)
                 self.members.follow_leader(next(rank for rank, theirs in enumerate(said) if theirs is not None))
                 if None in said:
-                    for participant, theirs in zip(self.participants, said[self.members.leader] or [], strict=True):
-                        participant.receive_closing(theirs, self.members.leader)
+                    for each, theirs in zip(self.participants, said[self.members.leader] or [], strict=True):
+                        each.receive_closing(theirs, self.members.leader)
                     states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated()]
                     hand_over(states, self.members.leader, self.channel, self.members.group)
                 self.channel.close(meets=True)
@@ -219,8 +219,8 @@ class HookDriver(Driver):
         if not self.members.announces:
             return
         self.members.take_role(Role.EVEN)
-        for participant in self.participants:
-            participant.leave_tail()
+        for each in self.participants:
+            each.leave_tail()
         if self._undone:
             self._word(_LEAVING)
 

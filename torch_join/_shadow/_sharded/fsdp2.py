@@ -248,8 +248,9 @@ class ParamGroupUnit:
             wait()
             hook()
 
-        ends = [replace(group, wait_for_unshard=waiting)]
+        ends: list[Callable[[], None]] = []
         hook()
+        ends.insert(0, replace(group, wait_for_unshard=waiting))
         return undo_all(ends)
 
     # ------------------------------------------------------------ on a joined rank
