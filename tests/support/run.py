@@ -511,8 +511,9 @@ def backward(parameters: Iterable[Tensor], loss: Tensor, weight: float, run: Cal
 
 
 def difference(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
-    """The greatest difference of two elements, and infinity where one is NaN, which `max` would not see."""
-    largest = [float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    """The greatest difference of two elements, and infinity where only one is NaN, which `max` would not see."""
+    pairs = [(a.detach(), b.detach()) for a, b in zip(ours, theirs, strict=True)]
+    largest = [float((a - b).masked_fill(a.isnan() & b.isnan(), 0).abs().max()) for a, b in pairs]
     return math.inf if any(map(math.isnan, largest)) else max(largest, default=0.0)
 
 
