@@ -247,6 +247,8 @@ def _kernel(operator: str) -> Callable[..., Any]:
         is_ours = tap._is_ours()
         if is_ours and not tap._ignoring:
             caller = sys._getframe().f_back
+            while caller is not None and caller.f_code.co_filename == __file__:  # dynamo runs a frame within its own
+                caller = caller.f_back
             backward = _compat_c10d.in_backward()
             ddps = backward and _compat_c10d.is_ddps(operation, caller)
             # Trailing arguments that have their default are left out.

@@ -22,20 +22,25 @@ def train(rank: int, compiled: str, loop: str) -> list[Tensor]:
     model: Any = torch.compile(ddp, backend="eager") if compiled == "wrapper" else ddp
     optimizer = SGD(ddp.parameters(), 0.1, momentum=0.9)
     step: Any = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
+
+    def whole(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        step()
+
+    whole = torch.compile(whole, backend="eager") if compiled == "whole" else whole
     for epoch, lengths in enumerate(EPOCHS):
         with Join([ddp, optimizer], may_break=loop == "heartbeat") as join:
             batches = [batch(rank, 10 * epoch + step) for step in range(lengths[rank])]
             for x in batches if loop == "plain" else join.batches(batches):
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                step()
+                whole(x)
     return [tensor.detach() for tensor in (*net.parameters(), *net.buffers())]
 
 
-@pytest.mark.parametrize("loop", ["plain", "heartbeat"])
+@pytest.mark.parametrize("loop", ["plain", "heartbeat", "sized"])
 def test_a_compiled_program_trains_as_the_program_does(workers: Workers, loop: str) -> None:
     expected = workers.run(2, train, "nothing", loop)[0]
-    for compiled in ("wrapper", "inner", "step"):
+    for compiled in ("wrapper", "inner", "step", "whole"):
         for found in workers.run(2, train, compiled, loop, deadline=180.0):
             assert all((a - b).abs().max() < 1e-10 for a, b in zip(found, expected, strict=True))
 
