@@ -66,7 +66,7 @@ def agree(channel: Channel, odd: int, at: int, leaves: int) -> None:
         agreement.note((0, what, [step]), leads=channel.rank == 0)
         channel.barrier()
         if step == leaves:
-            agreement.part(channel.rank, active, (0, 2))
+            agreement.note_change(channel.rank, active, (0, 2))
             return
 
 
