@@ -27,6 +27,7 @@ _UNIT = 1 << 1074  # of which any float is a multiple: whoever comes first, sums
 _SOME = 1 << 28  # barriers of some ranks, at most, between two of all
 _LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
+TIMEOUT = timedelta(minutes=30)  # for which a rank waits for another, unless the user says otherwise
 _TELLS_AFTER = 0.4  # seconds of a wait, after which others hear of it: most have ended by then
 _ANSWER = tuple[bool, Status | None]
 
@@ -51,7 +52,7 @@ class Channel:
             put off.
     """
 
-    def __init__(self, tree: Tree | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(self, tree: Tree | None = None, timeout: timedelta = TIMEOUT) -> None:
         self._tree = tree = tree or Tree.of_one()
         self._node, self._links = tree.node, tree.links
         self._number, self._stream = tree.open()

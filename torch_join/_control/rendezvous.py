@@ -10,7 +10,7 @@ from torch_join._base.errors import UnsupportedError
 from torch_join._compat import ddp as _compat
 from torch_join._control._links.tree import Tree
 from torch_join._control._links.wiring import wire
-from torch_join._control.channel import Channel
+from torch_join._control.channel import TIMEOUT, Channel
 from torch_join._control.exit_guard import drain_gloo_at_exit
 from torch_join._control.failures import telling_failures
 from torch_join._control.set_up import SetUp
@@ -18,7 +18,7 @@ from torch_join._control.set_up import SetUp
 _trees: WeakKeyDictionary[dist.ProcessGroup, Tree] = WeakKeyDictionary()
 
 
-def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> Channel:
+def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = TIMEOUT) -> Channel:
     """Open a channel between the ranks of `group`; every rank of it must call this, in the same order.
 
     The first one over a group connects its ranks, which the job's store is used for.

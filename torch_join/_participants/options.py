@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from torch_join._base.errors import JoinTypeError, JoinValueError
 from torch_join._base.weighting import Weighting, resolve_weighting
+from torch_join._control.channel import TIMEOUT
 from torch_join._handover.audit import Often
 
 P = ParamSpec("P")
@@ -50,7 +51,7 @@ class Options:
     throw_on_early_termination: bool = False
     weighting: Weighting = "world"
     may_break: bool = False
-    timeout: timedelta = timedelta(minutes=30)
+    timeout: timedelta = TIMEOUT
     audit: Often = "tail"
     hand_over_ignored: bool | None = None
     hand_over_buffers: bool | None = None
@@ -60,7 +61,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not isinstance(self.timeout, timedelta):
-            seconds = self.timeout if isinstance(self.timeout, (int, float)) else 1800
+            seconds = self.timeout if isinstance(self.timeout, (int, float)) else int(TIMEOUT.total_seconds())
             raise JoinTypeError(
                 f"timeout is how long a rank waits for another, as a datetime.timedelta, got {self.timeout!r}. Write"
                 f" timeout=timedelta(seconds={seconds})."
