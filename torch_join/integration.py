@@ -39,6 +39,7 @@ from torch_join._schedule.epoch_record import EpochRecord, RankRecord
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing
+from torch_join._schedule.stateful import begin_anew, epochs_of, resumed_at
 from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.reach import leads_to
 from torch_join._tail.loop import LoopDriver
@@ -50,12 +51,13 @@ from torch_join.join import Join
 __all__ = [
     "Begin", "Changes", "Channel", "Count", "Driver", "EpochRecord", "JoinOptions", "Lockstep", "LockstepJoin",
     "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Participant", "RankRecord", "ReadStep",
-    "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "StepDriver", "StepMirror", "check_names", "closed",
-    "draws_exactly", "driver_of", "early_termination", "engine_lockstep_join", "factor_of_count", "follow_engine",
-    "follow_sharded_model", "group_options", "holds_parts", "in_backward", "is_closed", "is_communication_error",
-    "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with", "leads_to", "listed", "name_ranks",
-    "naming_missing", "open_channel", "own_loops", "refuse_position", "renamed", "setting", "sharded_lockstep_join",
-    "steps_of", "take_group_options", "telling_failures", "use_device", "warn_renamed", "whole_signature",
+    "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "StepDriver", "StepMirror", "begin_anew", "check_names",
+    "closed", "draws_exactly", "driver_of", "early_termination", "engine_lockstep_join", "epochs_of",
+    "factor_of_count", "follow_engine", "follow_sharded_model", "group_options", "holds_parts", "in_backward",
+    "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows",
+    "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "refuse_position",
+    "renamed", "resumed_at", "setting", "sharded_lockstep_join", "steps_of", "take_group_options", "telling_failures",
+    "use_device", "warn_renamed", "whole_signature",
 ]
 # fmt: on
 

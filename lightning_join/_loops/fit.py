@@ -18,12 +18,11 @@ from lightning_join._logging.results import JoinResultCollection, check_monitore
 from lightning_join._loops.resuming import KEY, check_world
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import Place, ReadAheadFetcher
-from lightning_join._reading.stateful import epochs_of
 from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import check_unfrozen_parameters, take_unfrozen_parameters
 from torch_join import JoinError, JoinValueError, UnsupportedError
-from torch_join.integration import name_ranks, setting, steps_of
+from torch_join.integration import epochs_of, name_ranks, setting, steps_of
 
 REQUESTS = ("stop", "sigterm", "validate")
 

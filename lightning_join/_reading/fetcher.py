@@ -11,8 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import DataFetcher, PrefetchDataFetcher
 from lightning_join._reading.loaders import Loaders, measure, total_length
-from lightning_join._reading.stateful import at_place, begin_anew, epochs_of
-from torch_join.integration import RefillGuard, is_length_certain
+from torch_join.integration import RefillGuard, begin_anew, epochs_of, is_length_certain, resumed_at
 
 # Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, the `epochs` that datasets have
 # of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
@@ -124,7 +123,8 @@ class ReadAheadFetcher(DataFetcher):
             self.iterator = iter(loader)
         else:
             self._resumed, self._begun_at = place["epochs"], place
-            with at_place(loader, place):
+            loader._load_state_dicts(deepcopy(place["states"]))  # they may go on changing it
+            with resumed_at(loader.flattened, place["epochs"], place["taken"]):
                 self.iterator = iter(loader)
         if self._has_state:
             _compat.watch_ends(loader)

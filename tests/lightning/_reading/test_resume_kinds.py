@@ -12,11 +12,11 @@ import torchdata.nodes as tn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_join._reading.stateful import begin_anew
 from tests.lightning._loops.test_resume import Reader, Reading, Sample, Samples, SavesEverywhere, build
 from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
+from torch_join.integration import begin_anew
 
 
 class Nodes(Reader):

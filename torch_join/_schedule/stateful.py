@@ -6,35 +6,43 @@ torchdata 0.11, litdata 0.2.76 and datasets 5.2.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
-from lightning_join._compat import CombinedLoader, Stateful
-from torch_join import UnsupportedError
+from torch_join._base.errors import UnsupportedError
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether something has a state that can be loaded again."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 @contextmanager
-def at_place(loader: CombinedLoader, place: dict[str, Any]) -> Iterator[None]:
-    """Put around what makes the iterator of `loader`, so that each part begins at its state, and none begins anew."""
-    loader._load_state_dicts(deepcopy(place["states"]))  # they may go on changing it
-    for part, epoch in zip(loader.flattened, place["epochs"], strict=True):
+def resumed_at(loaders: Sequence[Any], epochs: Sequence[Any], taken: int) -> Iterator[None]:
+    """Put around what makes iterators, so that each loader begins at the state it was given, and none begins anew.
+
+    Args:
+        loaders: The loaders, whose states have been loaded.
+        epochs: Of each, what `epochs_of` returned with its state.
+        taken: How many batches had been taken.
+    """
+    for loader, epoch in zip(loaders, epochs, strict=True):
         if epoch is not None:
             # Lightning leaves `on_train_epoch_start`, where it is set as a rule, out of an epoch that is resumed.
-            part.dataset.set_epoch(epoch)
-        if _is_litdata(part) and place["taken"] > 0:
-            part.restore = True  # it takes the end of an epoch for the begin of the next
+            loader.dataset.set_epoch(epoch)
+        if _is_litdata(loader) and taken > 0:
+            loader.restore = True  # it takes the end of an epoch for the begin of the next
     # `torchdata.nodes.Loader` begins anew at its end, where this rank has no batch in the rest of the epoch.
-    restarting = [part for part in loader.flattened if getattr(part, "restart_on_stop_iteration", False)]
-    for part in restarting:
-        part.restart_on_stop_iteration = False
+    restarting = [loader for loader in loaders if getattr(loader, "restart_on_stop_iteration", False)]
+    for loader in restarting:
+        loader.restart_on_stop_iteration = False
     try:
         yield
     finally:
-        for part in restarting:
-            part.restart_on_stop_iteration = True
-        for part in loader.flattened:
-            if getattr(part, "next_iter_state", None) is not None:
-                part.next_iter_state = None  # else torchdata's, which ended before it, goes on from it next time too
+        for loader in restarting:
+            loader.restart_on_stop_iteration = True
+        for loader in loaders:
+            if getattr(loader, "next_iter_state", None) is not None:
+                loader.next_iter_state = None  # else torchdata's, which ended before it, goes on from it next time too
 
 
 def epochs_of(loaders: Sequence[Any]) -> list[Any]:
@@ -43,7 +51,7 @@ def epochs_of(loaders: Sequence[Any]) -> list[Any]:
     Streams of Hugging Face's `datasets` do.
     """
     datasets = [getattr(loader, "dataset", None) for loader in loaders]
-    bound = [isinstance(each, Stateful) and callable(getattr(each, "set_epoch", None)) for each in datasets]
+    bound = [is_stateful(each) and callable(getattr(each, "set_epoch", None)) for each in datasets]
     return [getattr(each, "epoch", None) if is_bound else None for each, is_bound in zip(datasets, bound, strict=True)]
 
 
