@@ -130,6 +130,49 @@ class Join(TorchJoin):
         """
         return self._driver.batches(loader)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all ranks have trained on: where the loop under way, or the last one, goes on in another job.
+
+        ```python
+        for batch in join.batches(loader):
+            ...
+            if join.step % 1000 == 0:
+                position = join.state_dict()
+                if join.active_ranks[0] == rank:
+                    torch.save({"model": ddp.module.state_dict(), "join": position}, path)
+        ```
+
+        All ranks that have a batch call it at the same step, and wait for each other; those that have run out add
+        their part without a call. The batch in hand counts as trained on. After the loop, the next one begins anew;
+        after a `break`, this one goes on.
+
+        Returns:
+            The same on all of them: numbers, texts, tensors, and the states of loaders that have a `state_dict`.
+
+        Raises:
+            JoinError: Some ranks did not call it, or at another step.
+            JoinTypeError: A loader's state cannot be pickled.
+            UnsupportedError: Batches are rebalanced in this loop.
+        """
+        return self._driver.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next loop over `batches` go on where `state_dict` was called; all ranks call this.
+
+        A loader with a `load_state_dict` gets its state back. Another one must yield the batches that it has yielded
+        then: as many are skipped as were trained on, without reading them where they come from a sampler. The
+        generators that draw an order are set for that, as are the epochs of samplers with a `set_epoch`.
+
+        Args:
+            state: What `state_dict` has returned.
+
+        Raises:
+            JoinValueError: It was written in the middle of a loop by another number of ranks. Or, as the loop begins:
+                over another loader, or not all ranks have loaded it.
+            JoinError: A loop is under way.
+        """
+        self._driver.load_state_dict(state)
+
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of each active rank, for a loss over all of them; all active ranks call it in a step.
 
@@ -177,5 +220,5 @@ class Join(TorchJoin):
 
     @property
     def step(self) -> int:
-        """The current step, counted from the loop's begin."""
+        """The current step, counted from the loop's begin, also where that was in another job."""
         return self._driver.step_number

@@ -28,11 +28,13 @@ class Status(NamedTuple):
         models: Its forwards and synced backwards, by model.
         word: What it has announced in the tail, as all active ranks must: a checksum, how much, the last.
         loader: Where its loader is in a collective: at which step, and of which ranks.
+        asked: How often all ranks' places in their loaders were asked for, as far as it knows.
     """
 
     models: list[list[int]]
     word: tuple[int, int, str] | None = None
     loader: tuple[int, list[int]] | None = None
+    asked: int = 0
 
 
 class Health(NamedTuple):

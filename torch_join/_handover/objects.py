@@ -53,6 +53,23 @@ def pack(value: Any, what: str) -> bytes:
         raise JoinTypeError(f"{what} cannot be pickled: {error}") from error
 
 
+def gather(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return every rank's value, by rank; every rank of the group calls this at the same time.
+
+    Args:
+        value: This rank's.
+        what: What that is, for an error.
+        group: The process group, by default the whole world.
+
+    Raises:
+        JoinTypeError: It cannot be pickled.
+    """
+    packed, rank = pack(value, what), dist.get_rank(group)
+    return [
+        broadcast(packed if source == rank else None, source, group) for source in range(dist.get_world_size(group))
+    ]
+
+
 def broadcast(packed: bytes | None, source: int, group: dist.ProcessGroup | None) -> Any:
     """Return the value that the source has packed; every rank of the group calls this at the same time.
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch_join._base.devices import use_device
-from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
+from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.weighting import Window
@@ -22,10 +23,13 @@ from torch_join._participants.options import Options
 from torch_join._participants.participant import Driver, Participant
 from torch_join._schedule.active_ranks import early_termination
 from torch_join._schedule.plan import Share
+from torch_join._schedule.positions import LoaderPlace
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.planned import Planned
+from torch_join._tail.position_exchange import PositionExchange
 from torch_join._tail.reader import Batches, Reader, Unbegun
+from torch_join._tail.resuming import Resuming, check_resumed, state_of
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
 from torch_join._tail.step import Step, Telling
 from torch_join._tail.tail import Tail
@@ -34,7 +38,7 @@ from torch_join._tail.tail_log import TailLog
 T = TypeVar("T")
 P = TypeVar("P", bound=Participant)
 
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str]]  # of a loop
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
@@ -65,6 +69,7 @@ class Loop:
         trains: The parts of models that have had a backward in it, of this rank's own or followed.
         thread: The thread that goes through it.
         even_until: Before this step, each is sure to be as the one before: all ranks have a batch, and more to come.
+        first: The step with which it begins: later than 0 where it is resumed.
     """
 
     reader: Reader[Any]
@@ -78,6 +83,7 @@ class Loop:
     trains: set[int] = field(default_factory=set)
     thread: int = field(default_factory=threading.get_ident)
     even_until: int = 0
+    first: int = 0
 
 
 class LoopDriver(Driver):
@@ -117,10 +123,12 @@ class LoopDriver(Driver):
         self._loop: Loop | None = None  # the current one, or the last
         self._clears: list[Clears] = []
         self._unbegun = Unbegun()
+        enabled = options.enable
+        self._positions = Resuming(self.members.rank if enabled else 0, self.members.world_size if enabled else 1)
         self._renew_tail_log()
         self._reset()
         if self.options.enable:
-            self.tail_log.participants = make_participants(self, objects, options.hooks)
+            self._make_participants()
 
     def _reset(self) -> None:
         """Begin anew, as before the first step."""
@@ -147,6 +155,10 @@ class LoopDriver(Driver):
         self.tail_log.backwards.replicas = self.options.hand_over_ignored is True
         self.backward_collectives = self._backward_collectives
 
+    def _make_participants(self) -> None:
+        self.tail_log.participants = make_participants(self, self.given, self.options.hooks)
+        self.add(partial(PositionExchange, find_place=self._find_place))
+
     def add(self, make: Callable[["LoopDriver", int], P]) -> P:
         """Add a participant after all others, before the `with` is entered; `make` gets this object and an index."""
         participant = make(self, len(self.tail_log.participants))
@@ -162,7 +174,7 @@ class LoopDriver(Driver):
         _nesting.enter(self, self.given, lambda: self.in_loop)
         if not self.tail_log.participants:  # it has been left before
             self._renew_tail_log()
-            self.tail_log.participants = make_participants(self, self.given, self.options.hooks)
+            self._make_participants()
         self._reset()
         try:
             parameters = (p for model in self.tail_log.models() for p in model.modules[0].parameters())
@@ -282,6 +294,36 @@ class LoopDriver(Driver):
         """Meet the others, if that was put off; return whether this rank does what rank 0 would, which has joined."""
         return self.find_main_joined() and self.members.leads
 
+    # ------------------------------------------------------------ positions
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Join.state_dict`."""
+        if self._positions.loaded is not None:
+            return self._positions.loaded
+        places = [self._find_place()]
+        if self.options.enable:
+            _nesting.check_entered(self, "join.state_dict() was called")
+            self.meet()
+            exchange = next(each for each in self.tail_log.participants if isinstance(each, PositionExchange))
+            with self._telling:
+                places = exchange.gather(self.step_number if self.in_loop else -1, "join.state_dict()")
+        return state_of(places, self.in_loop)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Join.load_state_dict`."""
+        if self.in_loop:
+            with self._telling:
+                raise JoinError("join.load_state_dict() was called in a loop. Call it before the one that is to go on.")
+        self._positions.load(state)
+
+    def _find_place(self) -> LoaderPlace | None:
+        if self._rebalancing.current is not None:
+            raise UnsupportedError(
+                "join.state_dict() in a loop with rebalance=True: ranks train on batches of others, and it does not say"
+                " yet which ones. Call it after the loop, or train without rebalance=True."
+            )
+        return None if self._loop is None else self._loop.reader.place()
+
     # ------------------------------------------------------------ a loop over batches
 
     def batches(self, loader: Iterable[T]) -> Iterable[T]:
@@ -302,10 +344,13 @@ class LoopDriver(Driver):
         self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader, asks: bool = True
     ) -> Iterator[T]:
         if not self.options.enable:
-            self.step_number = 0
-            for batch in loader:
-                yield batch
+            self.step_number = max(0, self._positions.first_step)
+            reader = self._positions.open(loader, reader_of)
+            self._loop, self.place = Loop(reader, asked=True), Place.LOOP
+            while reader.has_next():
+                yield reader.take()
                 self.step_number += 1
+            self.place = Place.ENDED
             return
         with self._telling:
             loop = self._begin_loop(loader, reader_of, asks and self.asks)
@@ -346,28 +391,30 @@ class LoopDriver(Driver):
             raise _nesting.nested()
         self.meet()
         self._loops += 1
-        reader = reader_of(loader)
-        loop = self._loop = Loop(reader, asks, number=self._loops)
+        first = self._positions.first_step
+        reader = self._positions.open(loader, reader_of)
+        loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
             model.check_can_train(reader.has_next)
         length = None if self.members.meets_late else reader.certain_length()
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
-        begin = length, hyperparameters(self.given), how, given
+        begin = length, hyperparameters(self.given), how, given, first
         said = self.tail_log.channel.gather(begin, not self.in_loop, _BEGIN)
-        lengths, hyper, ways, everyone = zip(*said, strict=True)
+        lengths, hyper, ways, everyone, steps = zip(*said, strict=True)
         if self.begins_with_loop:
             self.tail.compare_given(everyone)
         compare(hyper, self.members.global_ranks)
         if _ASKS not in ways:
             return None
+        check_resumed(self.members.global_ranks, steps)
         rebalances = self._rebalancing.enabled
         refused = (_UNASKED, _EMPTY) if rebalances else (_UNASKED,)  # with none, it is to be given some
         _nesting.refuse_unasked(self.members.named(rank for rank, way in enumerate(ways) if way in refused))
         if self.members.meets_late:
             self.tail_log.tap.install()
         loop.schedule = self._choose_schedule(loop, lengths)
-        self.place, self.step_number = Place.LOOP, 0
+        self.place, self.step_number = Place.LOOP, loop.first
         self._steps.forget()
         self.tail_log.parting.begin_loop(self.tail_log.channel)
         for model in self.tail_log.models():
@@ -386,7 +433,8 @@ class LoopDriver(Driver):
             return EachUse(self.step, loop.reader, self.tail_log)
         if None in lengths:
             return EachBatch(self.step, loop.reader)
-        return Certain(self.step, loop.reader, self.tail_log, cast(list[int], [*lengths]), self._throws)
+        known = cast(list[int], [*lengths])
+        return Certain(self.step, loop.reader, self.tail_log, known, self._throws, loop.first)
 
     def _is_in(self, loop: Loop) -> bool:
         return self.place is Place.LOOP and self._loop is loop
@@ -480,10 +528,15 @@ class LoopDriver(Driver):
         members = self.members
         return (
             len(members.active) == len(members.before) == members.world_size
-            and self.step_number > 0
+            and self._is_under_way
             and not self._steps_elsewhere
             and all(model.is_prepared for model in self.tail_log.models())
         )
+
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether the loop's first step is over."""
+        return self._loop is not None and self.step_number > self._loop.first
 
     def _meet_without_input(self) -> None:
         """Meet as a rank that has no batch; serve until all ranks have joined."""
@@ -544,7 +597,7 @@ class LoopDriver(Driver):
         """Whether batches are asked for in another thread than the one that takes the steps, which may be in one."""
         here = threading.get_ident()
         # Before its first forward a rank's steps are taken where the `with` was entered; with no batch there are none.
-        steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self.step_number else here
+        steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self._is_under_way else here
         return self._loop is not None and self.in_loop and here != steps_in
 
     def _check_thread(self) -> None:

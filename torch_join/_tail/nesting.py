@@ -43,7 +43,7 @@ def is_entered(driver: object) -> bool:
     return any(driver is other.driver for other in _entered)
 
 
-def check_entered(driver: object) -> None:
+def check_entered(driver: object, what: str = "A loop over join.batches was begun") -> None:
     """Raise if its `Join` is not entered.
 
     Raises:
@@ -51,8 +51,8 @@ def check_entered(driver: object) -> None:
     """
     if not is_entered(driver):
         raise JoinError(
-            "A loop over join.batches was begun outside of its `with`, where no rank serves another. Put it inside:"
-            " `with Join([...]) as join: for batch in join.batches(loader): ...`."
+            f"{what} outside of its `with`, where no rank serves another. Put it inside: `with Join([...]) as join: for"
+            " batch in join.batches(loader): ...`."
         )
 
 

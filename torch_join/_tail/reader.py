@@ -14,6 +14,7 @@ from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 from torch_join._base.membership import Membership
 from torch_join._base.weighting import Count, Window
 from torch_join._control.channel import Channel
+from torch_join._schedule.positions import LoaderPlace, Position
 from torch_join._schedule.rebalancer import Source
 from torch_join._tail.refills import RefillGuard
 
@@ -30,15 +31,19 @@ class Reader(Source, Generic[T]):
 
     Attributes:
         pulling: Whether the loader is at work on its next batch.
+        taken: How many batches have been taken, also before the loop was resumed.
         lead: How many steps ahead a batch of another rank must have been given.
     """
 
     lead = 1
+    _reads_ahead = False  # of the batch in hand
 
-    def __init__(self, loader: Iterable[T]) -> None:
+    def __init__(self, loader: Iterable[T], place: LoaderPlace | None = None) -> None:
         self._loader = loader
         self.pulling = False
-        self._iterator = iter(loader)
+        self._position = Position(loader, place, self._reads_ahead)
+        self._iterator: Iterator[T] = self._position.iterator
+        self.taken = self._position.first
         self._ahead: deque[T] = deque()
         self._ended = False
         self._reserved: deque[list[T]] = deque(maxlen=self.lead)  # of the steps that are to come
@@ -57,6 +62,8 @@ class Reader(Source, Generic[T]):
         return len(self._ahead) >= ahead
 
     def _read(self) -> T:
+        if self._position.keeps:
+            self._position.keep(self.taken + len(self._ahead))
         if self._guard is None:
             return next(self._iterator)
         return self._guard.read([*chain(*self._reserved), *self._ahead], lambda: next(self._iterator))
@@ -65,7 +72,13 @@ class Reader(Source, Generic[T]):
         """Return the next batch."""
         if not self._ahead:
             self.has_next()
+        self.taken += 1
         return self._ahead.popleft()
+
+    def place(self) -> LoaderPlace:
+        """Return where this rank stands: the batch in hand counts as trained on."""
+        ended = not self._ahead and (self._ended or self.taken == self.certain_length())
+        return self._position.place(self.taken, self.taken + len(self._ahead), ended)
 
     def certain_length(self) -> int | None:
         """Return the number of batches if the loader can have no other."""

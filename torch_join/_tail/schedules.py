@@ -74,24 +74,27 @@ class Certain(Schedule):
         tail_log: The ranks' log.
         lengths: Their numbers of batches.
         throws: Whether all ranks raise where the first one runs out.
+        first: The loop's first step.
     """
 
-    def __init__(self, step: Step, reader: Reader[Any], tail_log: TailLog, lengths: list[int], throws: bool) -> None:
-        self._current, self._reader, self._tail_log = step, reader, tail_log
+    def __init__(
+        self, step: Step, reader: Reader[Any], tail_log: TailLog, lengths: list[int], throws: bool, first: int
+    ) -> None:
+        self._current, self._reader, self._tail_log, self._first = step, reader, tail_log, first
         self.lengths: list[int] = lengths
         self._mine = lengths[tail_log.members.rank]
         self._throws = throws
 
     def begin(self, step: int) -> bool:
         # As a loop begins a loader may do something with all others, also one without a batch (Accelerate's does).
-        if step == 0 or self._mine <= step:
+        if step == self._first or self._mine <= step:
             self._check(step)
         self._current.know(step, self.lengths)
         return True
 
     def check(self, step: int) -> None:
         # Here and not before: from now on a collective of the loader's is followed.
-        if 0 < step < self._mine:
+        if self._first < step < self._mine:
             self._check(step)
 
     def _check(self, step: int) -> None:

@@ -43,6 +43,7 @@ class TailLog(Announcer):
         hears_asides: Whether a joined rank looks for what is announced aside, see `announce_aside`.
         on_all: How deep this rank is in `on_all_ranks`.
         has_to_meet: Whether a meeting was put off, or this rank has left a loop that it is to finish.
+        asked: How often all ranks' places in their loaders were asked for, as far as this rank knows.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TailLog(Announcer):
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
         self.backwards = Backwards(self, members, check_backward)
         self.hears_asides = False
+        self.asked = 0
         self.open(channel)
         self.reset()
 
@@ -354,4 +356,4 @@ class TailLog(Announcer):
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None
-        return Status([[each.forwards, each.synced] for each in self.models()], word, self.loader())
+        return Status([[each.forwards, each.synced] for each in self.models()], word, self.loader(), self.asked)

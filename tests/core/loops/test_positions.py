@@ -1,0 +1,259 @@
+"""`join.state_dict()` and `join.load_state_dict()`: every sample once per epoch, whatever stops and goes on.
+
+A run saves at every step of every epoch. Others, with new objects, go on from some of these places; what they train on,
+and end with, must be what the run that was not interrupted has.
+"""
+
+import multiprocessing
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torchdata.nodes as tn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.support.workers import Workers
+from torch_join import Join, UnpaddedDistributedSampler, windows
+
+EPOCHS, SIZE = 4, 2  # samples in a batch
+Place = tuple[int, int]  # an epoch, and a step of it; step -1: after its loop
+
+
+class Samples(Dataset[Tensor]):
+    """Numbers: what is trained on, and which sample it is."""
+
+    def __init__(self, count: int, first: int = 0) -> None:
+        self.count, self.first = count, first
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= self.count:
+            raise IndexError
+        return torch.tensor([float(self.first + index)], dtype=torch.float64)
+
+
+class Stream(IterableDataset[Tensor]):
+    """The same as a stream, in a new order each time if it `shuffles`: as drawn from a generator of its own."""
+
+    def __init__(self, samples: Samples, shuffles: bool = False) -> None:
+        self.samples, self.random = samples, random.Random(7) if shuffles else None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = [*range(len(self.samples))]
+        if self.random is not None:
+            self.random.shuffle(order)
+        return map(self.samples.__getitem__, order)
+
+
+class Bar:
+    """What a progress bar does: it holds a loader."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
+def collate(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows)
+
+
+def loader_of(kind: str, rank: int, world_size: int, lengths: tuple[int, ...]) -> Any:
+    """Return a loader of `lengths[rank]` batches, the last of which is smaller; or of all ranks' samples."""
+    sizes = [max(0, SIZE * length - 1) for length in lengths]
+    mine = Samples(sizes[rank], 1 + sum(sizes[:rank]))
+    generator = torch.Generator().manual_seed(3)
+    if kind == "list":
+        rows = [*mine]
+        return [torch.stack(rows[at : at + SIZE]) for at in range(0, len(rows), SIZE)]
+    if kind == "sampler":
+        sampler = UnpaddedDistributedSampler(Samples(sum(sizes), 1), world_size, rank, seed=5)
+        return DataLoader(sampler.dataset, SIZE, sampler=sampler)
+    if kind == "stream":
+        return DataLoader(Stream(mine), SIZE)
+    if kind == "shuffling stream":
+        return DataLoader(Stream(mine, shuffles=True), SIZE)
+    if kind == "stateful stream":
+        return StatefulDataLoader(Stream(mine), SIZE)
+    if kind == "nodes":
+        return tn.Loader(tn.Batcher(tn.IterableWrapper([*mine]), SIZE, drop_last=False))
+    if not len(mine):  # shuffling takes a sample
+        return StatefulDataLoader(mine, SIZE) if "stateful" in kind else DataLoader(mine, SIZE)
+    if kind == "with replacement":
+        return DataLoader(mine, SIZE, sampler=RandomSampler(mine, True, 40, generator))
+    if kind == "stateful":
+        return StatefulDataLoader(mine, SIZE, shuffle=True, generator=generator)
+    if kind == "stateful, workers":
+        return StatefulDataLoader(mine, SIZE, shuffle=True, generator=generator, num_workers=2)
+    shuffled = DataLoader(mine, SIZE, shuffle=True, generator=None if kind == "global" else generator)
+    return {"windows": windows(shuffled, 2), "bar": Bar(shuffled)}.get(kind, shuffled)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run.
+
+    Attributes:
+        kind: Of loaders, see `loader_of`.
+        lengths: The ranks' numbers of batches.
+        options: Of `Join`.
+        one_context: Whether one `with` is around all epochs.
+    """
+
+    kind: str
+    lengths: tuple[int, ...] = (0, 4, 9)
+    options: tuple[tuple[str, Any], ...] = ()
+    one_context: bool = True
+
+
+def path_of(folder: str, place: Place) -> Path:
+    return Path(folder) / f"{place[0]}_{place[1]}.pt"
+
+
+def train(rank: int, case: Case, folder: str, start: Place | None, skew: int = 0) -> dict[str, Any]:
+    """See `_train`; these processes, which are daemons, may have none of their own, and a loader may."""
+    with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+        return _train(rank, case, folder, start, skew)
+
+
+def _train(rank: int, case: Case, folder: str, start: Place | None, skew: int = 0) -> dict[str, Any]:
+    """Train from a place on, or from the begin, and save everywhere then.
+
+    Returns:
+        By epoch and step, the samples that this rank has trained on; and the parameters.
+    """
+    torch.manual_seed(11)
+    net = nn.Linear(1, 1).double()
+    ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    loader = loader_of(case.kind, rank, len(case.lengths), case.lengths)
+    seen: dict[Place, list[int]] = {}
+    first = 0
+    join = Join([ddp, optimizer, scheduler], **dict(case.options))
+    if start is not None:
+        saved = torch.load(path_of(folder, start), weights_only=True)
+        for thing, state in zip((net, optimizer, scheduler), saved["states"], strict=True):
+            thing.load_state_dict(state)
+        first = start[0] + (start[1] < 0)
+        if skew:
+            for place in saved["join"]["places"]:
+                place["taken"] = max(0, place["taken"] + skew)
+        join.load_state_dict(saved["join"])
+
+    def save(place: Place) -> None:
+        state = join.state_dict()
+        if start is None and rank == min(join.active_ranks):
+            states = [thing.state_dict() for thing in (net, optimizer, scheduler)]
+            torch.save({"states": states, "join": state}, path_of(folder, place))
+
+    def run(epoch: int) -> None:
+        if case.kind == "sampler":
+            loader.sampler.set_epoch(epoch)
+        if case.kind == "global":
+            torch.manual_seed(100 * epoch + rank)
+        for batch in join.batches(loader):
+            x = (batch if isinstance(batch, Tensor) else torch.cat([*batch])).reshape(-1, 1)
+            seen[epoch, join.step] = [int(number) for number in x.flatten().tolist()]
+            torch.rand(3)  # what dropout does
+            optimizer.zero_grad()
+            (ddp(x / 10) - x / 7).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            save((epoch, join.step))
+        save((epoch, -1))
+
+    if case.one_context:
+        with join:
+            for epoch in range(first, EPOCHS):
+                run(epoch)
+    else:
+        for epoch in range(first, EPOCHS):
+            with join:
+                run(epoch)
+    return {"seen": seen, "parameters": [p.tolist() for p in net.parameters()]}
+
+
+def check(workers: Workers, case: Case, folder: str, places: list[Place]) -> None:
+    """Compare runs that go on from places with the whole one."""
+    world_size = len(case.lengths)
+    whole = workers.run(world_size, train, case, folder, None)
+    for epoch in range(EPOCHS):
+        numbers = [number for run in whole for at, seen in run["seen"].items() if at[0] == epoch for number in seen]
+        if case.kind != "with replacement":
+            assert sorted(numbers) == [*range(1, 1 + sum(max(0, SIZE * length - 1) for length in case.lengths))]
+    for place in places:
+        resumed = workers.run(world_size, train, case, folder, place)
+        for rank, (run, one) in enumerate(zip(resumed, whole, strict=True)):
+            after = {at: numbers for at, numbers in one["seen"].items() if _is_after(at, place)}
+            assert run["seen"] == after, (case, place, rank)
+        for run, one in zip(resumed, whole, strict=True):
+            assert run["parameters"] == one["parameters"], (case, place)
+
+
+def _is_after(at: Place, place: Place) -> bool:
+    return at[0] > place[0] or (at[0] == place[0] and 0 <= place[1] < at[1])
+
+
+EVEN_STEP, IN_THE_TAIL, ALONE, LAST, AFTER = (0, 1), (1, 3), (1, 5), (0, 8), (0, -1)
+KINDS = (
+    "list",
+    "shuffled",
+    "global",
+    "with replacement",
+    "sampler",
+    "stream",
+    "shuffling stream",
+    "bar",
+    "stateful",
+    "stateful, workers",
+    "stateful stream",
+    "nodes",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path, kind: str) -> None:
+    places = [(0, 0), (0, 1), (1, 3), (1, 4), (0, 8), (1, -1)]
+    if kind == "sampler":  # whose ranks have four batches each
+        places = [(0, 0), (1, 2), (0, 3), (0, -1)]
+    if "workers" in kind:
+        places = [(1, 4), (0, 8)]
+    check(workers, Case(kind), str(tmp_path), places)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "one_context"),
+    [
+        ("sampler", {"may_break": True}, False),
+        ("shuffled", {"weighting": "samples"}, True),
+        ("stateful", {"weighting": "samples", "may_break": True}, False),
+        ("stateful stream", {"may_break": True}, True),
+        ("windows", {"weighting": "active"}, False),
+    ],
+)
+def test_it_goes_on_under_other_options(
+    workers: Workers, tmp_path: Path, kind: str, options: dict[str, Any], one_context: bool
+) -> None:
+    case = Case(kind, (3, 0, 5), tuple(options.items()), one_context)
+    places = [(0, 1), (1, 2), (0, -1)] if kind in ("sampler", "windows") else [(0, 2), (1, 3), (0, 4), (2, -1)]
+    check(workers, case, str(tmp_path), places)
+
+
+def test_a_place_that_is_off_by_a_batch_is_noticed(workers: Workers, tmp_path: Path) -> None:
+    case = Case("shuffled")
+    whole = workers.run(3, train, case, str(tmp_path), None)
+    resumed = workers.run(3, train, case, str(tmp_path), (1, 4), -1)
+    assert [run["seen"] for run in resumed] != [
+        {at: numbers for at, numbers in one["seen"].items() if _is_after(at, (1, 4))} for one in whole
+    ]

@@ -1,0 +1,307 @@
+"""Where a rank stands in a loader: what it has trained on, whatever was read ahead; and how to go on from there.
+
+A loader with a state of its own is given that back. Of another one, as many batches are skipped as were trained on: by
+indices where these come from a sampler, so that no sample is read, else by reading. That takes the same order, so the
+generators that may draw it are set, while this is done, to what they were as the loop began.
+
+The contract relied on: a `DataLoader` draws its base seed, and then asks its sampler for indices; a sampler draws from
+torch's, numpy's or Python's generator, or from one that is an attribute of the loader or of something that it holds.
+"""
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from torch_join._base.errors import JoinValueError
+from torch_join._schedule.stateful import begin_anew, epochs_of, is_stateful, resumed_at
+
+# What `Position.place` returns: of plain types and tensors, if the loader's own state is. Whether it is `over`, so that
+# what comes next is another loop, is set by whoever knows it of all ranks.
+LoaderPlace = dict[str, Any]
+_DEPTH = 3  # of objects in objects
+_EVERY = 64  # reads, from one state of a loader that is read ahead to the next
+
+
+class Position:
+    """Where this rank stands in one loop over a loader.
+
+    Args:
+        loader: What is gone through.
+        place: Where to go on; by default at the begin.
+        ahead: Whether batches are read before the one in hand is done with.
+
+    Attributes:
+        iterator: Of the batches that are left.
+        first: How many were trained on before.
+        keeps: Whether `keep` is to be called before each read.
+
+    Raises:
+        JoinValueError: The place is one in another loader.
+    """
+
+    def __init__(self, loader: Any, place: LoaderPlace | None = None, ahead: bool = False) -> None:
+        self._loader = loader
+        self._stateful = is_stateful(loader)
+        self.keeps = ahead and self._stateful
+        self._states: list[tuple[int, Any]] = []  # the last two, and how many batches had been read before
+        if place is None or place["over"]:
+            self.first = 0
+            if place is not None:
+                self._end(place)
+            self._begun = _drawing(loader)
+            self.iterator = iter(loader)
+        else:
+            _compare(loader, place["loader"])
+            self.first, self._begun = place["taken"], place["begun"]
+            self.iterator = self._resume(place)
+
+    def keep(self, read: int) -> None:
+        """Keep the loader's state now and then, after so many reads: a place in it may be asked for after others."""
+        if (read - self.first) % _EVERY == 0:
+            self._states = [*self._states[-1:], (read, deepcopy(self._loader.state_dict()))]
+
+    def place(self, taken: int, read: int, ended: bool) -> LoaderPlace:
+        """Return where this rank stands: what can be given to another `Position`, in another process.
+
+        Args:
+            taken: How many batches have been trained on, since the loop began.
+            read: How many have been read.
+            ended: Whether there is none left.
+        """
+        state, again = None, 0
+        if self._stateful and read > taken:
+            read, state = next(found for found in reversed(self._states) if found[0] <= taken)
+            again = taken - read
+        elif self._stateful:
+            state = deepcopy(self._loader.state_dict())
+        return {
+            "taken": taken,
+            "ended": ended,
+            "over": False,
+            "loader": _describe(self._loader),
+            "begun": self._begun,
+            "now": _own(self._loader),
+            "epochs": epochs_of([self._loader]),
+            "state": state,
+            "again": again,  # how many batches to read after the state, and to leave out
+        }
+
+    def _resume(self, place: LoaderPlace) -> Iterator[Any]:
+        loader, taken, state = self._loader, self.first, place["state"]
+        if (state is not None) != self._stateful:
+            raise JoinValueError(
+                f"A loop is to go on {'with' if state is not None else 'without'} a state of this rank's loader, and"
+                f" the {type(loader).__name__} {'takes none' if state is not None else 'needs one'}. Resume with a"
+                " loader of the kind that there was when the state was written."
+            )
+        if state is not None and place["ended"]:
+            self._end(place)
+            return iter(())
+        with _drawn_as(loader, place["begun"]):
+            if state is None:
+                return _skip(loader, taken)
+            loader.load_state_dict(deepcopy(state))  # it may go on changing it
+            with resumed_at([loader], place["epochs"], taken):
+                iterator = _read_past(iter(loader), place["again"])
+            _set_own(loader, place["now"])  # torchdata's draws no base seed here
+            return iterator
+
+    def _end(self, place: LoaderPlace) -> None:
+        """Bring the loader to the end of an epoch, at which the place is: its next iterator is that of the next one."""
+        loader = self._loader
+        # A dataset that applies its state in all iterators of an epoch would be at that end once more.
+        if self._stateful and place["state"] is not None and place["epochs"] == [None]:
+            with _drawn_as(loader, place["begun"]):
+                loader.load_state_dict(deepcopy(place["state"]))
+                if hasattr(loader, "next_iter_state"):
+                    iter(loader)  # torchdata's begins anew at once
+                else:
+                    with resumed_at([loader], place["epochs"], place["taken"]):
+                        _read_past(iter(loader), sys.maxsize)
+        _set_own(loader, place["now"])
+
+
+def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
+    """Prepare a loader for the first loop after one that has gone on at a place."""
+    begin_anew([loader], place["epochs"])
+
+
+# ------------------------------------------------------------ the loader
+
+
+def _describe(loader: Any) -> dict[str, int]:
+    """Return what must be the same for a number of batches, or a state, to mean the same."""
+    found: dict[str, int] = {}
+    if isinstance(loader, (list, tuple)):
+        found["batches"] = len(loader)
+    if isinstance(getattr(loader, "batch_size", None), int):
+        found["samples in a batch"] = loader.batch_size
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        found["samples"] = len(loader.dataset)  # type: ignore[arg-type]
+    if isinstance(loader, DataLoader) and ("samples" not in found or is_stateful(loader)):
+        found["workers"] = loader.num_workers
+    return found
+
+
+def _compare(loader: Iterable[Any], then: dict[str, int]) -> None:
+    now = _describe(loader)
+    if other := [name for name in {**then, **now} if then.get(name) != now.get(name)]:
+        numbers = {name: (then.get(name, "unknown"), now.get(name, "unknown")) for name in other}
+        differs = ", ".join(f"{name}: {before} then, {after} now" for name, (before, after) in numbers.items())
+        raise JoinValueError(
+            f"The state was written in a loop over another loader than this {type(loader).__name__} ({differs}), in"
+            " which its place would be another one. Resume the loop in which it was written first, with the same data."
+        )
+
+
+def _skip(loader: Any, taken: int) -> Iterator[Any]:
+    """Return an iterator over the batches after the first ones, whose order is drawn here."""
+    own: Any = type(loader)
+    if not isinstance(loader, DataLoader) or own.__iter__ is not DataLoader.__iter__ or _is_stream(loader):
+        return _read_past(iter(loader), taken)
+    rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, taken)
+    loader = copy(loader)
+    # `DataLoader.__setattr__` refuses these.
+    vars(loader).update({"sampler" if loader.batch_sampler is None else "batch_sampler": rest, "_iterator": None})
+    iterator: Iterator[Any] = iter(loader)
+    rest.start()
+    return iterator
+
+
+def _read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    for _ in islice(iterator, count):
+        pass
+    return iterator
+
+
+def _is_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+class _Rest:
+    """A sampler of what another one has left after its first indices, or batches of these."""
+
+    def __init__(self, sampler: Iterable[Any], skipped: int) -> None:
+        self._sampler, self._skipped = sampler, skipped
+        self._first: list[Any] | None = None
+
+    def start(self) -> None:
+        """Draw the order."""
+        if self._first is None:
+            self._indices = islice(self._sampler, self._skipped, None)
+            self._first = [*islice(self._indices, 1)]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.start()
+        yield from self._first or ()
+        yield from self._indices
+
+    def __len__(self) -> int:
+        return max(0, len(self._sampler) - self._skipped)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------ what draws an order
+
+
+def _drawing(loader: Any) -> dict[str, Any]:
+    """Return the states of all that an order may be drawn from."""
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": _numpy_state(), **_own(loader)}
+
+
+def _own(loader: Any) -> dict[str, Any]:
+    """Return the states of the loader's own generators, and the epochs that its samplers are told."""
+    own = {name: _state_of(thing) for name, thing in _parts(loader) if _is_generator(thing)}
+    epochs = {name: thing.epoch for name, thing in _parts(loader) if _has_epoch(thing)}
+    return {"own": own, "told": epochs}
+
+
+@contextmanager
+def _drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
+    """Set within, for all that an order may be drawn from, what was returned by `_drawing`."""
+    before = torch.get_rng_state(), random.getstate(), _numpy_state()
+    for name, thing in _parts(loader):
+        if name in begun["told"] and _has_epoch(thing):
+            thing.set_epoch(begun["told"][name])
+    _set_own(loader, begun)
+    _set_global(begun["torch"], begun["python"], begun["numpy"])
+    try:
+        yield
+    finally:
+        _set_global(*before)
+
+
+def _set_global(of_torch: Tensor, of_python: Any, of_numpy: Any) -> None:
+    torch.set_rng_state(of_torch.cpu())
+    random.setstate(_as_tuples(of_python))
+    if of_numpy is not None and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(_as_tuples(of_numpy))
+
+
+def _set_own(loader: Any, states: dict[str, Any]) -> None:
+    for name, thing in _parts(loader):
+        if name in states["own"] and _is_generator(thing):
+            _set_state(thing, states["own"][name])
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    kind, key, *rest = numpy.random.get_state()
+    return (str(kind), torch.from_numpy(key.astype("int64")), *rest)
+
+
+def _as_tuples(state: Any) -> Any:
+    return tuple(tuple(part.tolist()) if isinstance(part, Tensor) else part for part in state)
+
+
+def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Go through the loader and what it holds, by name."""
+    seen: set[int] = set()
+
+    def go(thing: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+        if id(thing) in seen or isinstance(thing, (nn.Module, type, Tensor)):
+            return
+        seen.add(id(thing))
+        yield name, thing
+        if depth and not _is_generator(thing):
+            for key, part in [*getattr(thing, "__dict__", {}).items()]:
+                yield from go(part, f"{name}.{key}", depth - 1)
+
+    return go(loader, "loader", _DEPTH)
+
+
+def _has_epoch(thing: Any) -> bool:
+    return callable(getattr(type(thing), "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int)
+
+
+def _is_generator(thing: Any) -> bool:
+    return isinstance(thing, (torch.Generator, random.Random)) or _is_numpys(thing)
+
+
+def _is_numpys(thing: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(thing, numpy.random.Generator)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        generator.setstate(_as_tuples(state))
+    else:
+        generator.bit_generator.state = state

@@ -1,0 +1,110 @@
+"""Every rank's place in its loader, for all active ranks: one of them writes it into a checkpoint."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
+
+from torch_join._base.attributes import setting
+from torch_join._base.devices import on_device
+from torch_join._base.errors import JoinError, name_ranks
+from torch_join._handover import objects as _objects
+from torch_join._participants.participant import Driver, Participant
+from torch_join._schedule.positions import LoaderPlace
+from torch_join._tail.tail_log import TailLog
+
+_PLACE = "place"
+
+
+class PositionExchange(Participant):
+    """Brings together what ranks have trained on; those that have joined give their part when they hear of it.
+
+    Args:
+        find_place: Returns this rank's place, `None` if it has begun no loop.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = {_PLACE: type(None)}
+
+    def __init__(self, driver: Driver, index: int, find_place: Callable[[], LoaderPlace | None]) -> None:
+        super().__init__(driver, index)
+        self._find_place = find_place
+        self._undo.append(self._forget)
+
+    def _forget(self) -> None:
+        del self._find_place  # a circle would keep the group
+
+    def gather(self, step: int, name: str) -> list[LoaderPlace | None]:
+        """Return every rank's place, by rank; all active ranks call this at the same step.
+
+        Args:
+            step: The current step.
+            name: What the user has called.
+
+        Raises:
+            JoinError: Some active rank does not come here, but goes on.
+            JoinTypeError: The state of this rank's loader cannot be pickled.
+        """
+        tail_log, members, channel = cast(TailLog, self.tail_log), self.members, self.tail_log.channel
+        tail_log.asked += 1
+        if members.world_size == 1:
+            return [self._find_place()]
+        with setting(channel, suspect=_Look(tail_log, name).look):
+            steps = channel.gather(step, of=int, among=(f"{_PLACE}/{tail_log.asked}", members.active))
+        if len({*steps}) > 1:
+            names = ", ".join(
+                f"rank {rank}: {at}" for rank, at in zip(members.named(members.active), steps, strict=True)
+            )
+            raise JoinError(
+                f"{name} was called at different steps ({names}). All active ranks call it at the same one."
+            )
+        place = self._find_place()  # before others are told that it comes
+        self.announce(_PLACE)
+        return self._exchange(place)
+
+    def mirror(self, kind: str, payload: Any) -> None:
+        cast(TailLog, self.tail_log).asked += 1
+        self._exchange(self._find_place())
+
+    def _exchange(self, place: LoaderPlace | None) -> list[LoaderPlace | None]:
+        with self.tail_log.own_collectives(), on_device(self.members.group):
+            return _objects.gather(place, "The state of a loader", self.members.group)
+
+
+class _Look:
+    """Looks, on a rank that waits for the others' places, whether one of them does not come.
+
+    Args:
+        tail_log: The ranks' log.
+        name: What the user has called.
+    """
+
+    def __init__(self, tail_log: TailLog, name: str) -> None:
+        self._log, self._members, self._name = tail_log, tail_log.members, name
+        self._before: set[int] = set()
+
+    def look(self) -> None:
+        """Ask the others.
+
+        Raises:
+            JoinError: Some have gone on.
+        """
+        answers = self._log.channel.health().answers
+        _, mine = answers.get(self._members.rank, (False, None))
+        gone = set()
+        for rank in self._members.active:
+            waits, status = answers.get(rank, (False, None))
+            if status is None or mine is None or status.asked >= self._log.asked:
+                continue
+            ahead = any(theirs[0] > own[0] for theirs, own in zip(status.models, mine.models, strict=False))
+            if waits or ahead:
+                gone.add(rank)
+        if again := gone & self._before:
+            raise missing(self._name, self._members.name, self._members.named(sorted(again)))
+        self._before = gone
+
+
+def missing(name: str, rank: int, others: Sequence[int]) -> JoinError:
+    """Return the error of a rank that has called something by itself, while others go on."""
+    return JoinError(
+        f"{name} was called on rank {rank} and not on {name_ranks(others)}, which went on without it. It brings"
+        " together what all ranks have trained on: call it on all of them at the same step, and write the file on one"
+        " (`state = join.state_dict()`, then `if rank == min(join.active_ranks): torch.save(...)`)."
+    )
