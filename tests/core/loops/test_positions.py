@@ -6,6 +6,7 @@ and end with, must be what the run that was not interrupted has.
 
 import multiprocessing
 import random
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.support.workers import Workers
+from tests.support.workers import WorkerError, Workers
 from torch_join import Join, UnpaddedDistributedSampler, windows
 
 EPOCHS, SIZE = 4, 2  # samples in a batch
@@ -251,9 +252,56 @@ def test_it_goes_on_under_other_options(
 
 
 def test_a_place_that_is_off_by_a_batch_is_noticed(workers: Workers, tmp_path: Path) -> None:
-    case = Case("shuffled")
+    case, place = Case("stream"), (1, 4)
     whole = workers.run(3, train, case, str(tmp_path), None)
-    resumed = workers.run(3, train, case, str(tmp_path), (1, 4), -1)
-    assert [run["seen"] for run in resumed] != [
-        {at: numbers for at, numbers in one["seen"].items() if _is_after(at, (1, 4))} for one in whole
-    ]
+    resumed = workers.run(3, train, case, str(tmp_path), place, -1)
+    for run, one in zip(resumed[1:], whole[1:], strict=True):
+        assert run["seen"] != {at: numbers for at, numbers in one["seen"].items() if _is_after(at, place)}
+    with pytest.raises(WorkerError, match="said its length was 4 and goes on after that"):
+        workers.run(3, train, Case("list"), str(tmp_path), None) and workers.run(
+            3, train, Case("list"), str(tmp_path), place, -1
+        )
+
+
+def refuse(rank: int, what: str) -> None:
+    """Do something that cannot be done."""
+    ddp = DistributedDataParallel(nn.Linear(1, 1).double())
+    state: dict[str, Any] = {}
+    with Join([ddp]) as join:
+        for batch in join.batches(loader_of("list", rank, 2, (4, 3))):
+            ddp(batch).sum().backward()
+            if join.step == 1 and (rank == 0 or what != "some"):
+                state = join.state_dict()
+            if join.step == 2 and what == "in a loop":
+                join.load_state_dict(state)
+        if what == "another world":
+            join.load_state_dict({**state, "places": state["places"][:1]})
+        if what == "another version":
+            join.load_state_dict({**state, "version": 99})
+        if what != "some ranks load" or rank == 1:
+            join.load_state_dict(state)
+        kind = "shuffled" if what == "another loader" else "list"
+        for batch in join.batches(loader_of(kind, rank, 2, (4, 4) if what == "longer" else (4, 3))):
+            ddp(batch).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("some", r"join.state_dict\(\) was called on rank 0 and not on rank 1, which went on without it"),
+        ("in a loop", r"join.load_state_dict\(\) was called in a loop"),
+        (
+            "another world",
+            "in the middle of a loop by 1 ranks, each with a place in its own data, and there are 2",
+        ),
+        ("another version", "version 99"),
+        ("some ranks load", "rank 0: at none; rank 1: at step 2"),
+        ("another loader", r"another loader than this DataLoader \(batches: . then, unknown now"),
+        ("longer", r"another loader than this list \(batches: 3 then, 4 now\)"),
+    ],
+)
+def test_what_cannot_be_resumed_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:
+    found = [outcome.error for outcome in workers.outcomes(2, refuse, what)]
+    assert re.search(message, " ".join(found)), found
+    for error in found:
+        assert re.search(message, error) or "failed, so rank" in error, found
