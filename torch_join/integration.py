@@ -26,6 +26,7 @@ from torch_join._control.codec import closed, is_closed
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
+from torch_join._handover.objects import gather as gather_objects
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.lockstep_join import LockstepJoin
 from torch_join._lockstep.step_driver import StepDriver
@@ -37,6 +38,7 @@ from torch_join._participants.participant import Driver
 from torch_join._schedule.active_ranks import ReadStep, early_termination
 from torch_join._schedule.epoch_record import EpochRecord, RankRecord
 from torch_join._schedule.plan import steps_of
+from torch_join._schedule.positions import LoaderPlace, has_epoch, told_epochs
 from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._schedule.stateful import begin_anew, epochs_of, resumed_at
@@ -45,19 +47,21 @@ from torch_join._shadow.reach import leads_to
 from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
+from torch_join._tail.resuming import Resuming, state_of
 from torch_join.join import Join
 
 # fmt: off
 __all__ = [
-    "Begin", "Changes", "Channel", "Count", "Driver", "EpochRecord", "JoinOptions", "Lockstep", "LockstepJoin",
-    "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Participant", "RankRecord", "ReadStep",
-    "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "StepDriver", "StepMirror", "begin_anew", "check_names",
-    "closed", "draws_exactly", "driver_of", "early_termination", "engine_lockstep_join", "epochs_of",
-    "factor_of_count", "follow_engine", "follow_sharded_model", "group_options", "holds_parts", "in_backward",
-    "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows",
-    "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "refuse_position",
-    "renamed", "resumed_at", "setting", "sharded_lockstep_join", "steps_of", "take_group_options", "telling_failures",
-    "use_device", "warn_renamed", "whole_signature",
+    "Begin", "Changes", "Channel", "Count", "Driver", "EpochRecord", "JoinOptions", "LoaderPlace", "Lockstep",
+    "LockstepJoin", "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Participant",
+    "RankRecord", "ReadStep", "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "Resuming", "StepDriver",
+    "StepMirror", "begin_anew", "check_names", "closed", "draws_exactly", "driver_of", "early_termination",
+    "engine_lockstep_join", "epochs_of", "factor_of_count", "follow_engine", "follow_sharded_model",
+    "gather_objects", "group_options", "has_epoch", "holds_parts", "in_backward", "is_closed",
+    "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with",
+    "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "refuse_position", "renamed",
+    "resumed_at", "setting", "sharded_lockstep_join", "state_of", "steps_of", "take_group_options",
+    "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
 ]
 # fmt: on
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, TypeVar
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -15,22 +16,25 @@ from torch.optim import Optimizer
 
 from lightning_join import _compat_fabric as _compat
 from lightning_join._collectives import active_places, is_mean
+from lightning_join._fabric.joined_loader import JoinedLoader
 from lightning_join._fabric.operations import Operations
 from lightning_join._reading.samplers import mark_injected, without_padding
 from torch_join import Join, JoinError, UnsupportedError, Weighting
 from torch_join.integration import (
     Channel,
+    LoaderPlace,
     LoopDriver,
     ModelShadow,
     Options,
-    Reader,
     driver_of,
+    gather_objects,
     holds_parts,
     is_length_certain,
     join_with,
     own_loops,
     renamed,
     setting,
+    state_of,
     telling_failures,
 )
 
@@ -82,6 +86,8 @@ class Joins:
         super().__init__(*args, **kwargs)
         self.joinables: list[Any] = list(joinables)
         self._set_up: list[Any] = []
+        self._loaders: weakref.WeakValueDictionary[int, JoinedLoader[Any]] = weakref.WeakValueDictionary()
+        self._numbers = count(1)
         timeout = Options.timeout if self._timeout is None else self._timeout
         self.options = Options.of(locals())
 
@@ -113,7 +119,7 @@ class Joins:
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Go through anything, such as a `zip` of two loaders, as through a dataloader that was set up."""
-        return JoinedLoader(loader, self._go_through)
+        return self._joined(loader)
 
     @contextmanager
     def joining(self, *loaders: Iterable[Any]) -> Iterator[Join]:
@@ -177,7 +183,14 @@ class Joins:
 
     def process_dataloader(self, dataloader: Any) -> Any:
         found: Any = without_padding(super().process_dataloader(dataloader))  # type: ignore[misc]
-        return JoinedLoader(found, self._go_through)
+        return self._joined(found)
+
+    def _joined(self, loader: Iterable[T]) -> JoinedLoader[T]:
+        if self._driver is not None and self._driver.in_loop:  # which ranks that have joined do not come to
+            return JoinedLoader(loader, self)
+        joined = JoinedLoader(loader, self, next(self._numbers))
+        self._loaders[joined.number] = joined
+        return joined
 
     def _taking_part(self) -> list[Any]:
         scaler = getattr(self.precision, "scaler", None)
@@ -203,19 +216,27 @@ class Joins:
                 yield driver
         finally:
             self._driver = self._operations = None
+            if driver.reader is not None:
+                driver.reader.drop()
         own_loops.may_end(self, driver)
 
-    def _go_through(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def go_through(self, joined: "JoinedLoader[T]", loader: Iterable[T]) -> Iterator[T]:
+        """Go through a loader that was set up, on all ranks; `loader` is what Fabric would go through."""
         driver = self._driver
         if driver is not None and driver.reader is not None and driver.reader.pulling:
             return iter(loader)  # a loop over something that holds it, such as a zip
         own_loops.finish(self)
+        joined.tell_epoch(loader)
         if (driver := self._driver) is None:
-            return iter(own_loops.Loop(self, loader, self._context, self._read, True, "fabric.barrier()"))
-        return self._nested(driver, loader) if driver.in_loop else self._read(driver, loader)
+            read = partial(self._read, joined)
+            return iter(own_loops.Loop(self, loader, self._context, read, True, "fabric.barrier()"))
+        return self._nested(driver, loader) if driver.in_loop else self._read(joined, driver, loader)
 
-    def _read(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
-        for batch in driver.go_through(loader, _AheadReader):
+    def _read(self, joined: "JoinedLoader[T]", driver: LoopDriver, loader: Iterable[T]) -> Iterator[T]:
+        if (loaded := driver.positions.loaded) is not None:  # by the `Join` of `joining`
+            joined.positions.load(loaded)
+        driver.positions, driver.find_other_place = joined.positions, self._find_place
+        for batch in driver.go_through(loader, joined.open):
             yield batch
             if self._inner:
                 with telling_failures(driver.tail_log.channel):
@@ -314,6 +335,33 @@ class Joins:
 
     # ------------------------------------------------------------ checkpoints
 
+    def state_of_loader(self, joined: JoinedLoader[Any]) -> dict[str, Any]:
+        """Return every rank's place in a loader that was set up; all active ranks call this."""
+        own_loops.finish(self)
+        if joined.positions.loaded is not None:
+            return joined.positions.loaded
+        name, driver = "fabric.save() with a dataloader", self._driver
+        if driver is None:
+            return state_of(gather_objects(joined.place(), "The state of a loader", None), in_loop=False)
+        if driver.positions is joined.positions:
+            return state_of(driver.gather_places(name), driver.in_loop)
+        if not joined.number:
+            with telling_failures(driver.tail_log.channel):
+                raise JoinError(
+                    f"{name} that was set up inside of a loop, which ranks that have run out of batches do not come to."
+                    " Set it up before the loop."
+                )
+        return state_of(driver.gather_places(name, joined.number), in_loop=False)
+
+    def load_loader(self, joined: JoinedLoader[Any], state: dict[str, Any]) -> None:
+        """Have the next loop over a loader go on where it was when a checkpoint was saved."""
+        self._check_outside("A dataloader's state was loaded")
+        joined.positions.load(state)
+
+    def _find_place(self, number: int) -> LoaderPlace | None:
+        joined = self._loaders.get(number)
+        return None if joined is None else joined.place()
+
     def save_checkpoint(
         self,
         path: Any,
@@ -344,38 +392,6 @@ class Joins:
         """Log values by this rank's loggers."""
         for logger in [] if self.fabric is None else self.fabric.loggers:
             logger.log_metrics(metrics=metrics, step=step)
-
-
-class JoinedLoader(Generic[T]):
-    """A loader that was set up; each loop over it serves, in its end, ranks that have more batches.
-
-    Args:
-        loader: What Fabric would go through.
-        go_through: Goes through it on all ranks.
-    """
-
-    def __init__(self, loader: Iterable[T], go_through: Callable[[Iterable[T]], Iterator[T]]) -> None:
-        self.__dict__.update(getattr(loader, "__dict__", {}))  # as Fabric's own wrapper, which looks for the sampler
-        self._joined_loader, self._goes_through = loader, go_through
-
-    def __iter__(self) -> Iterator[T]:
-        return self._goes_through(self._joined_loader)
-
-    def __len__(self) -> int:
-        return len(self._joined_loader)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_joined_loader" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._joined_loader, name)
-
-
-class _AheadReader(Reader[T]):
-    """Reads one batch ahead, so that it knows which one is the last."""
-
-    @property
-    def at_last(self) -> bool:
-        return self.has_next() and not self.has_next(2)
 
 
 class _Launcher(_compat.MultiProcessingLauncher):

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from torch_join._schedule.stateful import begin_anew, epochs_of, is_stateful, re
 # what comes next is another loop, is set by whoever knows it of all ranks.
 LoaderPlace = dict[str, Any]
 _DEPTH = 3  # of objects in objects
+_SIMPLE = frozenset((bool, bytes, dict, float, int, list, str, tuple, type(None)))
+_OTHERS = (nn.Module, type, Tensor, FunctionType)  # that hold no order
 _EVERY = 64  # reads, from one state of a loader that is read ahead to the next
 
 
@@ -87,7 +90,7 @@ class Position:
             "ended": ended,
             "over": False,
             "loader": _describe(self._loader),
-            "begun": self._begun,
+            "begun": _saved(self._begun),
             "now": _own(self._loader),
             "epochs": epochs_of([self._loader]),
             "state": state,
@@ -212,90 +215,102 @@ class _Rest:
 
 
 def _drawing(loader: Any) -> dict[str, Any]:
-    """Return the states of all that an order may be drawn from."""
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": _numpy_state(), **_own(loader)}
+    """Return the states of all that an order may be drawn from; numpy's as it gives it."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    drawing = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": of_numpy}
+    return {**drawing, **_own(loader)}
 
 
 def _own(loader: Any) -> dict[str, Any]:
     """Return the states of the loader's own generators, and the epochs that its samplers are told."""
-    own = {name: _state_of(thing) for name, thing in _parts(loader) if _is_generator(thing)}
-    epochs = {name: thing.epoch for name, thing in _parts(loader) if _has_epoch(thing)}
-    return {"own": own, "told": epochs}
+    own, told = {}, {}
+    for name, thing in _parts(loader):
+        if (state := _state_of(thing)) is None:
+            told[name] = thing.epoch
+        else:
+            own[name] = state
+    return {"own": own, "told": told}
+
+
+def told_epochs(loader: Any, begun: dict[str, Any]) -> list[tuple[Any, int]]:
+    """Return the samplers, and whatever else is told an epoch, and the epochs that they were told as a loop began."""
+    return [(thing, begun["told"][name]) for name, thing in _parts(loader) if name in begun["told"]]
 
 
 @contextmanager
 def _drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
     """Set within, for all that an order may be drawn from, what was returned by `_drawing`."""
-    before = torch.get_rng_state(), random.getstate(), _numpy_state()
-    for name, thing in _parts(loader):
-        if name in begun["told"] and _has_epoch(thing):
-            thing.set_epoch(begun["told"][name])
+    before = _drawing(loader)
+    for thing, epoch in told_epochs(loader, begun):
+        thing.set_epoch(epoch)
     _set_own(loader, begun)
-    _set_global(begun["torch"], begun["python"], begun["numpy"])
+    _set_global(begun)
     try:
         yield
     finally:
-        _set_global(*before)
+        _set_global(before)
 
 
-def _set_global(of_torch: Tensor, of_python: Any, of_numpy: Any) -> None:
-    torch.set_rng_state(of_torch.cpu())
-    random.setstate(_as_tuples(of_python))
-    if of_numpy is not None and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(_as_tuples(of_numpy))
+def _set_global(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"].cpu())
+    random.setstate(_as_tuples(states["python"]))
+    if states["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(_as_tuples(states["numpy"]))
 
 
 def _set_own(loader: Any, states: dict[str, Any]) -> None:
     for name, thing in _parts(loader):
-        if name in states["own"] and _is_generator(thing):
+        if name in states["own"]:
             _set_state(thing, states["own"][name])
 
 
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    kind, key, *rest = numpy.random.get_state()
-    return (str(kind), torch.from_numpy(key.astype("int64")), *rest)
+def _saved(begun: dict[str, Any]) -> dict[str, Any]:
+    """Return what was drawn from in types that a checkpoint may have."""
+    if begun["numpy"] is None or isinstance(begun["numpy"][1], Tensor):
+        return begun
+    kind, key, *rest = begun["numpy"]
+    return {**begun, "numpy": (str(kind), torch.from_numpy(key.astype("int64")), *rest)}
 
 
 def _as_tuples(state: Any) -> Any:
     return tuple(tuple(part.tolist()) if isinstance(part, Tensor) else part for part in state)
 
 
-def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Go through the loader and what it holds, by name."""
-    seen: set[int] = set()
+def _parts(loader: Any) -> list[tuple[str, Any]]:
+    """Return the generators, and what is told an epoch, among what a loader holds, by name."""
+    found: list[tuple[str, Any]] = []
+    level, seen = [("loader", loader)], {id(loader)}
+    for _ in range(_DEPTH + 1):
+        deeper = []
+        for name, thing in level:
+            if hasattr(thing, "set_epoch") and has_epoch(thing):
+                found.append((name, thing))
+            for key, part in getattr(thing, "__dict__", {}).items():
+                if type(part) in _SIMPLE or id(part) in seen:
+                    continue
+                seen.add(id(part))
+                if _state_of(part) is not None:
+                    found.append((f"{name}.{key}", part))
+                elif not isinstance(part, _OTHERS):
+                    deeper.append((f"{name}.{key}", part))
+        level = deeper
+    return found
 
-    def go(thing: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-        if id(thing) in seen or isinstance(thing, (nn.Module, type, Tensor)):
-            return
-        seen.add(id(thing))
-        yield name, thing
-        if depth and not _is_generator(thing):
-            for key, part in [*getattr(thing, "__dict__", {}).items()]:
-                yield from go(part, f"{name}.{key}", depth - 1)
 
-    return go(loader, "loader", _DEPTH)
-
-
-def _has_epoch(thing: Any) -> bool:
+def has_epoch(thing: Any) -> bool:
+    """Whether something, such as a sampler, is told which epoch it is."""
     return callable(getattr(type(thing), "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int)
 
 
-def _is_generator(thing: Any) -> bool:
-    return isinstance(thing, (torch.Generator, random.Random)) or _is_numpys(thing)
-
-
-def _is_numpys(thing: Any) -> bool:
+def _state_of(thing: Any) -> Any:
+    """Return the state of a generator; `None` of anything else."""
+    if isinstance(thing, torch.Generator):
+        return thing.get_state()
+    if isinstance(thing, random.Random):
+        return thing.getstate()
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(thing, numpy.random.Generator)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+    return thing.bit_generator.state if numpy is not None and isinstance(thing, numpy.random.Generator) else None
 
 
 def _set_state(generator: Any, state: Any) -> None:

@@ -106,6 +106,8 @@ class LoopDriver(Driver):
         begins_with_loop: Whether all ranks meet only as that loop begins, and not as the `with` does.
         asks: Whether this rank's user has asked for a batch of the loops that it goes through.
         plain_steps: How many steps there were outside of `batches`.
+        positions: Begins loops where a state that was loaded says that they go on.
+        find_other_place: Returns this rank's place in another loader than that of the loop, by a number.
     """
 
     end_with_loop: Callable[[], None] | None = None
@@ -123,8 +125,9 @@ class LoopDriver(Driver):
         self._loop: Loop | None = None  # the current one, or the last
         self._clears: list[Clears] = []
         self._unbegun = Unbegun()
+        self.find_other_place: Callable[[int], LoaderPlace | None] = lambda _: None
         enabled = options.enable
-        self._positions = Resuming(self.members.rank if enabled else 0, self.members.world_size if enabled else 1)
+        self.positions = Resuming(self.members.rank if enabled else 0, self.members.world_size if enabled else 1)
         self._renew_tail_log()
         self._reset()
         if self.options.enable:
@@ -298,25 +301,35 @@ class LoopDriver(Driver):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Join.state_dict`."""
-        if self._positions.loaded is not None:
-            return self._positions.loaded
-        places = [self._find_place()]
-        if self.options.enable:
-            _nesting.check_entered(self, "join.state_dict() was called")
-            self.meet()
-            exchange = next(each for each in self.tail_log.participants if isinstance(each, PositionExchange))
-            with self._telling:
-                places = exchange.gather(self.step_number if self.in_loop else -1, "join.state_dict()")
-        return state_of(places, self.in_loop)
+        if self.positions.loaded is not None:
+            return self.positions.loaded
+        if not self.options.enable:
+            return state_of([self._find_place()], self.in_loop)
+        _nesting.check_entered(self, "join.state_dict() was called")
+        return state_of(self.gather_places("join.state_dict()"), self.in_loop)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Join.load_state_dict`."""
         if self.in_loop:
             with self._telling:
                 raise JoinError("join.load_state_dict() was called in a loop. Call it before the one that is to go on.")
-        self._positions.load(state)
+        self.positions.load(state)
 
-    def _find_place(self) -> LoaderPlace | None:
+    def gather_places(self, name: str, which: int = 0) -> list[LoaderPlace | None]:
+        """Return every rank's place, by rank; all active ranks call this at the same step.
+
+        Args:
+            name: What the user has called.
+            which: Of which loader: 0 for that of the loop, or of the last one; see `find_other_place`.
+        """
+        self.meet()
+        exchange = next(each for each in self.tail_log.participants if isinstance(each, PositionExchange))
+        with self._telling:
+            return exchange.gather(self.step_number if self.in_loop else -1, name, which)
+
+    def _find_place(self, which: int = 0) -> LoaderPlace | None:
+        if which:
+            return self.find_other_place(which)
         if self._rebalancing.current is not None:
             raise UnsupportedError(
                 "join.state_dict() in a loop with rebalance=True: ranks train on batches of others, and it does not say"
@@ -344,8 +357,8 @@ class LoopDriver(Driver):
         self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader, asks: bool = True
     ) -> Iterator[T]:
         if not self.options.enable:
-            self.step_number = max(0, self._positions.first_step)
-            reader = self._positions.open(loader, reader_of)
+            self.step_number = max(0, self.positions.first_step)
+            reader = self.positions.open(loader, reader_of)
             self._loop, self.place = Loop(reader, asked=True), Place.LOOP
             while reader.has_next():
                 yield reader.take()
@@ -391,8 +404,8 @@ class LoopDriver(Driver):
             raise _nesting.nested()
         self.meet()
         self._loops += 1
-        first = self._positions.first_step
-        reader = self._positions.open(loader, reader_of)
+        first = self.positions.first_step
+        reader = self.positions.open(loader, reader_of)
         loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
             model.check_can_train(reader.has_next)

@@ -18,12 +18,12 @@ class PositionExchange(Participant):
     """Brings together what ranks have trained on; those that have joined give their part when they hear of it.
 
     Args:
-        find_place: Returns this rank's place, `None` if it has begun no loop.
+        find_place: Returns this rank's place in a loader by its number, `None` if it has begun no loop over it.
     """
 
-    kinds: ClassVar[dict[str, Any]] = {_PLACE: type(None)}
+    kinds: ClassVar[dict[str, Any]] = {_PLACE: int}
 
-    def __init__(self, driver: Driver, index: int, find_place: Callable[[], LoaderPlace | None]) -> None:
+    def __init__(self, driver: Driver, index: int, find_place: Callable[[int], LoaderPlace | None]) -> None:
         super().__init__(driver, index)
         self._find_place = find_place
         self._undo.append(self._forget)
@@ -31,12 +31,13 @@ class PositionExchange(Participant):
     def _forget(self) -> None:
         del self._find_place  # a circle would keep the group
 
-    def gather(self, step: int, name: str) -> list[LoaderPlace | None]:
+    def gather(self, step: int, name: str, which: int) -> list[LoaderPlace | None]:
         """Return every rank's place, by rank; all active ranks call this at the same step.
 
         Args:
             step: The current step.
             name: What the user has called.
+            which: The loader's number.
 
         Raises:
             JoinError: Some active rank does not come here, but goes on.
@@ -45,7 +46,7 @@ class PositionExchange(Participant):
         tail_log, members, channel = cast(TailLog, self.tail_log), self.members, self.tail_log.channel
         tail_log.asked += 1
         if members.world_size == 1:
-            return [self._find_place()]
+            return [self._find_place(which)]
         with setting(channel, suspect=_Look(tail_log, name).look):
             steps = channel.gather(step, of=int, among=(f"{_PLACE}/{tail_log.asked}", members.active))
         if len({*steps}) > 1:
@@ -55,13 +56,13 @@ class PositionExchange(Participant):
             raise JoinError(
                 f"{name} was called at different steps ({names}). All active ranks call it at the same one."
             )
-        place = self._find_place()  # before others are told that it comes
-        self.announce(_PLACE)
+        place = self._find_place(which)  # before others are told that it comes
+        self.announce(_PLACE, which)
         return self._exchange(place)
 
     def mirror(self, kind: str, payload: Any) -> None:
         cast(TailLog, self.tail_log).asked += 1
-        self._exchange(self._find_place())
+        self._exchange(self._find_place(payload))
 
     def _exchange(self, place: LoaderPlace | None) -> list[LoaderPlace | None]:
         with self.tail_log.own_collectives(), on_device(self.members.group):

@@ -80,6 +80,10 @@ class Reader(Source, Generic[T]):
         ended = not self._ahead and (self._ended or self.taken == self.certain_length())
         return self._position.place(self.taken, self.taken + len(self._ahead), ended)
 
+    def drop(self) -> None:
+        """Hold nothing that is to be read any more: the loop is over, or was left."""
+        self._iterator = iter(())
+
     def certain_length(self) -> int | None:
         """Return the number of batches if the loader can have no other."""
         return len(self._loader) if is_length_certain(self._loader) else None  # type: ignore[arg-type]

@@ -195,11 +195,16 @@ def check(workers: Workers, case: Case, folder: str, places: list[Place]) -> Non
             assert sorted(numbers) == [*range(1, 1 + sum(max(0, SIZE * length - 1) for length in case.lengths))]
     for place in places:
         resumed = workers.run(world_size, train, case, folder, place)
-        for rank, (run, one) in enumerate(zip(resumed, whole, strict=True)):
-            after = {at: numbers for at, numbers in one["seen"].items() if _is_after(at, place)}
-            assert run["seen"] == after, (case, place, rank)
-        for run, one in zip(resumed, whole, strict=True):
-            assert run["parameters"] == one["parameters"], (case, place)
+        compare_with(whole, resumed, place)
+
+
+def compare_with(whole: list[dict[str, Any]], resumed: list[dict[str, Any]], place: Place) -> None:
+    """Compare, by rank, a run that goes on from a place with the whole one."""
+    for rank, (run, one) in enumerate(zip(resumed, whole, strict=True)):
+        after = {at: numbers for at, numbers in one["seen"].items() if _is_after(at, place)}
+        assert run["seen"] == after, (place, rank)
+    for run, one in zip(resumed, whole, strict=True):
+        assert run["parameters"] == one["parameters"], place
 
 
 def _is_after(at: Place, place: Place) -> bool:
@@ -301,7 +306,7 @@ def refuse(rank: int, what: str) -> None:
     ],
 )
 def test_what_cannot_be_resumed_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:
-    found = [outcome.error for outcome in workers.outcomes(2, refuse, what)]
+    found = [outcome.error for outcome in workers.outcomes(2, refuse, what, timeout=5.0)]
     assert re.search(message, " ".join(found)), found
     for error in found:
         assert re.search(message, error) or "failed, so rank" in error, found

@@ -1,0 +1,90 @@
+"""A dataloader of Fabric's whose loops serve, and whose place goes into a checkpoint."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from torch_join.integration import LoaderPlace, Reader, Resuming, has_epoch, told_epochs
+
+T = TypeVar("T")
+
+
+class JoinedLoader(Generic[T]):
+    """A loader that was set up; each loop over it serves, in its end, ranks that have more batches.
+
+    Args:
+        loader: What Fabric would go through.
+        joins: The strategy.
+        number: What all ranks call it; 0 where not all have set it up.
+
+    Attributes:
+        positions: Begins the next loop over it where a checkpoint says.
+    """
+
+    def __init__(self, loader: Iterable[T], joins: Any, number: int = 0) -> None:
+        self.__dict__.update(getattr(loader, "__dict__", {}))  # as Fabric's own wrapper, which looks for the sampler
+        self._joined_loader, self._joins, self._join_number = loader, joins, number
+        self.positions = Resuming(joins.global_rank, joins.world_size)
+        self._join_reader: Reader[T] | None = None  # of the last loop
+        self._epochs_before = 0  # that Fabric, which counts them from 0, does not know of
+
+    def __iter__(self) -> Iterator[T]:
+        found: Iterator[T] = self._joins.go_through(self, self._joined_loader)
+        return found
+
+    def __len__(self) -> int:
+        return len(self._joined_loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_joined_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._joined_loader, name)
+
+    @property
+    def number(self) -> int:
+        """What the ranks call it."""
+        return self._join_number
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every rank's place: where the loop over it goes on; all ranks that have a batch call this."""
+        found: dict[str, Any] = self._joins.state_of_loader(self)
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next loop over it go on where `state_dict` was called; all ranks call this."""
+        self._joins.load_loader(self, state)
+
+    def open(self, loader: Iterable[T], place: LoaderPlace | None = None) -> Reader[T]:
+        """Return what reads it in a loop."""
+        self._join_reader = _AheadReader(loader, place)
+        return self._join_reader
+
+    def place(self) -> LoaderPlace | None:
+        """Return where this rank is in it."""
+        return None if self._join_reader is None else self._join_reader.place()
+
+    def tell_epoch(self, loader: Any) -> None:
+        """Tell its samplers the epoch: Fabric has, but counts them from 0 in each process."""
+        state = self.positions.loaded
+        place: LoaderPlace | None = None if state is None else state["places"][self._joins.global_rank]
+        told = [] if place is None else told_epochs(loader, place["begun"])
+        for sampler in self._samplers(loader):
+            for thing, epoch in told:
+                if thing is sampler and place is not None:
+                    self._epochs_before = epoch + place["over"] - sampler.epoch
+            if self._epochs_before:
+                sampler.set_epoch(sampler.epoch + self._epochs_before)
+
+    def _samplers(self, loader: Any) -> list[Any]:
+        of_batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        found = {id(one): one for one in (getattr(loader, "sampler", None), of_batches)}
+        return [*filter(has_epoch, found.values())]
+
+
+class _AheadReader(Reader[T]):
+    """Reads one batch ahead, so that it knows which one is the last."""
+
+    _reads_ahead = True
+
+    @property
+    def at_last(self) -> bool:
+        return self.has_next() and not self.has_next(2)

@@ -1,0 +1,106 @@
+"""A dataloader in the dictionary of `fabric.save` and `fabric.load`: all ranks' places, whatever stops and goes on.
+
+As tests/core/loops/test_positions.py, whose loaders these are.
+"""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_join.fabric import DDPJoinStrategy
+from tests.core.loops.test_positions import (
+    EPOCHS,
+    SIZE,
+    Case,
+    Place,
+    Samples,
+    compare_with,
+    loader_of,
+    path_of,
+)
+from tests.support.front_ends.fabric import fabric_of, to_the_end
+from tests.support.workers import Workers
+
+
+def _train(rank: int, case: Case, folder: str, start: Place | None) -> dict[str, Any]:
+    world_size = len(case.lengths)
+    fabric = fabric_of(world_size, DDPJoinStrategy(**dict(case.options)))
+    torch.manual_seed(11)
+    net = nn.Linear(1, 1).double()
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters(), lr=0.1))
+    injects = case.kind == "injected"
+    if injects:
+        loader = fabric.setup_dataloaders(DataLoader(Samples(23, 1), SIZE, shuffle=True))
+    else:
+        loader = loader_of(case.kind, rank, world_size, case.lengths)
+        is_nodes = case.kind == "nodes"
+        loader = (
+            fabric.strategy.batches(loader)
+            if is_nodes
+            else fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+        )
+    other = fabric.setup_dataloaders(loader_of("stateful", rank, world_size, (2, 1, 0)), use_distributed_sampler=False)
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "other": other, "epoch": 0}
+    seen: dict[Place, list[int]] = {}
+    after: dict[int, list[int]] = {}
+    first = 0
+    if start is not None:
+        fabric.load(path_of(folder, start), state)
+        first = int(state["epoch"]) + (start[1] < 0)
+    begun = 0 if start is None or start[1] < 0 else start[1] + 1  # of this epoch, before
+
+    def save(place: Place) -> None:
+        if start is None:
+            fabric.save(path_of(folder, place), {**state, "epoch": place[0]})
+
+    for epoch in range(first, EPOCHS):
+        for step, batch in enumerate(loader, begun):
+            x = (batch if isinstance(batch, Tensor) else torch.cat([*batch])).reshape(-1, 1)
+            seen[epoch, step] = [int(number) for number in x.flatten().tolist()]
+            optimizer.zero_grad()
+            fabric.backward((model(x / 10) - x / 7).square().mean())
+            optimizer.step()
+            save((epoch, step))
+        begun = 0
+        with torch.no_grad():
+            after[epoch] = [int(number) for batch in other for number in batch.flatten().tolist()]
+        save((epoch, -1))
+    fabric.barrier()
+    return {"seen": seen, "after": after, "parameters": [p.tolist() for p in net.parameters()]}
+
+
+def train(rank: int, case: Case, folder: str, start: Place | None) -> Any:
+    """Train from a place on, or from the begin, and save everywhere then."""
+    with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+        return to_the_end(rank, _train, case, folder, start)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "lengths"),
+    [
+        ("shuffled", {}, (0, 4, 9)),
+        ("stateful", {}, (0, 4, 9)),
+        ("stateful", {"weighting": "samples"}, (3, 0, 5)),
+        ("stateful stream", {"may_break": True}, (0, 4, 9)),
+        ("nodes", {}, (3, 0, 5)),
+        ("stream", {}, (0, 4, 9)),
+        ("injected", {}, (4, 4, 4)),
+    ],
+)
+def test_a_run_goes_on_where_it_was_saved(
+    workers: Workers, tmp_path: Path, kind: str, options: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
+    case = Case(kind, lengths, tuple(options.items()))
+    places = [(0, 1), (1, 2), (1, 3), (1, max(lengths) - 1), (0, -1)]
+    whole = workers.run(3, train, case, str(tmp_path), None)
+    for place in places:
+        resumed = workers.run(3, train, case, str(tmp_path), place)
+        compare_with(whole, resumed, place)
+        for run, one in zip(resumed, whole, strict=True):
+            assert run["after"] == {at: rows for at, rows in one["after"].items() if at in run["after"]}
