@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate_join import _compat
 from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Begin, Count, Reader, draws_exactly, refuse_position, setting
+from torch_join.integration import Begin, Count, LoaderPlace, Reader, draws_exactly, refuse_position, setting
 
 _KINDS = get_args(PreparedLoader)
 _Iter: TypeAlias = Callable[[Any], Iterator[Any]]
@@ -67,6 +67,13 @@ class PreparedReader(Reader[Any]):
 
     def count(self, count: Count) -> float:
         return super().count(count) if self._unplaced is None else count(self._unplaced.popleft())
+
+    def place(self) -> LoaderPlace:
+        raise UnsupportedError(
+            "join.state_dict() in a loop over a loader that Accelerate has prepared: what it has read is Accelerate's"
+            " to say. Use accelerator.save_state and load_state, or loop over a loader of your own,"
+            " `join.batches(loader)`."
+        )
 
     def certain_length(self) -> int | None:
         return certain_length(self.prepared)

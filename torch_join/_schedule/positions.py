@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._base.errors import JoinValueError
-from torch_join._schedule.stateful import begin_anew, epochs_of, is_stateful, resumed_at
+from torch_join._schedule.stateful import begin_anew, epochs_of, keeps_place, resumed_at, seed_of, shuffle_of
 
 # What `Position.place` returns: of plain types and tensors, if the loader's own state is. Whether it is `over`, so that
 # what comes next is another loop, is set by whoever knows it of all ranks.
 LoaderPlace = dict[str, Any]
 _DEPTH = 3  # of objects in objects
-_SIMPLE = frozenset((bool, bytes, dict, float, int, list, str, tuple, type(None)))
+_MOST = 64  # objects in a list
+_SIMPLE = frozenset((bool, bytes, dict, float, int, str, tuple, type(None)))
 _OTHERS = (nn.Module, type, Tensor, FunctionType)  # that hold no order
 _EVERY = 64  # reads, from one state of a loader that is read ahead to the next
 
@@ -52,7 +53,7 @@ class Position:
 
     def __init__(self, loader: Any, place: LoaderPlace | None = None, ahead: bool = False) -> None:
         self._loader = loader
-        self._stateful = is_stateful(loader)
+        self._stateful = keeps_place(loader)
         self.keeps = ahead and self._stateful
         self._states: list[tuple[int, Any]] = []  # the last two, and how many batches had been read before
         if place is None or place["over"]:
@@ -62,7 +63,8 @@ class Position:
             self._begun = _drawing(loader)
             self.iterator = iter(loader)
         else:
-            _compare(loader, place["loader"])
+            if not place["ended"]:
+                _compare(loader, place["loader"])
             self.first, self._begun = place["taken"], place["begun"]
             self.iterator = self._resume(place)
 
@@ -78,6 +80,9 @@ class Position:
             taken: How many batches have been trained on, since the loop began.
             read: How many have been read.
             ended: Whether there is none left.
+
+        Raises:
+            UnsupportedError: The order is drawn in a way that cannot be had again.
         """
         state, again = None, 0
         if self._stateful and read > taken:
@@ -89,7 +94,7 @@ class Position:
             "taken": taken,
             "ended": ended,
             "over": False,
-            "loader": _describe(self._loader),
+            "loader": {} if ended else _describe(self._loader),
             "begun": _saved(self._begun),
             "now": _own(self._loader),
             "epochs": epochs_of([self._loader]),
@@ -140,28 +145,34 @@ def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
 # ------------------------------------------------------------ the loader
 
 
-def _describe(loader: Any) -> dict[str, int]:
+def _describe(loader: Any) -> dict[str, int | str]:
     """Return what must be the same for a number of batches, or a state, to mean the same."""
-    found: dict[str, int] = {}
+    found: dict[str, int | str] = {}
     if isinstance(loader, (list, tuple)):
         found["batches"] = len(loader)
     if isinstance(getattr(loader, "batch_size", None), int):
         found["samples in a batch"] = loader.batch_size
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         found["samples"] = len(loader.dataset)  # type: ignore[arg-type]
-    if isinstance(loader, DataLoader) and ("samples" not in found or is_stateful(loader)):
+    if isinstance(loader, DataLoader) and ("samples" not in found or keeps_place(loader)):
         found["workers"] = loader.num_workers
+    if (shuffle := shuffle_of(loader)) is not None:
+        found["the seed of its shuffle"] = shuffle
+    for name, part in [] if keeps_place(loader) else _walk(loader)[1]:
+        if (seed := seed_of(part)) is not None:
+            found[f"the seed of {name}"] = seed
     return found
 
 
-def _compare(loader: Iterable[Any], then: dict[str, int]) -> None:
+def _compare(loader: Iterable[Any], then: dict[str, int | str]) -> None:
     now = _describe(loader)
     if other := [name for name in {**then, **now} if then.get(name) != now.get(name)]:
         numbers = {name: (then.get(name, "unknown"), now.get(name, "unknown")) for name in other}
         differs = ", ".join(f"{name}: {before} then, {after} now" for name, (before, after) in numbers.items())
         raise JoinValueError(
             f"The state was written in a loop over another loader than this {type(loader).__name__} ({differs}), in"
-            " which its place would be another one. Resume the loop in which it was written first, with the same data."
+            " which its place would be another one. Resume the loop in which it was written first, with the same data"
+            " and seeds."
         )
 
 
@@ -234,7 +245,7 @@ def _own(loader: Any) -> dict[str, Any]:
 
 
 def told_epochs(loader: Any, begun: dict[str, Any]) -> list[tuple[Any, int]]:
-    """Return the samplers, and whatever else is told an epoch, and the epochs that they were told as a loop began."""
+    """Return the samplers, and whatever else has an epoch, and which one that was as a loop began."""
     return [(thing, begun["told"][name]) for name, thing in _parts(loader) if name in begun["told"]]
 
 
@@ -243,7 +254,8 @@ def _drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
     """Set within, for all that an order may be drawn from, what was returned by `_drawing`."""
     before = _drawing(loader)
     for thing, epoch in told_epochs(loader, begun):
-        thing.set_epoch(epoch)
+        if has_epoch(thing):
+            thing.set_epoch(epoch)
     _set_own(loader, begun)
     _set_global(begun)
     try:
@@ -263,6 +275,8 @@ def _set_own(loader: Any, states: dict[str, Any]) -> None:
     for name, thing in _parts(loader):
         if name in states["own"]:
             _set_state(thing, states["own"][name])
+        elif name in states["told"] and not has_epoch(thing):
+            thing.epoch = states["told"][name]  # which it counts itself
 
 
 def _saved(begun: dict[str, Any]) -> dict[str, Any]:
@@ -278,24 +292,35 @@ def _as_tuples(state: Any) -> Any:
 
 
 def _parts(loader: Any) -> list[tuple[str, Any]]:
-    """Return the generators, and what is told an epoch, among what a loader holds, by name."""
+    """Return the generators, and what has an epoch, among what a loader holds, by name."""
+    return _walk(loader)[0]
+
+
+def _walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Return, by name, what `_parts` does, and all else that a loader holds."""
     found: list[tuple[str, Any]] = []
+    others: list[tuple[str, Any]] = []
     level, seen = [("loader", loader)], {id(loader)}
     for _ in range(_DEPTH + 1):
-        deeper = []
+        deeper: list[tuple[str, Any]] = []
         for name, thing in level:
-            if hasattr(thing, "set_epoch") and has_epoch(thing):
+            held = getattr(thing, "__dict__", {})
+            if type(held.get("epoch")) is int or (hasattr(thing, "set_epoch") and has_epoch(thing)):
                 found.append((name, thing))
-            for key, part in getattr(thing, "__dict__", {}).items():
+            for key, part in held.items():
                 if type(part) in _SIMPLE or id(part) in seen:
                     continue
                 seen.add(id(part))
-                if _state_of(part) is not None:
+                if type(part) is list:  # the stages of a pipeline
+                    stages = part if 0 < len(part) <= _MOST and type(part[0]) not in _SIMPLE else []
+                    deeper += [(f"{name}.{key}.{index}", stage) for index, stage in enumerate(stages)]
+                elif _state_of(part) is not None:
                     found.append((f"{name}.{key}", part))
                 elif not isinstance(part, _OTHERS):
                     deeper.append((f"{name}.{key}", part))
+        others += level
         level = deeper
-    return found
+    return found, others
 
 
 def has_epoch(thing: Any) -> bool:

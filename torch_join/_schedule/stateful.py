@@ -1,12 +1,13 @@
 """What dataloaders and datasets with a state need in an epoch that is resumed in its middle, and in the next one.
 
 Those of other libraries are recognized by their attributes and modules, so that none of these is imported. Seen in
-torchdata 0.11, litdata 0.2.76 and datasets 5.2.
+torchdata 0.11, litdata 0.2.76, datasets 5.2 and webdataset 1.0.2.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 from torch_join._base.errors import UnsupportedError
 
@@ -14,6 +15,23 @@ from torch_join._base.errors import UnsupportedError
 def is_stateful(thing: Any) -> bool:
     """Whether something has a state that can be loaded again."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def keeps_place(loader: Any) -> bool:
+    """Whether a loader's own state says where it is: one of Hugging Face's `datasets` loses what a shuffle holds."""
+    return is_stateful(loader) and not any(
+        type(part).__name__ == "BufferShuffledExamplesIterable" for part in _stream_parts(loader)
+    )
+
+
+def _stream_parts(loader: Any) -> Iterator[Any]:
+    """Go through what a stream of Hugging Face's `datasets` is made of."""
+    dataset = getattr(loader, "dataset", None)
+    parts = [getattr(dataset, "_ex_iterable", None)] if type(dataset).__module__.startswith("datasets.") else []
+    while parts:
+        if (part := parts.pop()) is not None:
+            yield part
+            parts += [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
 
 
 @contextmanager
@@ -74,6 +92,34 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
                 " `set_epoch(self.current_epoch)` of the dataset in `on_train_start` and in `on_train_epoch_start`, or"
                 " resume from a checkpoint of an epoch's end."
             )
+
+
+def shuffle_of(loader: Any) -> int | None:
+    """Return a checksum of what shuffles a stream of Hugging Face's `datasets`; `None` if nothing does."""
+    generators = [generator for part in _stream_parts(loader) if (generator := getattr(part, "generator", None))]
+    return crc32(repr([each.bit_generator.state for each in generators]).encode()) if generators else None
+
+
+def seed_of(part: Any) -> int | str | None:
+    """Return the seed of something that a loader holds, if it has one.
+
+    Raises:
+        UnsupportedError: It shuffles by the clock.
+    """
+    held = getattr(part, "__dict__", {})
+    if type(part).__module__.partition(".")[0] == "webdataset":
+        if "pipeline" in held:
+            return None  # its stages have it
+        if getattr(held.get("f"), "__name__", "") == "_shuffle":
+            if held["kw"].get("seed") is None and held["kw"].get("rng") is None:
+                raise UnsupportedError(
+                    "A place in a WebDataset that shuffles without a seed: its order is drawn by the clock, and cannot"
+                    " be had again. Give it one, the same in each job: `.shuffle(size, seed=...)`, or"
+                    " `WebDataset(..., shardshuffle=..., seed=...)`."
+                )
+            held = held["kw"]
+    seed = held.get("seed")
+    return seed if type(seed) in (int, str) else None
 
 
 def _is_litdata(loader: Any) -> bool:

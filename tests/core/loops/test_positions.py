@@ -7,7 +7,7 @@ and end with, must be what the run that was not interrupted has.
 import multiprocessing
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,14 @@ class Bar:
         yield from self.loader
 
 
-def collate(rows: list[Tensor]) -> Tensor:
-    return torch.stack(rows)
+def sizes_of(lengths: tuple[int, ...]) -> list[int]:
+    """Return how many samples the ranks have."""
+    return [max(0, SIZE * length - 1) for length in lengths]
 
 
 def loader_of(kind: str, rank: int, world_size: int, lengths: tuple[int, ...]) -> Any:
     """Return a loader of `lengths[rank]` batches, the last of which is smaller; or of all ranks' samples."""
-    sizes = [max(0, SIZE * length - 1) for length in lengths]
+    sizes = sizes_of(lengths)
     mine = Samples(sizes[rank], 1 + sum(sizes[:rank]))
     generator = torch.Generator().manual_seed(3)
     if kind == "list":
@@ -161,6 +162,8 @@ def _train(rank: int, case: Case, folder: str, start: Place | None, skew: int = 
     def run(epoch: int) -> None:
         if case.kind == "sampler":
             loader.sampler.set_epoch(epoch)
+        if "told" in case.kind:
+            loader.dataset.set_epoch(epoch)
         if case.kind == "global":
             torch.manual_seed(100 * epoch + rank)
         for batch in join.batches(loader):
@@ -185,14 +188,14 @@ def _train(rank: int, case: Case, folder: str, start: Place | None, skew: int = 
     return {"seen": seen, "parameters": [p.tolist() for p in net.parameters()]}
 
 
-def check(workers: Workers, case: Case, folder: str, places: list[Place]) -> None:
+def check(workers: Workers, case: Case, folder: str, places: list[Place], train: Callable[..., Any] = train) -> None:
     """Compare runs that go on from places with the whole one."""
     world_size = len(case.lengths)
     whole = workers.run(world_size, train, case, folder, None)
     for epoch in range(EPOCHS):
         numbers = [number for run in whole for at, seen in run["seen"].items() if at[0] == epoch for number in seen]
         if case.kind != "with replacement":
-            assert sorted(numbers) == [*range(1, 1 + sum(max(0, SIZE * length - 1) for length in case.lengths))]
+            assert sorted(numbers) == [*range(1, 1 + sum(sizes_of(case.lengths)))]
     for place in places:
         resumed = workers.run(world_size, train, case, folder, place)
         compare_with(whole, resumed, place)
