@@ -152,7 +152,7 @@ class Join(TorchJoin):
         Raises:
             JoinError: Some ranks did not call it, or at another step.
             JoinTypeError: A loader's state cannot be pickled.
-            UnsupportedError: Batches are rebalanced in this loop.
+            UnsupportedError: The order is drawn by the clock, so that nobody can have it again.
         """
         return self._driver.state_dict()
 

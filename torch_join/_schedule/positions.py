@@ -63,7 +63,7 @@ class Position:
             self._begun = _drawing(loader)
             self.iterator = iter(loader)
         else:
-            if not place["ended"]:
+            if place["loader"]:
                 _compare(loader, place["loader"])
             self.first, self._begun = place["taken"], place["begun"]
             self.iterator = self._resume(place)
@@ -94,6 +94,7 @@ class Position:
             "taken": taken,
             "ended": ended,
             "over": False,
+            "plan": None,  # of batches that are rebalanced
             "loader": {} if ended else _describe(self._loader),
             "begun": _saved(self._begun),
             "now": _own(self._loader),

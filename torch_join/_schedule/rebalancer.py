@@ -156,6 +156,23 @@ class Rebalancer:
         index = step - self.step
         return self._steps[index].unknown if 0 <= index < len(self._steps) else ()
 
+    def place(self) -> dict[str, Any]:
+        """Return what a checkpoint says of the plan, the same on all ranks: what there is for the next step, and whom.
+
+        Returns:
+            The next `step`; by rank, how many batches were `left` when it was planned, `None` where that was unknown,
+            and the `max_sent_per_step`; and the ranks that are `gone`: they have no batch any more.
+        """
+        rows, unknown = [step.row for step in self._steps], self.unknown_at(self.step + 1)
+        planned = [share.owner for row in rows[1:] for share in row if share is not None]
+        left = [None if n is None else n + planned.count(rank) for rank, n in enumerate(self._plan.left)]
+        return {
+            "step": self.step + 1,
+            "left": [None if rank in unknown else n for rank, n in enumerate(left)],
+            "max_sent_per_step": self.max_sent_per_step,
+            "gone": [rank for rank, share in enumerate(rows[0]) if share is None] if rows else [],
+        }
+
     def end(self) -> None:
         """End the epoch, if need be before its last step; all ranks call this at the same step.
 

@@ -53,6 +53,7 @@ class Rebalancing:
         is_certain: bool = True,
         leaves: bool = False,
         meets: bool = True,
+        always: bool = False,
     ) -> Rebalancer | None:
         """Begin an epoch; all ranks meet.
 
@@ -69,6 +70,7 @@ class Rebalancing:
             is_certain: Whether there can be no other number.
             leaves: Whether this rank has left the epoch before, and neither trains nor gives.
             meets: Whether all meet before each step also where there can be no other number on any rank.
+            always: Whether there is a plan also where all ranks are certain to have as many batches.
 
         Returns:
             What goes through the epoch; `None` if all ranks are certain to have as many batches.
@@ -84,7 +86,7 @@ class Rebalancing:
         everyone = channel.gather(mine, of=_Begin)
         lengths = [length for length, *_ in everyone]
         is_known = all(certain for _, certain, *_ in everyone) and None not in lengths
-        if is_known and len({*lengths}) == 1:
+        if is_known and len({*lengths}) == 1 and not always:
             return None
         if problem:
             raise JoinError(problem)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch_join._base.devices import use_device
-from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError, name_ranks, raise_any
+from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.weighting import Window
@@ -70,6 +70,9 @@ class Loop:
         thread: The thread that goes through it.
         even_until: Before this step, each is sure to be as the one before: all ranks have a batch, and more to come.
         first: The step with which it begins: later than 0 where it is resumed.
+        source: Reads this rank's own batches, where these are rebalanced.
+        left: Whether it was left by `break`.
+        plan: What a checkpoint says of batches that were rebalanced, once it has ended.
     """
 
     reader: Reader[Any]
@@ -84,6 +87,9 @@ class Loop:
     thread: int = field(default_factory=threading.get_ident)
     even_until: int = 0
     first: int = 0
+    source: Reader[Any] | None = None
+    left: bool = False
+    plan: dict[str, Any] | None = None
 
 
 class LoopDriver(Driver):
@@ -330,12 +336,15 @@ class LoopDriver(Driver):
     def _find_place(self, which: int = 0) -> LoaderPlace | None:
         if which:
             return self.find_other_place(which)
-        if self._rebalancing.current is not None:
-            raise UnsupportedError(
-                "join.state_dict() in a loop with rebalance=True: ranks train on batches of others, and it does not say"
-                " yet which ones. Call it after the loop, or train without rebalance=True."
-            )
-        return None if self._loop is None else self._loop.reader.place()
+        loop = self._loop
+        if loop is None:
+            return None
+        if loop.source is None:
+            return loop.reader.place()
+        place, plan = loop.source.place(), self._rebalancing.current
+        place["plan"] = plan.place() if plan is not None and loop.plan is None else loop.plan
+        place["ended"] = not (self.in_loop or loop.left)  # ranks train until the others' batches are used up
+        return place
 
     # ------------------------------------------------------------ a loop over batches
 
@@ -437,9 +446,11 @@ class LoopDriver(Driver):
     def _choose_schedule(self, loop: Loop, lengths: Sequence[int | None]) -> Schedule:
         self.step.check = None
         if self._rebalancing.enabled:
-            planned = Planned(self.step, self._rebalancing, self.tail_log)
-            loop.reader = planned.read(loop.reader)
+            planned = Planned(self.step, self._rebalancing, self.tail_log, self.positions.plan)
+            source = loop.reader
+            loop.reader = planned.read(source)
             if self._rebalancing.current is not None:
+                loop.source = source
                 self.step.check = planned.check_barrier
                 return planned
         if self.members.meets_late:
@@ -456,6 +467,7 @@ class LoopDriver(Driver):
         """Leave a loop by `break`; `at_once` unless this rank's own code has gone on since."""
         loop, in_tail = self._loop, self.members.announces
         assert loop is not None
+        loop.left = True
         loop.reader.leave()
         self.tail_log.remember_gradients()
         lengths = loop.schedule.lengths
@@ -509,7 +521,8 @@ class LoopDriver(Driver):
         if (loop := self._loop) is not None and loop.uneven:
             self._uneven_loops |= {(loop.number, model) for model in loop.trains}
         self.tail.early_exit = None
-        if (plan := self._rebalancing.current) is not None:
+        if (plan := self._rebalancing.current) is not None and loop is not None:
+            loop.plan = plan.place()
             with self._telling:
                 plan.end()
         self.place, self.tail_log.has_to_meet = Place.ENDED, False

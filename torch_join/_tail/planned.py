@@ -31,7 +31,7 @@ class PlannedReader(Reader[Any]):
 
     def __init__(self, plan: Rebalancer) -> None:
         self._plan = plan
-        self._taken = -1  # up to which step
+        self._taken = plan.step - 1  # up to which step
         self.pulling = False
 
     def has_next(self, ahead: int = 1) -> bool:
@@ -53,10 +53,13 @@ class Planned(Schedule):
         step: The loop's steps.
         rebalancing: What rebalances batches.
         tail_log: The ranks' log.
+        place: What `Rebalancer.place` returned, in a loop that is resumed.
     """
 
-    def __init__(self, step: Step, rebalancing: Rebalancing, tail_log: TailLog) -> None:
-        self._current, self._rebalancing, self._tail_log = step, rebalancing, tail_log
+    def __init__(
+        self, step: Step, rebalancing: Rebalancing, tail_log: TailLog, place: dict[str, Any] | None = None
+    ) -> None:
+        self._current, self._rebalancing, self._tail_log, self._place = step, rebalancing, tail_log, place
 
     def read(self, reader: Reader[Any]) -> Reader[Any]:
         """Make a plan for what `reader` reads, if there is anything to rebalance; all ranks meet.
@@ -72,10 +75,16 @@ class Planned(Schedule):
         return reader.rebalanced(self._begin)
 
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
-        length, lead, count = source.certain_length(), source.lead, self._tail_log.members.count
-        plan = self._rebalancing.begin(
-            self._tail_log.channel, source, length, self._meet, lead=lead, count=count, meets=False
-        )
+        length, members, place = source.certain_length(), self._tail_log.members, self._place
+        resumed: dict[str, Any] = {}
+        if place is not None:
+            resumed = {"step": place["step"], "taken": source.taken, "is_certain": length is not None}
+            resumed["max_sent_per_step"] = place["max_sent_per_step"][members.rank]
+            resumed["always"] = True  # the batches that were trained on do not count
+            resumed["leaves"] = members.rank in place["gone"]
+            length = place["left"][members.rank]
+        options = {"lead": source.lead, "count": members.count, "meets": False, **resumed}
+        plan = self._rebalancing.begin(self._tail_log.channel, source, length, self._meet, **options)
         return None if plan is None else PlannedReader(plan)
 
     @property
@@ -98,7 +107,7 @@ class Planned(Schedule):
         self._current.meet()
         if members.meets_late:
             self._tail_log.remember_gradients()
-        if step > 0:  # the first is planned
+        if step > plan.step:  # the first is planned
             with self._tail_log.own_collectives():
                 plan.advance(self._meet)
         if not plan.meets and len(plan.active_ranks) < members.world_size:

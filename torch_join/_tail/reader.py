@@ -78,7 +78,8 @@ class Reader(Source, Generic[T]):
     def place(self) -> LoaderPlace:
         """Return where this rank stands: the batch in hand counts as trained on."""
         ended = not self._ahead and (self._ended or self.taken == self.certain_length())
-        return self._position.place(self.taken, self.taken + len(self._ahead), ended)
+        taken = self.taken - sum(map(len, self._reserved))
+        return self._position.place(taken, self.taken + len(self._ahead), ended)
 
     def drop(self) -> None:
         """Hold nothing that is to be read any more: the loop is over, or was left."""

@@ -20,7 +20,8 @@ def state_of(places: Sequence[LoaderPlace | None], in_loop: bool) -> dict[str, A
     begun = [place for place in places if place is not None]
     over = not in_loop and all(place["ended"] for place in begun)
     # A rank that has a batch at a step has trained on one in each step before.
-    step = 0 if over else max((place["taken"] for place in begun), default=0)
+    steps = (place["taken"] if place["plan"] is None else place["plan"]["step"] for place in begun)
+    step = 0 if over else max(steps, default=0)
     placed = [None if place is None else {**place, "over": over} for place in places]
     return {"version": _VERSION, "step": step, "over": over, "places": placed}
 
@@ -34,11 +35,13 @@ class Resuming:
 
     Attributes:
         loaded: The state, until a loop has begun.
+        plan: Of the loop that has begun, what the state says of batches that are rebalanced.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self.loaded: dict[str, Any] | None = None
+        self.plan: dict[str, Any] | None = None
         self._resumed: tuple[Any, LoaderPlace] | None = None  # a loader, and where a loop over it has gone on
 
     def load(self, state: dict[str, Any]) -> None:
@@ -77,6 +80,7 @@ class Resuming:
         if resumed is not None and resumed[0] is loader:
             end_resumed(*resumed)
         place = None if state is None else state["places"][self._rank]
+        self.plan = None if place is None or place["over"] else place["plan"]
         if place is None:
             return reader_of(loader)
         if not place["over"]:

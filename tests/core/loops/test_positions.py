@@ -259,6 +259,23 @@ def test_it_goes_on_under_other_options(
     check(workers, case, str(tmp_path), places)
 
 
+@pytest.mark.parametrize(
+    ("kind", "lengths", "options"),
+    [
+        ("list", (0, 4, 9), {}),
+        ("shuffled", (9, 1, 4), {"weighting": "samples"}),
+        ("stream", (1, 0, 9), {}),
+        ("stream", (2, 7, 3), {"weighting": "samples"}),
+    ],
+)
+def test_it_goes_on_where_batches_are_rebalanced(
+    workers: Workers, tmp_path: Path, kind: str, lengths: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    case = Case(kind, lengths, (("rebalance", True), *options.items()))
+    last = -(-sum(lengths) // len(lengths)) - 1
+    check(workers, case, str(tmp_path), [(0, 0), (0, 1), (1, 2), (1, last - 1), (0, last), (1, -1)])
+
+
 def test_a_place_that_is_off_by_a_batch_is_noticed(workers: Workers, tmp_path: Path) -> None:
     case, place = Case("stream"), (1, 4)
     whole = workers.run(3, train, case, str(tmp_path), None)
