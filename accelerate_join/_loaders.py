@@ -22,7 +22,7 @@ from accelerate.data_loader import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from accelerate_join import _compat
 from accelerate_join._prepared import PreparedLoader
@@ -206,7 +206,7 @@ def loops_replaced(
         stack.enter_context(setting(DataLoader, __iter__=noting))
         for kind in _KINDS:
             stack.enter_context(setting(kind, __iter__=iterates(_compat.without_none(kind.__iter__))))
-        checking = _checking_sizes(BatchSamplerShard.__iter__)
+        checking = _checking(BatchSamplerShard.__iter__)
         stack.enter_context(setting(BatchSamplerShard, __iter__=checking))
         yield
 
@@ -244,14 +244,26 @@ def _batch_sampler(loader: PreparedLoader) -> Any:
     return loader.sampler if sampler is None else sampler
 
 
-def _checking_sizes(own_iter: _Iter) -> _Iter:
+def _checking(own_iter: _Iter) -> _Iter:
     def __iter__(shard: Any) -> Iterator[Any]:  # noqa: N807
+        _refuse_distributed_sampler(shard)
         if shard.batch_size is not None and type(shard.batch_sampler) is not BatchSampler:
             shard = copy.copy(shard)
             shard.batch_sampler = _SizeCheckingSampler(shard)
         return own_iter(shard)
 
     return __iter__
+
+
+def _refuse_distributed_sampler(shard: Any) -> None:
+    sampler = getattr(shard.batch_sampler, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and min(sampler.num_replicas, shard.num_processes) > 1:
+        raise JoinError(
+            f"The sampler of a prepared loader is {type(sampler).__name__}, which gives this process 1 of"
+            f" {sampler.num_replicas} samples. Accelerate deals these out to {shard.num_processes} processes once more,"
+            " so that most samples would never be seen. Prepare the loader without this sampler; or do not prepare it,"
+            " and go through join_batches(loader)."
+        )
 
 
 class _SizeCheckingSampler:
