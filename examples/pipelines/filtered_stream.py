@@ -8,7 +8,7 @@ knows how many batches a rank has, and rank 0 has none at all.
 
 from collections.abc import Iterator
 
-from _check import BATCH_SIZE, EPOCHS, WORLD_SIZE, check_digits, digits, model_and_optimizer, start
+from one_process import BATCH_SIZE, EPOCHS, WORLD_SIZE, check_digits, digits, model_and_optimizer, start
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel

@@ -12,9 +12,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from _check import BATCH_SIZE, EPOCHS, WORLD_SIZE, check_digits, digits, model_and_optimizer
 from datasets import Dataset, load_dataset
 from datasets.distributed import split_dataset_by_node
+from one_process import BATCH_SIZE, EPOCHS, WORLD_SIZE, check_digits, digits, model_and_optimizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader

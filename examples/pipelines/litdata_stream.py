@@ -9,9 +9,9 @@ import tempfile
 from typing import Any
 
 import torch
-from _check import BATCH_SIZE, EPOCHS, WORLD_SIZE, check_digits, digits, model_and_optimizer
 from lightning.fabric import Fabric
 from litdata import StreamingDataLoader, StreamingDataset, optimize
+from one_process import BATCH_SIZE, EPOCHS, WORLD_SIZE, check_digits, digits, model_and_optimizer
 from torch.nn.functional import cross_entropy
 
 from lightning_join.fabric import DDPJoinStrategy

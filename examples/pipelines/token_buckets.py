@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _check import EPOCHS, check
 from accelerate.data_loader import DataLoaderShard
+from one_process import EPOCHS, check
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence

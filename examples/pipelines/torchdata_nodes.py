@@ -8,7 +8,7 @@ The sources' samples are dealt out to the ranks, and how many batches that makes
 from typing import Any
 
 import torchdata.nodes as tn
-from _check import BATCH_SIZE, EPOCHS, WORLD_SIZE, check_digits, digits, model_and_optimizer, start
+from one_process import BATCH_SIZE, EPOCHS, WORLD_SIZE, check_digits, digits, model_and_optimizer, start
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate

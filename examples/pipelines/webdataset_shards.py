@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import webdataset as wds
-from _check import BATCH_SIZE, EPOCHS, check_digits, digits, model_and_optimizer
 from accelerate.utils import broadcast_object_list
+from one_process import BATCH_SIZE, EPOCHS, check_digits, digits, model_and_optimizer
 from torch.nn.functional import cross_entropy
 
 from accelerate_join import Accelerator

@@ -1,0 +1,387 @@
+"""Which sample is trained on how often, by identity: each cell of the table in docs/data.md."""
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.fabric import fabric_of
+from tests.support.front_ends.lightning import Fit, build_trainer
+from tests.support.workers import Workers
+from torch_join import Join, UnpaddedDistributedSampler
+
+WORLD_SIZE, EPOCHS, SIZE = 3, 2, 14
+OWN = (range(0), range(8), range(8, 14))  # each rank's own: rank 0 has none
+FRONT_ENDS = ("plain", "lightning", "fabric", "accelerate")
+Seen = list[list[int]]  # the samples of each epoch, or of each rank in an epoch
+Make = Callable[[int, int], Any]  # a loader, for a rank in an epoch
+Expected = Callable[[int], Seen]  # by epoch, the samples of each rank
+
+
+class Data(Dataset[Tensor]):
+    """Says that it has so many more samples than it has."""
+
+    def __init__(self, ids: range, more: int = 0) -> None:
+        self.ids, self.more = ids, more
+
+    def __len__(self) -> int:
+        return max(0, len(self.ids) + self.more)
+
+    def __getitem__(self, place: int) -> Tensor:
+        return torch.tensor([float(self.ids[place])])
+
+
+class Stream(Data, IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([float(i)]) for i in self.ids)
+
+
+class Places(Data, Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.ids)))
+
+
+class Batches(DataLoader[Tensor]):
+    """A loader with a length of its own making."""
+
+    more = 0
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() + self.more)
+
+
+def whole(kind: Callable[[range], Any] = Data, **options: Any) -> Make:
+    """All samples on each rank."""
+    return lambda rank, epoch: DataLoader(kind(range(SIZE)), 2, **options)
+
+
+def dealt(sampler: Any = UnpaddedDistributedSampler, own: Any = None, **options: Any) -> Make:
+    """All samples, of which a sampler gives each rank its share."""
+    data = Data(range(SIZE))
+    return lambda rank, epoch: DataLoader(
+        data, 2, sampler=sampler(data, WORLD_SIZE, rank, shuffle=False, **(own or {})), **options
+    )
+
+
+def own(kind: Callable[[range, int], Any] = Data, more: int = 0) -> Make:
+    return lambda rank, epoch: DataLoader(kind(OWN[rank], more), 2)
+
+
+def own_sampler(more: int) -> Make:
+    return lambda rank, epoch: DataLoader(Data(OWN[rank]), 2, sampler=Places(OWN[rank], more))
+
+
+def own_loader(more: int) -> Make:
+    def make(rank: int, epoch: int) -> Any:
+        loader = Batches(Data(OWN[rank]), 2)
+        loader.more = more
+        return loader
+
+    return make
+
+
+def in_turn(rank: int, epoch: int) -> Any:
+    """The shard of the next rank in the next epoch."""
+    return DataLoader(Data(OWN[(rank + epoch) % WORLD_SIZE]), 2)
+
+
+# ---------------------------------------------------------------- front ends
+
+
+def numbers(batch: Tensor) -> list[int]:
+    return [int(number) for number in batch.flatten().tolist()]
+
+
+def net_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Linear(1, 1)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def plain(rank: int, make: Make) -> Seen:
+    net, optimizer = net_and_optimizer()
+    ddp, loader, seen = DistributedDataParallel(net), make(rank, 0), []
+    with Join([ddp, optimizer]) as join:
+        for _ in range(EPOCHS):
+            seen.append([])
+            for batch in join.batches(loader):
+                ddp(batch).mean().backward()
+                optimizer.step()
+                seen[-1] += numbers(batch)
+    return seen
+
+
+class Module(pl.LightningModule):
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.make = make
+        self.net, self.optimizer = net_and_optimizer()
+        self.seen: Seen = []
+
+    def train_dataloader(self) -> Any:
+        return self.make(self.trainer.global_rank, self.trainer.current_epoch)
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append([])
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        self.seen[-1] += numbers(batch)
+        return self.net(batch).mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+
+def lightning(rank: int, make: Make, **options: Any) -> Seen:
+    module = Module(make)
+    case = Fit((1,) * WORLD_SIZE, epochs=EPOCHS)
+    build_trainer(case, **{"use_distributed_sampler": True, **options}).fit(module)
+    return module.seen
+
+
+def fabric(rank: int, make: Make, **options: Any) -> Seen:
+    each = fabric_of(WORLD_SIZE)
+    model, optimizer = each.setup(*net_and_optimizer())
+    loader, seen = each.setup_dataloaders(make(rank, 0), **options), []
+    for _ in range(EPOCHS):
+        seen.append([])
+        for batch in loader:
+            each.backward(model(batch).mean())
+            optimizer.step()
+            seen[-1] += numbers(batch)
+    return seen
+
+
+def accelerate(rank: int, make: Make, prepare: bool = True, **options: Any) -> Seen:
+    loader, seen = make(rank, 0), []
+    with accelerator_of(rank) as accelerator:
+        model, optimizer = accelerator.prepare(*net_and_optimizer())
+        loader = accelerator.prepare(loader) if prepare else loader
+        for _ in range(EPOCHS):
+            seen.append([])
+            for batch in accelerator.join_batches(loader, **options):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                seen[-1] += numbers(batch)
+    return seen
+
+
+# ---------------------------------------------------------------- what is expected, by rank in an epoch
+
+
+def shares(order: list[int], most: int = SIZE) -> Seen:
+    return [order[rank::WORLD_SIZE][:most] for rank in range(WORLD_SIZE)]
+
+
+def in_order(epoch: int) -> Seen:
+    return shares([*range(SIZE)])
+
+
+def order_of(size: int, epoch: int) -> list[int]:
+    """Return the order of the sampler that Lightning injects."""
+    return [int(place) for place in torch.randperm(size, generator=torch.Generator().manual_seed(epoch))]
+
+
+def shuffled(epoch: int, most: int = SIZE) -> Seen:
+    return shares(order_of(SIZE, epoch), most)
+
+
+def shards_dealt_again(epoch: int) -> Seen:
+    return [[ids[place] for place in order_of(len(ids), epoch)[rank::WORLD_SIZE]] for rank, ids in enumerate(OWN)]
+
+
+def padded(epoch: int) -> Seen:
+    return [[0, 3, 6, 9, 12], [1, 4, 7, 10, 13], [2, 5, 8, 11, 0]]
+
+
+def without_the_last(epoch: int) -> Seen:
+    return shares([*range(12)])
+
+
+def on_each(epoch: int) -> Seen:
+    return [[*range(SIZE)]] * WORLD_SIZE
+
+
+def own_shards(epoch: int) -> Seen:
+    return [[*ids] for ids in OWN]
+
+
+def first_of_own(*numbers: int) -> Expected:
+    return lambda epoch: [[*ids[:number]] for ids, number in zip(OWN, numbers, strict=True)]
+
+
+def shards_in_turn(epoch: int) -> Seen:
+    return [[*OWN[(rank + epoch) % WORLD_SIZE]] for rank in range(WORLD_SIZE)]
+
+
+def exactly(*by_rank: list[int]) -> Expected:
+    return lambda epoch: [*by_rank]
+
+
+# ---------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loader in a front end.
+
+    Attributes:
+        line: The table's.
+        expected: The samples of each rank in an epoch, in order; or of what all raise.
+        warns: What a warning on the first rank says.
+    """
+
+    line: str
+    front_end: str
+    make: Make
+    expected: Expected | str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    warns: str = ""
+
+    @property
+    def word(self) -> str:
+        """What the table says of it."""
+        if isinstance(self.expected, str):
+            return "raises"
+        times = Counter(i for ids in self.expected(0) for i in ids)
+        return WORDS[min(times[i] for i in range(SIZE)), max(times.values())]
+
+
+WORDS = {(1, 1): "once", (0, 1): "some never", (1, 2): "some twice", (3, 3): "on each rank"}
+
+# What has a front end leave a loader as it is.
+ALONE, UNPREPARED = {"use_distributed_sampler": False}, {"prepare": False}
+AS_IT_IS: dict[str, dict[str, Any]] = dict(zip(FRONT_ENDS, ({}, ALONE, ALONE, UNPREPARED), strict=True))
+
+
+def everywhere(
+    line: str, make: Make, expected: Expected | str, lightning: Expected | None = None, lightning_warns: str = ""
+) -> list[Case]:
+    """Return a case for each front end, which leaves the loader as it is; Lightning may do something else with it."""
+    kept = [Case(line, name, make, expected, options) for name, options in AS_IT_IS.items()]
+    return [
+        replace(case, expected=lightning or expected, warns=lightning_warns) if case.front_end == "lightning" else case
+        for case in kept
+    ]
+
+
+def in_lightning(line: str, make: Make, expected: Expected | str, **options: Any) -> Case:
+    return Case(line, "lightning", make, expected, options)
+
+
+NO_SAMPLER, STREAM, SHARDS = "one dataset, no sampler", "one stream, the same on each rank", "a shard for each rank"
+OURS, TORCHS = "`UnpaddedDistributedSampler`", "`DistributedSampler`"
+TORCHS_DROPPING, DROPPING = "`DistributedSampler(drop_last=True)`", "`DataLoader(drop_last=True)`"
+LIMIT, OVERFIT = "`limit_train_batches=0.5`", "`overfit_batches=2`"
+RELOAD = "`reload_dataloaders_every_n_epochs=1`"
+LONG, SHORT = "`__len__` of a stream, a sampler or a loader: too large", "the same: too small"
+LONG_DATA, SHORT_DATA = "`__len__` of a dataset with indices: too large", "that one: too small"
+
+TWICE = "which gives this process 1 of 3 samples. Accelerate deals these out to 3 processes once more"
+DEALT_AGAIN = "each rank runs 1 of 3 samples of its own"
+FILLED_UP = "fill up their last batches with samples that are there already"
+SAID = "said it had 6 batches and yielded 4"
+
+CASES = [
+    Case(NO_SAMPLER, "plain", whole(), on_each),
+    Case(NO_SAMPLER, "lightning", whole(), shuffled),
+    Case(NO_SAMPLER, "fabric", whole(), in_order),
+    Case(NO_SAMPLER, "accelerate", whole(), exactly([0, 1, 6, 7, 12, 13], [2, 3, 8, 9], [4, 5, 10, 11])),
+    Case(
+        NO_SAMPLER,
+        "accelerate",
+        whole(),
+        exactly([0, 1, 6, 7, 12, 13], [2, 3, 8, 9, 0, 1], [4, 5, 10, 11, 2, 3]),
+        {"even_batches": True},
+    ),
+    *everywhere(OURS, dealt(), in_order),
+    Case(OURS, "lightning", dealt(), in_order),
+    Case(OURS, "fabric", dealt(), in_order),
+    Case(OURS, "accelerate", dealt(), TWICE),
+    *everywhere(TORCHS, dealt(DistributedSampler), padded),
+    Case(TORCHS, "lightning", dealt(DistributedSampler), padded),
+    Case(TORCHS, "fabric", dealt(DistributedSampler), padded),
+    Case(TORCHS, "accelerate", dealt(DistributedSampler), TWICE),
+    *everywhere(TORCHS_DROPPING, dealt(DistributedSampler, {"drop_last": True}), without_the_last),
+    Case(TORCHS_DROPPING, "accelerate", dealt(DistributedSampler, {"drop_last": True}), TWICE),
+    Case(DROPPING, "plain", dealt(drop_last=True), without_the_last),
+    Case(DROPPING, "lightning", whole(drop_last=True), lambda epoch: shuffled(epoch, 4)),
+    Case(DROPPING, "fabric", whole(drop_last=True), without_the_last),
+    Case(DROPPING, "accelerate", whole(drop_last=True), exactly([0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11])),
+    *everywhere(SHARDS, own(), own_shards),
+    Case(SHARDS, "lightning", own(), shards_dealt_again, warns=DEALT_AGAIN),
+    Case(SHARDS, "fabric", own(), exactly([], [1, 4, 7], [10, 13])),
+    Case(SHARDS, "accelerate", own(), exactly([], [2, 3], [12, 13])),
+    *everywhere(STREAM, whole(Stream), on_each),
+    Case(
+        STREAM,
+        "accelerate",
+        whole(Stream),
+        exactly([0, 1, 6, 7, 12], [2, 3, 8, 9, 13], [4, 5, 10, 11, 0]),
+        {},
+        FILLED_UP,
+    ),
+    in_lightning(LIMIT, own(), first_of_own(0, 4, 2), limit_train_batches=0.5, **ALONE),
+    in_lightning(LIMIT, whole(), lambda epoch: shuffled(epoch, 2), limit_train_batches=0.5),
+    in_lightning(LIMIT, own(), "The dataloaders of rank 2 cannot be run", limit_train_batches=0.3, **ALONE),
+    in_lightning(OVERFIT, own(), first_of_own(0, 4, 4), overfit_batches=2, **ALONE),
+    in_lightning(OVERFIT, whole(), lambda _: shares([*range(SIZE)], 4), overfit_batches=2),
+    in_lightning(RELOAD, in_turn, shards_in_turn, reload_dataloaders_every_n_epochs=1, **ALONE),
+    in_lightning(RELOAD, whole(), shuffled, reload_dataloaders_every_n_epochs=1),
+    *everywhere(LONG, own(Stream, 4), own_shards, lightning_warns=SAID),
+    *everywhere(LONG, own_sampler(4), own_shards, lightning_warns=SAID),
+    *everywhere(LONG, own_loader(2), own_shards, lightning_warns=SAID),
+    *everywhere(SHORT, own(Stream, -4), own_shards, lightning=first_of_own(0, 4, 2)),
+    *everywhere(SHORT, own_sampler(-4), own_shards, lightning=first_of_own(0, 4, 2)),
+    *everywhere(SHORT, own_loader(-2), own_shards, lightning=first_of_own(0, 4, 2)),
+    *everywhere(LONG_DATA, lambda *_: DataLoader(Data(range(4), 2), 2), "IndexError"),
+    *everywhere(SHORT_DATA, own(Data, -2), first_of_own(0, 6, 4)),
+]
+
+
+def train(rank: int, place: int) -> tuple[Seen, list[str]]:
+    case = CASES[place]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = globals()[case.front_end](rank, case.make, **case.options)
+    return seen, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("place", range(len(CASES)), ids=[f"{case.front_end}-{case.line}" for case in CASES])
+def test_how_often_each_sample_is_trained_on(workers: Workers, place: int) -> None:
+    case = CASES[place]
+    outcomes = workers.outcomes(WORLD_SIZE, train, place)
+    if isinstance(case.expected, str):
+        for outcome in outcomes:
+            assert case.expected in outcome.error, outcome.trace
+        return
+    assert [outcome.error for outcome in outcomes] == [""] * WORLD_SIZE
+    for epoch in range(EPOCHS):
+        assert [outcome.value[0][epoch] for outcome in outcomes] == case.expected(epoch)
+    assert any(case.warns in text for text in ["", *outcomes[0].value[1]])
+
+
+def table() -> dict[str, list[str]]:
+    """Return the cells of each line of the table in docs/data.md, by its first one."""
+    text = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    lines = text.split("| | plain loops | Lightning | Fabric | Accelerate |\n")[1].split("\n\n")[0].splitlines()[1:]
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    return {name: others for name, *others in cells}
+
+
+def test_the_table_says_what_is_tested() -> None:
+    words: dict[str, list[set[str]]] = {case.line: [set() for _ in FRONT_ENDS] for case in CASES}
+    for case in CASES:
+        words[case.line][FRONT_ENDS.index(case.front_end)].add(case.word)
+    said = {line: [{*re.findall(r"\*\*(.+?)\*\*", cell)} for cell in cells] for line, cells in table().items()}
+    assert said == words
