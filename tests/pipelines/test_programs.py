@@ -5,6 +5,7 @@ import importlib
 import io
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +25,13 @@ PROGRAMS = {
     "filtered_stream": ("torch", ""),
     "hf_parquet": ("datasets", ""),
     "litdata_stream": ("litdata", ""),
+    "preempted": ("torchdata", ""),
     "token_buckets": ("accelerate", TORCHRUN),
     "torchdata_nodes": ("torchdata.nodes", ""),
     "webdataset_shards": ("webdataset", TORCHRUN),
 }
-# LitData writes in processes that it starts, which a worker of the tests may not.
-ON_WORKERS = [name for name in PROGRAMS if name != "litdata_stream"]
+# LitData writes in processes that it starts, which a worker of the tests may not; the other is two jobs.
+ON_WORKERS = [name for name in PROGRAMS if name not in ("litdata_stream", "preempted")]
 EPOCH = r"Epoch (\d): batches by rank: ([\d, ]+)\. Each of (\d+) samples was trained exactly once\."
 
 
@@ -44,14 +46,16 @@ def importable() -> Iterator[None]:
         sys.path[:] = path
 
 
-def call(rank: int, name: str) -> str:
+def call(rank: int, name: str, *args: Any) -> str:
     """Run a program on a rank that has been started, and return what it prints."""
-    before, printed = dict(os.environ), io.StringIO()
+    before, handler, printed = dict(os.environ), signal.getsignal(signal.SIGTERM), io.StringIO()
+    sys.modules.pop(name, None)  # as it is in a new process
     try:
         with importable(), accelerator_of(rank), contextlib.redirect_stdout(printed):
             program: Any = importlib.import_module(name)
-            program.work(rank) if hasattr(program, "work") else program.main()
+            program.work(rank, *args) if hasattr(program, "work") else program.main()
     finally:
+        signal.signal(signal.SIGTERM, handler)
         os.environ.clear()
         os.environ.update(before)
     return printed.getvalue()
@@ -72,6 +76,13 @@ def assert_exact(printed: str) -> None:
 def test_program_on_ranks_that_there_are(workers: Workers, name: str) -> None:
     pytest.importorskip(PROGRAMS[name][0])
     assert_exact(workers.run(3, call, name)[0])
+
+
+def test_a_job_that_is_preempted_and_one_that_goes_on(workers: Workers, tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    printed = workers.run(3, call, "preempted", tmp_path, True)
+    assert printed == ["Epoch 1: preempted at step 5; ranks with a batch: (0, 1)\n", "", ""]
+    assert_exact(workers.run(3, call, "preempted", tmp_path, False)[0])
 
 
 @pytest.mark.parametrize("name", others_long(PROGRAMS, "litdata_stream"))

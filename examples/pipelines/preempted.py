@@ -1,0 +1,89 @@
+"""Train with `StatefulDataLoader` in a plain PyTorch loop; a SIGTERM ends the job in an epoch, and another goes on.
+
+    python examples/pipelines/preempted.py   # starts three processes, twice
+
+A cluster sends SIGTERM before it takes its machines back. By then rank 2 has run out of batches: its place is in the
+checkpoint too, which one rank writes.
+"""
+
+import os
+import signal
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from one_process import BATCH_SIZE, EPOCHS, check_digits, digits, model_and_optimizer, start
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+
+from torch_join import Join
+
+SHARDS = (range(150), range(150, 270), range(270, 300))  # the samples' ids: 10, 8 and 2 batches
+PREEMPTED = (1, 5)  # the epoch and its step
+got_sigterm = False
+
+
+def note_sigterm(*_: Any) -> None:
+    global got_sigterm
+    got_sigterm = True
+
+
+def is_preempted() -> bool:
+    """Whether any rank has got a SIGTERM: they may get it at different steps, and all stop at one."""
+    got = torch.tensor(int(got_sigterm))
+    dist.all_reduce(got, dist.ReduceOp.MAX)
+    return bool(got)
+
+
+def loader_of(rank: int) -> StatefulDataLoader[Any]:
+    images, labels = digits()
+    ids = torch.tensor(SHARDS[rank])
+    shard = TensorDataset(ids, images[ids], labels[ids])
+    sampler = RandomSampler(shard, generator=torch.Generator().manual_seed(rank))  # torchdata's, which has a state
+    return StatefulDataLoader(shard, BATCH_SIZE, sampler=sampler)
+
+
+def work(rank: int, folder: Path, is_first_job: bool) -> None:
+    signal.signal(signal.SIGTERM, note_sigterm)
+    network, optimizer = model_and_optimizer()
+    ddp, loader = DistributedDataParallel(network), loader_of(rank)
+    trained: list[list[list[int]]] = [[] for _ in range(EPOCHS)]  # for the comparison in the end
+    join, first_epoch = Join([ddp, optimizer], weighting="samples"), 0
+    if not is_first_job:
+        checkpoint = torch.load(folder / "checkpoint.pt")
+        network.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        join.load_state_dict(checkpoint["join"])
+        first_epoch, trained = checkpoint["epoch"], torch.load(folder / f"trained_{rank}.pt")
+    with join:
+        for epoch in range(first_epoch, EPOCHS):
+            for ids, images, labels in join.batches(loader):
+                optimizer.zero_grad()
+                cross_entropy(ddp(images), labels).backward()
+                optimizer.step()
+                trained[epoch].append(ids.tolist())
+                if is_first_job and rank == 1 and (epoch, join.step) == PREEMPTED:
+                    os.kill(os.getpid(), signal.SIGTERM)  # as the cluster does
+                if is_preempted():
+                    position = join.state_dict()  # of all ranks
+                    if rank == join.active_ranks[0]:
+                        states = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
+                        torch.save({**states, "join": position, "epoch": epoch}, folder / "checkpoint.pt")
+                        print(f"Epoch {epoch}: preempted at step {join.step}; ranks with a batch: {join.active_ranks}")
+                    break
+            if is_preempted():  # ranks that had run out hear of it here
+                torch.save(trained, folder / f"trained_{rank}.pt")
+                return
+    check_digits(trained, network, range(SHARDS[-1].stop))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        start(partial(work, folder=Path(folder), is_first_job=True))
+        start(partial(work, folder=Path(folder), is_first_job=False))
