@@ -194,7 +194,12 @@ def loops_replaced(
     """
 
     def iterates(own_iter: _Iter) -> _Iter:
-        return lambda loader: iterate(own_iter, loader)
+        def __iter__(loader: PreparedLoader) -> Iterator[Any]:  # noqa: N807
+            if type(loader) is DataLoaderDispatcher:
+                _refuse_distributed_sampler(loader.batch_sampler, loader.state.num_processes)
+            return iterate(own_iter, loader)
+
+        return __iter__
 
     own_plain = DataLoader.__iter__
 
@@ -246,7 +251,7 @@ def _batch_sampler(loader: PreparedLoader) -> Any:
 
 def _checking(own_iter: _Iter) -> _Iter:
     def __iter__(shard: Any) -> Iterator[Any]:  # noqa: N807
-        _refuse_distributed_sampler(shard)
+        _refuse_distributed_sampler(shard.batch_sampler, shard.num_processes)
         if shard.batch_size is not None and type(shard.batch_sampler) is not BatchSampler:
             shard = copy.copy(shard)
             shard.batch_sampler = _SizeCheckingSampler(shard)
@@ -255,12 +260,12 @@ def _checking(own_iter: _Iter) -> _Iter:
     return __iter__
 
 
-def _refuse_distributed_sampler(shard: Any) -> None:
-    sampler = getattr(shard.batch_sampler, "sampler", None)
-    if isinstance(sampler, DistributedSampler) and min(sampler.num_replicas, shard.num_processes) > 1:
+def _refuse_distributed_sampler(batches: Any, processes: int) -> None:
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and min(sampler.num_replicas, processes) > 1:
         raise JoinError(
             f"The sampler of a prepared loader is {type(sampler).__name__}, which gives this process 1 of"
-            f" {sampler.num_replicas} samples. Accelerate deals these out to {shard.num_processes} processes once more,"
+            f" {sampler.num_replicas} samples. Accelerate deals these out to {processes} processes once more,"
             " so that most samples would never be seen. Prepare the loader without this sampler; or do not prepare it,"
             " and go through join_batches(loader)."
         )

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
@@ -162,9 +163,9 @@ def fabric(rank: int, make: Make, **options: Any) -> Seen:
     return seen
 
 
-def accelerate(rank: int, make: Make, prepare: bool = True, **options: Any) -> Seen:
+def accelerate(rank: int, make: Make, prepare: bool = True, dispatch: bool | None = None, **options: Any) -> Seen:
     loader, seen = make(rank, 0), []
-    with accelerator_of(rank) as accelerator:
+    with accelerator_of(rank, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch)) as accelerator:
         model, optimizer = accelerator.prepare(*net_and_optimizer())
         loader = accelerator.prepare(loader) if prepare else loader
         for _ in range(EPOCHS):
@@ -312,6 +313,7 @@ CASES = [
     Case(TORCHS, "lightning", dealt(DistributedSampler), padded),
     Case(TORCHS, "fabric", dealt(DistributedSampler), padded),
     Case(TORCHS, "accelerate", dealt(DistributedSampler), TWICE),
+    Case(TORCHS, "accelerate", dealt(DistributedSampler), TWICE, {"dispatch": True}),
     *everywhere(TORCHS_DROPPING, dealt(DistributedSampler, {"drop_last": True}), without_the_last),
     Case(TORCHS_DROPPING, "accelerate", dealt(DistributedSampler, {"drop_last": True}), TWICE),
     Case(DROPPING, "plain", dealt(drop_last=True), without_the_last),
