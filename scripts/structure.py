@@ -8,7 +8,7 @@ from pathlib import Path
 INTEGRATIONS = ("lightning_join", "accelerate_join")
 OFFERED = {"torch_join": "torch_join/__init__.py", "torch_join.integration": "torch_join/integration.py"}
 # Private names of Lightning and torchmetrics that integrations use, and that torch_join has too.
-THEIRS = {"_computed", "_iterator", "_timeout", "_update_count"}
+THEIRS = {"_computed", "_iterator", "_sampler", "_timeout", "_update_count"}
 
 
 def violations(root: Path) -> Iterator[str]:

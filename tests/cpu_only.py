@@ -14,6 +14,7 @@ CPU_ONLY: dict[str, tuple[str, ...]] = {
         "tests/lightning/_training/test_models.py::test_parameters_are_those_of_a_single_process[sparse]",
         "tests/lightning/_training/test_models.py::test_parameters_are_those_of_a_single_process[sparse-first]",
     ),
+    "Rows for a file are given on the CPU.": ("tests/core/test_rows_file.py::test_what_all_ranks_have_written",),
     "Memory is measured where the CPU's is allocated.": (
         "tests/core/_handover/test_memory.py::test_an_active_rank_needs_no_more_in_the_tail",
     ),

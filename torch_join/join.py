@@ -17,6 +17,7 @@ from torch_join._participants._torch.joinable import unwrap
 from torch_join._participants.arguments import check_given, check_options, listed
 from torch_join._participants.options import Options, renamed
 from torch_join._tail.loop import LoopDriver
+from torch_join.gather_in_order import gather_given
 
 J = TypeVar("J", bound="Join")
 T = TypeVar("T")
@@ -186,6 +187,40 @@ class Join(TorchJoin):
         """
         members = self._driver.find_members()
         return gather_active(tensor, members.active, members.group if members.world_size > 1 else None, sync_grads)
+
+    def gather(self, rows: Any, indices: Any = None, rank: int | None = None) -> Any:
+        """Return what all ranks have computed for their samples, in order; all ranks call it, after a loop.
+
+        ```python
+        rows, indices = [], []
+        for batch in join.batches(loader):
+            rows.append({"logits": model(batch["x"]), "names": batch["names"]})
+            indices.append(batch["index"])
+        everything = join.gather(rows, indices)
+        ```
+
+        With indices rows are in their order, and of each index there is one: the first, by rank. (A sampler that pads,
+        such as torch's `DistributedSampler`, gives some samples to two ranks.) So they must be those of one dataset
+        that all ranks have. Without indices rows are in the order of the ranks, and on each in that of its batches.
+
+        Args:
+            rows: A list of this rank's structures, one for each batch; or one structure. That is a tensor with a row
+                for each sample, a list with an object for each, or a tuple or a mapping of structures. `None`, or an
+                empty list, on a rank without a batch.
+            indices: The samples' indices: a sequence or a tensor for each structure; one, where `rows` is one.
+            rank: The rank that gets them; by default all do.
+
+        Returns:
+            One structure, of all samples: tensors joined along their first dimension, lists end to end; mappings as
+            dictionaries. `None` on other ranks than `rank`, and where no rank has a batch.
+
+        Raises:
+            JoinValueError: On all ranks, if the rows of one cannot be joined; the message names the rank and the part.
+            JoinError: Some rank has run out of batches, and others have not.
+        """
+        self._driver.check_together("join.gather")
+        members = self._driver.members
+        return gather_given(rows, indices, members.group, rank)
 
     @property
     def backward_collectives(self) -> bool:

@@ -289,6 +289,25 @@ class LoopDriver(Driver):
         self.meet()
         return self.members
 
+    def check_together(self, call: str) -> None:
+        """Meet the others, if that was put off, before something that takes all ranks.
+
+        Raises:
+            JoinError: Some rank has joined, or nobody knows whether one has.
+        """
+        with self._telling:
+            if self.place is Place.PLAIN:
+                raise JoinError(
+                    f"{call} inside of a `with` whose loop is a plain `for`: a rank that has run out of batches is not"
+                    f" known to have come to its end. Loop over join.batches(loader), or call {call} after the `with`."
+                )
+            members = self.find_members()
+            if members.uneven:
+                raise JoinError(
+                    f"{call} in a step that {name_ranks(members.joined_names)} had no batch for. It takes all ranks:"
+                    " keep what each step computes in a list, and call it after the loop, to which all ranks come."
+                )
+
     def find_last_step(self) -> bool:
         """Meet the others, if that was put off; return whether no rank has an input after this step, as is known."""
         if not (self.in_loop and self._loop is not None and self._loop.schedule.presumes_all):  # else it is planned

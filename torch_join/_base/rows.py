@@ -1,0 +1,147 @@
+"""Structures that hold one row per sample: what batches and outputs are made of.
+
+A tuple and a mapping hold others, which have names in errors: `rows['logits']`, `rows[0]`. A tensor holds a row per
+sample along its first dimension. A list holds an object per sample.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_join._base.errors import JoinTypeError, JoinValueError
+from torch_join._base.specs import flaw
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a tensor, or a list, is without its rows.
+
+    Attributes:
+        path: How errors call it.
+        dtype: Of a tensor; a list has none.
+        shape: Of a tensor's row.
+        device: The type of a tensor's device.
+    """
+
+    path: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    device: str = field(default="cpu", compare=False)
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row of a tensor has."""
+        assert self.dtype is not None
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        kind = "a list" if self.dtype is None else f"{str(self.dtype).removeprefix('torch.')} rows of {[*self.shape]}"
+        return f"{self.path} ({kind})"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one batch.
+
+    Attributes:
+        tree: The structure, with a `Leaf` in place of each tensor and list.
+        values: These, by path.
+        count: How many rows each has.
+    """
+
+    tree: Any
+    values: dict[str, Any]
+    count: int
+
+
+def split(structure: Any, path: str = "rows", count: int | None = None) -> Rows:
+    """Take a structure apart.
+
+    Args:
+        structure: Tuples and mappings of tensors and lists.
+        path: How errors call it.
+        count: How many samples it is of; by default as many as its first tensor or list has rows.
+
+    Raises:
+        JoinTypeError: It holds something that has no rows.
+        JoinValueError: Something in it has another number of rows.
+    """
+    values: dict[str, Any] = {}
+    tree = _walk(structure, path, values)
+    if not values:
+        raise JoinTypeError(f"{path} holds no tensor and no list, so that it has no row for any sample.")
+    of = "its batch" if count is not None else next(iter(values))
+    count = len(next(iter(values.values()))) if count is None else count
+    for name, value in values.items():
+        if len(value) != count:
+            raise JoinValueError(
+                f"{name} has {len(value)} rows, and {of} {count}: there must be one per sample. A list holds one object"
+                " per sample; several outputs go into a tuple or a dictionary."
+            )
+    return Rows(tree, values, count)
+
+
+def _walk(value: Any, path: str, values: dict[str, Any]) -> Any:
+    if isinstance(value, Tensor):
+        if value.ndim == 0:
+            raise JoinTypeError(f"{path} is a tensor without dimensions: it has no row for each sample. Leave it out.")
+        if why := flaw(value):
+            raise JoinTypeError(f"{path} {why}, so that its rows cannot be joined.")
+        values[path] = value.detach()
+        return Leaf(path, value.dtype, tuple(value.shape[1:]), value.device.type)
+    if isinstance(value, list):
+        values[path] = value
+        return Leaf(path)
+    if isinstance(value, Mapping):
+        return {key: _walk(value[key], f"{path}[{key!r}]", values) for key in value}
+    if isinstance(value, tuple):
+        parts = [_walk(each, f"{path}[{index}]", values) for index, each in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    raise JoinTypeError(
+        f"{path} is of type {type(value).__name__}, which has no row for each sample. Rows are in tensors and lists,"
+        " and these in tuples and dictionaries."
+    )
+
+
+def build(tree: Any, values: Mapping[str, Any]) -> Any:
+    """Put a structure together again, of what is called so."""
+    if isinstance(tree, Leaf):
+        return values[tree.path]
+    if isinstance(tree, dict):
+        return {key: build(each, values) for key, each in tree.items()}
+    parts = [build(each, values) for each in tree]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+
+
+def leaves(tree: Any) -> list[Leaf]:
+    """Return all leaves of a structure, in its order."""
+    if isinstance(tree, Leaf):
+        return [tree]
+    return [leaf for each in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(each)]
+
+
+def check_alike(tree: Any, other: Any, names: Sequence[str]) -> None:
+    """Compare what two batches hold.
+
+    Args:
+        tree: That of one.
+        other: That of another.
+        names: How errors call the two.
+
+    Raises:
+        JoinValueError: They differ in more than their numbers of rows.
+    """
+    if tree == other:
+        return
+    mine, theirs = ({leaf.path: leaf for leaf in leaves(each)} for each in (tree, other))
+    for path in (*mine, *theirs):
+        if mine.get(path) != theirs.get(path):
+            one, another = (str(found.get(path, f"no {path}")) for found in (mine, theirs))
+            raise JoinValueError(
+                f"{names[0]} has {one}, and {names[1]} {another}: they may differ in their numbers of rows only. Pad"
+                " rows to one shape, or return a list of them."
+            )
+    raise JoinValueError(f"{names[0]} and {names[1]} have their parts in structures of different types.")

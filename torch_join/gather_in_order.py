@@ -1,0 +1,383 @@
+"""The rows that ranks have computed, put in order: what a loop over uneven batches gives as a whole.
+
+All goes over the process group, as bytes and in pieces of a bounded size, so that any dtype arrives bit for bit.
+"""
+
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_join._base.devices import current_device
+from torch_join._base.errors import JoinError, JoinTypeError, JoinValueError, name_ranks
+from torch_join._base.rows import Leaf, Rows, build, check_alike, leaves, split
+from torch_join._base.specs import copied_bytes, raw_bytes
+from torch_join._handover import objects as _objects
+from torch_join._handover.transfer import BUCKET_BYTES, carrier
+
+Group = dist.ProcessGroup | None
+_NO_INDICES = (
+    "A dataset is dealt out to the ranks, and nobody knows which of its samples these are. Have the dataset return the"
+    " index with each sample, and give those of each batch as `indices`. Where each rank has a dataset of its own, pass"
+    " order='shards': then rows are in the order of the ranks, and on each in that of its batches."
+)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank tells the others before it sends rows.
+
+    Attributes:
+        error: Why it has none, if it should have some.
+        tree: What its batches hold; `None` without a batch.
+        count: How many rows there are.
+        packed: How many bytes each of its lists takes, by path.
+        has_indices: Whether it knows its samples' indices.
+        way: How it wants the rows, which must be as the others do.
+    """
+
+    error: str = ""
+    tree: Any = None
+    count: int = 0
+    packed: dict[str, int] = field(default_factory=dict)
+    has_indices: bool = False
+    way: tuple[int | None, bool] = (None, False)
+
+
+@dataclass
+class _Mine:
+    """This rank's rows: `values` has, by path, a tensor's bytes (rows, bytes of a row) or a pickled list's."""
+
+    tree: Any = None
+    count: int = 0
+    values: dict[str, Tensor] = field(default_factory=dict)
+    indices: Tensor | None = None
+
+
+@torch.no_grad()
+def gather_in_order(
+    batches: Sequence[Any],
+    indices: Sequence[Any] | None = None,
+    *,
+    group: Group = None,
+    rank: int | None = None,
+    by_rank: bool = False,
+    what: str = "rows",
+    needs_indices: bool = False,
+) -> Any:
+    """Return all ranks' rows in one structure like a batch's; all ranks call this.
+
+    A structure is a tensor, a list, or a tuple or a mapping of structures. Tensors are joined along their first
+    dimension, and lists end to end. A mapping becomes a dictionary.
+
+    With indices rows are in their order, and of each index there is one: the first, by rank. (A sampler that pads,
+    such as torch's `DistributedSampler`, gives some samples to two ranks.) Without, rows are in the order of the ranks,
+    and on each rank in that of its batches.
+
+    Args:
+        batches: This rank's structures, one for each batch. A rank may have none.
+        indices: For each batch the indices of its samples, in the dataset that all ranks have.
+        group: The process group, by default the whole world.
+        rank: The rank in the group that gets them; by default all do.
+        by_rank: Whether indices are of a dataset of each rank's own: rows are in the order of the ranks then, and on
+            each in that of its indices.
+        what: How errors call a structure.
+        needs_indices: Whether rows without indices are refused.
+
+    Returns:
+        The structure, or `None` on other ranks than `rank`, and where no rank has a batch.
+
+    Raises:
+        JoinValueError: On all ranks, if the rows of some cannot be joined; the message names the rank, and the part of
+            the structure.
+    """
+    mine, said = _Mine(), _Said()
+    try:
+        if needs_indices and len(batches) > 0 and indices is None:
+            raise JoinValueError(_NO_INDICES)
+        mine = _prepare(batches, indices, what)
+        packed = {leaf.path: len(mine.values[leaf.path]) for leaf in leaves(mine.tree or ()) if leaf.dtype is None}
+        said = _Said("", mine.tree, mine.count, packed, mine.indices is not None, (rank, by_rank))
+    except Exception as error:  # the others wait
+        said = _Said(str(error) if isinstance(error, JoinError) else repr(error))
+    everyone: list[_Said] = tell_all(said, group)
+    tree = _check(everyone, what)
+    if tree is None:
+        return None
+    counts = [each.count for each in everyone]
+    takes = rank is None or rank == _rank_in(group)
+    places, total = _places(mine, everyone, by_rank, group, rank)
+    joined: dict[str, Any] = {}
+    for leaf in leaves(tree):
+        data = mine.values.pop(leaf.path, None)
+        if leaf.dtype is None:
+            pieces = _collect(data, [each.packed.get(leaf.path, 0) for each in everyone], group, rank)
+            if takes:
+                joined[leaf.path] = _join_lists(
+                    [pickle.loads(piece) if piece else [] for piece in pieces], places, total
+                )
+        else:
+            joined[leaf.path] = _join_tensors(leaf, data, counts, places, total, group, rank)
+    return build(tree, joined) if takes else None
+
+
+def gather_given(
+    rows: Any,
+    indices: Any,
+    group: Group,
+    rank: int | None,
+    order: Literal["dataset", "shards"] | None = None,
+    is_dealt_out: bool = False,
+) -> Any:
+    """Do what `Join.gather` says, with what a user gives: one structure, or a list of one for each batch, or `None`.
+
+    Args:
+        rows: The user's.
+        indices: Likewise.
+        group: The process group.
+        rank: The rank in the group that gets them; by default all do.
+        order: `"dataset"`: indices are of a dataset that all ranks have. `"shards"`: of each rank's own.
+        is_dealt_out: Whether a dataset is dealt out to the ranks, so that rows need indices to be in its order.
+
+    Raises:
+        JoinValueError: On all ranks, if rows are to be in the dataset's order, and one has no indices.
+    """
+    if rows is None:
+        rows, indices = [], None
+    elif not isinstance(rows, list):
+        rows, indices = [rows], None if indices is None else [indices]
+    refuses = order == "dataset" or (order is None and is_dealt_out)
+    return gather_in_order(
+        rows,
+        indices if rows else None,
+        group=group,
+        rank=rank,
+        by_rank=order == "shards",
+        needs_indices=refuses,
+    )
+
+
+# ---------------------------------------------------------------- this rank's rows
+
+
+def _prepare(batches: Sequence[Any], indices: Sequence[Any] | None, what: str) -> _Mine:
+    if indices is not None and len(indices) != len(batches):
+        raise JoinValueError(f"There are indices of {len(indices)} batches, and {what} of {len(batches)}.")
+    known = None if indices is None else [_as_indices(each) for each in indices]
+    parts: list[Rows] = []
+    for number, batch in enumerate(batches):
+        try:
+            part = split(batch, what, None if known is None else len(known[number]))
+        except JoinError as error:
+            raise type(error)(f"Batch {number}: {error}") from None
+        if parts:
+            check_alike(parts[0].tree, part.tree, ["batch 0", f"batch {number}"])
+        parts.append(part)
+    if not parts:
+        return _Mine()
+    tree = parts[0].tree
+    values = {leaf.path: _as_bytes(leaf, [part.values[leaf.path] for part in parts]) for leaf in leaves(tree)}
+    return _Mine(tree, sum(part.count for part in parts), values, None if known is None else torch.cat(known))
+
+
+def _as_indices(of_batch: Any) -> Tensor:
+    given = of_batch.flatten().tolist() if isinstance(of_batch, Tensor) else [*of_batch]
+    if any(isinstance(index, bool) or not hasattr(index, "__index__") for index in given):
+        raise JoinTypeError(f"Indices are whole numbers, not {given[:3]}.")
+    return torch.tensor([int(index) for index in given], dtype=torch.int64, device="cpu")
+
+
+def _as_bytes(leaf: Leaf, values: list[Any]) -> Tensor:
+    if leaf.dtype is None:
+        packed = _objects.pack([item for value in values for item in value], leaf.path)
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)[:, None]
+    whole = values[0] if len(values) == 1 else torch.cat(values)
+    return raw_bytes(whole).view(len(whole), leaf.row_bytes)
+
+
+# ---------------------------------------------------------------- what ranks have to say
+
+
+def tell_all(value: Any, group: Group = None) -> list[Any]:
+    """Return what each rank has to say, by rank: anything that can be pickled; all ranks call this."""
+    if _size_of(group) == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)[:, None]
+    place = carrier("cpu", _whole(group)) or torch.device("cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(_size_of(group))]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=place), group=group)
+    return [pickle.loads(each) for each in _collect(data, [int(size) for size in sizes], group, None)]
+
+
+def _check(everyone: Sequence[_Said], what: str) -> Any:
+    """Return what batches hold; `None` where there are none."""
+    for number, each in enumerate(everyone):
+        if each.error:
+            raise JoinValueError(f"The {what} of rank {number} cannot be joined. {each.error}")
+    if any(each.way != everyone[0].way for each in everyone):
+        raise JoinValueError(f"All ranks must ask for the {what} in the same way (`rank=`, and how they are ordered).")
+    having = [number for number, each in enumerate(everyone) if each.tree is not None]
+    if not having:
+        return None
+    first = everyone[having[0]]
+    for number in having:
+        check_alike(first.tree, everyone[number].tree, [f"rank {having[0]}", f"rank {number}"])
+    without = [number for number in having if not everyone[number].has_indices]
+    if 0 < len(without) < len(having):
+        raise JoinValueError(
+            f"{name_ranks(without).capitalize()} gave no indices, and others did. Give them on all ranks that have a"
+            " batch, or on none."
+        )
+    return first.tree
+
+
+# ---------------------------------------------------------------- where rows go
+
+
+def _places(
+    mine: _Mine, everyone: Sequence[_Said], by_rank: bool, group: Group, to: int | None
+) -> tuple[list[Tensor], int]:
+    """See `place_rows`; only a rank that gets rows learns their indices."""
+    counts = [each.count for each in everyone]
+    if not any(each.has_indices for each in everyone):
+        return place_rows(counts, None, by_rank)
+    own = None if mine.indices is None else raw_bytes(mine.indices).view(-1, 8)
+    found = [torch.empty(count, dtype=torch.int64, device="cpu") for count in counts]
+    for rank, first, rows in _exchange(own, 8, counts, group, to):
+        found[rank][first : first + len(rows)] = raw_bytes(rows.cpu()).view(torch.int64)
+    return place_rows(counts, found, by_rank)
+
+
+def place_rows(counts: Sequence[int], indices: Sequence[Tensor] | None, by_rank: bool) -> tuple[list[Tensor], int]:
+    """Return, for each rank, the places of its rows among all (-1: left out), and how many there are then.
+
+    Args:
+        counts: How many rows each rank has.
+        indices: Those of each rank's rows; `None` where nobody knows them.
+        by_rank: Whether they are of a dataset of each rank's own.
+    """
+    if indices is not None and not by_rank:
+        places, total = _ranked(torch.cat([*indices]))
+        return [*torch.split(places, [*counts])], total
+    of_each, total = [], 0
+    for rank, count in enumerate(counts):
+        places, number = (torch.arange(count, device="cpu"), count) if indices is None else _ranked(indices[rank])
+        of_each.append(torch.where(places < 0, places, places + total))
+        total += number
+    return of_each, total
+
+
+def _ranked(indices: Tensor) -> tuple[Tensor, int]:
+    """Return the place of each index among them all, -1 where it was there before, and how many there are."""
+    ordered, order = indices.sort(stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    places = torch.empty_like(order)
+    places[order] = torch.where(is_first, is_first.cumsum(0) - 1, -1)
+    return places, int(is_first.sum())
+
+
+def _join_lists(lists: Iterable[list[Any]], places: Sequence[Tensor], total: int) -> list[Any]:
+    joined: list[Any] = [None] * total
+    for items, at in zip(lists, places, strict=True):
+        for item, place in zip(items, at.tolist(), strict=True):
+            if place >= 0:
+                joined[place] = item
+    return joined
+
+
+def _join_tensors(
+    leaf: Leaf,
+    data: Tensor | None,
+    counts: Sequence[int],
+    places: Sequence[Tensor],
+    total: int,
+    group: Group,
+    to: int | None,
+) -> Tensor | None:
+    assert leaf.dtype is not None
+    device = data.device if data is not None else _device_of_kind(leaf.device, group)
+    takes = to is None or to == _rank_in(group)
+    joined = torch.empty((total if takes else 0, leaf.row_bytes), dtype=torch.uint8, device=device)
+    for rank, first, rows in _exchange(data, leaf.row_bytes, counts, group, to, device):
+        at = places[rank][first : first + len(rows)]
+        kept = at >= 0
+        joined[at[kept].to(device)] = rows.to(device)[kept.to(device)]
+    return joined.flatten().view(leaf.dtype).view(total, *leaf.shape) if takes else None
+
+
+# ---------------------------------------------------------------- over the process group
+
+
+def _collect(data: Tensor | None, sizes: Sequence[int], group: Group, to: int | None) -> list[bytes]:
+    """Return what each rank has packed, of so many bytes, or nothing on a rank that does not get it."""
+    found = [bytearray() for _ in sizes]
+    for rank, _, piece in _exchange(data, 1, sizes, group, to):
+        found[rank] += copied_bytes(piece.cpu().contiguous())
+    return [bytes(each) for each in found]
+
+
+def _exchange(
+    data: Tensor | None,
+    width: int,
+    counts: Sequence[int],
+    group: Group,
+    to: int | None,
+    device: torch.device | None = None,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Send rows of bytes to one rank, or to all; all ranks go through this to its end.
+
+    Args:
+        data: This rank's rows, of shape (rows, `width`); `None` if it has none.
+        width: How many bytes a row has.
+        counts: How many rows each rank has.
+        group: The process group.
+        to: The rank that gets them; `None`: all do.
+        device: Where the rows are, by default on the CPU.
+
+    Yields:
+        A rank, the number of its first row, and that and the next ones; nothing on a rank that does not get them.
+    """
+    device = device or torch.device("cpu")
+    if data is None:
+        data = torch.empty((0, width), dtype=torch.uint8, device=device)
+    if width == 0 or max(counts) == 0:
+        return
+    if len(counts) == 1:
+        yield 0, 0, data
+        return
+    place = carrier(device.type, _whole(group)) or device
+    at_once = max(1, BUCKET_BYTES // (width * len(counts)))
+    for first in range(0, max(counts), at_once):
+        own = data[first : first + at_once]
+        sent = torch.zeros((min(at_once, max(counts) - first), width), dtype=torch.uint8, device=place)
+        sent[: len(own)] = own
+        takes = to is None or to == _rank_in(group)
+        got = [torch.empty_like(sent) for _ in counts] if takes else None
+        if to is None:
+            dist.all_gather(got, sent, group=group)
+        else:
+            dist.gather(sent, got, group=group, group_dst=to)
+        for rank, rows in enumerate(got or ()):
+            if counts[rank] > first:
+                yield rank, first, rows[: counts[rank] - first]
+
+
+def _device_of_kind(kind: str, group: Group) -> torch.device:
+    return torch.device("cpu") if kind == "cpu" else current_device(_whole(group))
+
+
+def _whole(group: Group) -> dist.ProcessGroup:
+    return group or cast(dist.ProcessGroup, dist.group.WORLD)
+
+
+def _size_of(group: Group) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def _rank_in(group: Group) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0

@@ -1,0 +1,374 @@
+"""Rows of all ranks in one file, in order, written and read in bounded memory.
+
+While they are computed each rank appends its rows to a file of its own, beside the one that is to be. At the end rank 0
+goes through these and writes all rows in their order. So all ranks need one file system.
+
+A file has: a line that names the format; the rows; for rows of different sizes a table of where each begins; a pickled
+list of `_Section`, one for each dataset; the position of that list. A row is the bytes of its tensors, one after the
+other, and then, where the structure has lists, one pickle of the row's objects.
+"""
+
+import os
+import pickle
+import struct
+import uuid
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_join._base.errors import JoinError, JoinValueError
+from torch_join._base.rows import Leaf, Rows, build, check_alike, leaves, split
+from torch_join._base.specs import copied_bytes, raw_bytes
+from torch_join.gather_in_order import place_rows, tell_all
+
+_MAGIC = b"torch_join rows, version 1\n"
+_END = struct.Struct("<q")
+_AT_ONCE = 1 << 26  # bytes that rank 0 copies before it tells the others that it is there
+_READ_AT_ONCE = 1 << 24
+_ROWS_AT_ONCE = 1 << 16
+_BUFFER = 1 << 20
+
+
+@dataclass
+class _Section:
+    """The rows of one dataset.
+
+    Attributes:
+        tree: What they hold; `None` if there are none.
+        count: How many there are.
+        begin: Where the first one begins.
+        size: How many bytes all have.
+        row_bytes: How many bytes each has; `None` where they differ.
+        table: Where the table of their begins, and of the last one's end, is.
+    """
+
+    tree: Any = None
+    count: int = 0
+    begin: int = 0
+    size: int = 0
+    row_bytes: int | None = None
+    table: int = 0
+
+
+@dataclass
+class _Written:
+    """What a rank has written of one dataset.
+
+    Attributes:
+        tree: What its rows hold.
+        begins: Where each begins in the rank's file.
+        ends: Where each ends.
+        indices: Their samples' indices.
+        has_indices: Whether all are known.
+    """
+
+    tree: Any = None
+    begins: "array[int]" = field(default_factory=lambda: array("q"))
+    ends: "array[int]" = field(default_factory=lambda: array("q"))
+    indices: "array[int]" = field(default_factory=lambda: array("q"))
+    has_indices: bool = True
+
+
+class RowsPart:
+    """What one rank writes.
+
+    Args:
+        path: Where all rows are to be in the end.
+        rank: This rank.
+        datasets: How many datasets there are.
+        what: How errors call a structure.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int, datasets: int, what: str = "rows") -> None:
+        self._path, self._rank, self._what = Path(path), rank, what
+        self._name = uuid.uuid4().hex  # so that rank 0 takes no other's, or an older one's, for this
+        self._written = [_Written() for _ in range(datasets)]
+        self._own_path = _path_of(self._path, rank)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = open(self._own_path, "wb", buffering=_BUFFER)  # noqa: SIM115  closed in `finish`
+        self._at = 0
+
+    @torch.no_grad()
+    def append(self, dataset: int, structure: Any, indices: Sequence[int] | None) -> None:
+        """Append the rows of a batch.
+
+        Args:
+            dataset: The number of the dataset that they are of.
+            structure: See `gather_in_order`; on the CPU.
+            indices: The samples' indices, if they are known.
+
+        Raises:
+            JoinError: Something in it has no row for each sample, or is other than in the batch before.
+        """
+        rows, written = split(structure, self._what, None if indices is None else len(indices)), self._written[dataset]
+        if written.tree is None:
+            written.tree = rows.tree
+        check_alike(written.tree, rows.tree, ["the first batch", "this one"])
+        written.has_indices = written.has_indices and indices is not None
+        written.indices.extend(indices or ())
+        for data, sizes in _encode(rows):
+            self._file.write(data)
+            for size in sizes:
+                written.begins.append(self._at)
+                self._at += size
+                written.ends.append(self._at)
+
+    def finish(self, by_rank: Sequence[bool], group: dist.ProcessGroup | None = None) -> None:
+        """Write all ranks' rows to one file; all ranks call this.
+
+        Args:
+            by_rank: For each dataset, see `gather_in_order`.
+            group: The process group, by default the whole world.
+
+        Raises:
+            JoinError: On all ranks, if it cannot be written.
+        """
+        try:
+            everyone = tell_all((self._close(), self._name), group)
+            for rank, (error, _) in enumerate(everyone):
+                if error:
+                    raise JoinError(f"Rank {rank} could not write its {self._what} to {self._path}: {error}")
+            steps = _merge(self._path, [name for _, name in everyone], by_rank)
+            while True:  # so that nobody waits for long without hearing of rank 0
+                state = tell_all("" if self._rank else _advance(steps), group)[0]
+                if state is None:
+                    break
+                if state:
+                    raise JoinError(f"Rank 0 could not write all {self._what} to {self._path}: {state}")
+        finally:
+            self.abandon()
+
+    def _close(self) -> str:
+        """End this rank's file; return what has gone wrong."""
+        try:
+            self._file.write(pickle.dumps((self._name, self._written)))
+            self._file.write(_END.pack(self._at))
+            self._file.close()
+        except Exception as error:  # the others wait
+            return repr(error)
+        return ""
+
+    def abandon(self) -> None:
+        """Remove what this rank has written besides the one file; doing it again does nothing."""
+        self._file.close()
+        self._own_path.unlink(missing_ok=True)
+
+
+def _path_of(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}.rank{rank}")
+
+
+# ---------------------------------------------------------------- rows as bytes
+
+
+def _encode(rows: Rows) -> Iterator[tuple[bytes, Sequence[int]]]:
+    """Yield bytes, and how many of them each row has."""
+    tensors, lists = _kinds(rows.tree)
+    parts = [raw_bytes(rows.values[leaf.path]).view(rows.count, leaf.row_bytes) for leaf in tensors]
+    data = copied_bytes(torch.cat(parts, dim=1)) if parts else b""
+    width = sum(leaf.row_bytes for leaf in tensors)
+    if not lists:
+        yield data, [width] * rows.count
+        return
+    for row in range(rows.count):
+        objects = pickle.dumps([rows.values[leaf.path][row] for leaf in lists])
+        yield data[row * width : (row + 1) * width] + objects, [width + len(objects)]
+
+
+def _decode(tree: Any, data: Sequence[bytes]) -> Any:
+    """Return the structure of some rows."""
+    tensors, lists = _kinds(tree)
+    width = sum(leaf.row_bytes for leaf in tensors)
+    joined = bytearray().join(row[:width] for row in data) if lists else bytearray().join(data)
+    whole = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    count = len(data) if lists or width == 0 else len(joined) // width
+    columns = torch.split(whole.view(count, width), [leaf.row_bytes for leaf in tensors], dim=1)
+    values: dict[str, Any] = {}
+    for leaf, part in zip(tensors, columns, strict=True):
+        assert leaf.dtype is not None
+        own = part.clone(memory_format=torch.contiguous_format)  # in memory of its own it begins where its dtype may
+        values[leaf.path] = own.flatten().view(leaf.dtype).view(count, *leaf.shape)
+    objects = [pickle.loads(row[width:]) for row in data] if lists else []
+    values |= {leaf.path: [row[place] for row in objects] for place, leaf in enumerate(lists)}
+    return build(tree, values)
+
+
+def _kinds(tree: Any) -> tuple[list[Leaf], list[Leaf]]:
+    everything = leaves(tree)
+    return [leaf for leaf in everything if leaf.dtype is not None], [leaf for leaf in everything if leaf.dtype is None]
+
+
+# ---------------------------------------------------------------- on rank 0, at the end
+
+
+def _advance(steps: Iterator[None]) -> str | None:
+    """Go on writing; return `None` at the end, or what has gone wrong."""
+    try:
+        next(steps)
+    except StopIteration:
+        return None
+    except Exception as error:
+        return str(error) if isinstance(error, JoinError) else repr(error)
+    return ""
+
+
+def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterator[None]:
+    """Write all rows, a piece with each step."""
+    new = path.with_name(f"{path.name}.new")
+    files, written = [], []
+    try:
+        for rank, name in enumerate(names):
+            file = open(_path_of(path, rank), "rb", buffering=_BUFFER)  # noqa: SIM115  closed below
+            files.append(file)
+            said, of_rank = _read_end(file)
+            if said != name:
+                raise JoinValueError(f"{file.name} is not what rank {rank} has written: they need one file system.")
+            written.append(of_rank)
+        with open(new, "wb", buffering=_BUFFER) as out:
+            out.write(_MAGIC)
+            sections = []
+            for number, way in enumerate(by_rank):
+                section = _Section(begin=out.tell())
+                yield from _write_section(out, section, files, [of_rank[number] for of_rank in written], way)
+                sections.append(section)
+            end = out.tell()
+            out.write(pickle.dumps(sections))
+            out.write(_END.pack(end))
+        os.replace(new, path)
+    except FileNotFoundError as error:
+        raise JoinValueError(f"{error.filename} is not there: all ranks need one file system.") from error
+    finally:
+        for file in files:
+            file.close()
+        new.unlink(missing_ok=True)
+
+
+def _write_section(
+    out: BinaryIO, section: _Section, files: Sequence[BinaryIO], written: Sequence[_Written], by_rank: bool
+) -> Iterator[None]:
+    having = [rank for rank, each in enumerate(written) if each.tree is not None]
+    if not having:
+        return
+    section.tree = written[having[0]].tree
+    for rank in having:
+        check_alike(section.tree, written[rank].tree, [f"rank {having[0]}", f"rank {rank}"])
+    indices = [_as_tensor(each.indices) for each in written] if all(each.has_indices for each in written) else None
+    places, section.count = place_rows([len(each.begins) for each in written], indices, by_rank)
+    if not _kinds(section.tree)[1]:
+        section.row_bytes = sum(leaf.row_bytes for leaf in leaves(section.tree))
+    ends = array("q", [out.tell()])
+    copied = 0
+    for rank, begin, end in _in_order(places, section.count, written):
+        files[rank].seek(begin)
+        while begin < end:
+            size = min(end - begin, _AT_ONCE)
+            out.write(files[rank].read(size))
+            begin, copied = begin + size, copied + size
+            if copied >= _AT_ONCE:
+                copied = 0
+                yield
+        if section.row_bytes is None:
+            ends.append(out.tell())
+    section.size = out.tell() - section.begin
+    if section.row_bytes is None:
+        section.table = out.tell()
+        out.write(ends.tobytes())
+
+
+def _in_order(places: Sequence[Tensor], count: int, written: Sequence[_Written]) -> Iterator[tuple[int, int, int]]:
+    """Yield, in order, in which rank's file each row is, and from where to where."""
+    source = torch.empty((count, 3), dtype=torch.int64, device="cpu")
+    for rank, (at, of_rank) in enumerate(zip(places, written, strict=True)):
+        kept = at >= 0
+        source[at[kept], 0] = rank
+        source[at[kept], 1] = _as_tensor(of_rank.begins)[kept]
+        source[at[kept], 2] = _as_tensor(of_rank.ends)[kept]
+    for piece in torch.split(source, _ROWS_AT_ONCE):
+        yield from piece.tolist()
+
+
+def _as_tensor(numbers: "array[int]") -> Tensor:
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _read_end(file: BinaryIO) -> Any:
+    file.seek(-_END.size, os.SEEK_END)
+    end = file.tell()
+    (begin,) = _END.unpack(file.read())
+    file.seek(begin)
+    return pickle.loads(file.read(end - begin))
+
+
+# ---------------------------------------------------------------- reading
+
+
+class FileRows(Sequence[Any]):
+    """The rows of one dataset in a file, in order; each is read where it is asked for.
+
+    `rows[i]` is a sample's: its row of each tensor, and its object of each list. `rows[i:j]` is a structure like a
+    batch's, and `rows[:]` that of all samples, or `None` if there are none. A loop goes through the samples.
+
+    Args:
+        path: Of the file.
+        section: Which rows.
+    """
+
+    def __init__(self, path: Path, section: Any) -> None:
+        self._path, self._section = path, section
+
+    def __len__(self) -> int:
+        return self._section.count  # type: ignore[no-any-return]
+
+    def __getitem__(self, at: Any) -> Any:
+        if not isinstance(at, slice):
+            row = self[range(len(self))[at] : range(len(self))[at] + 1]
+            return _sample_of(self._section.tree, row)
+        first, last, step = at.indices(len(self))
+        if step != 1:
+            raise JoinValueError(f"Rows are read one after the other, and not in steps of {step}.")
+        section: _Section = self._section
+        if section.tree is None:
+            return None
+        last = max(first, last)
+        with open(self._path, "rb") as file:
+            if section.row_bytes is not None:
+                file.seek(section.begin + first * section.row_bytes)
+                data = file.read((last - first) * section.row_bytes)
+                return _decode(section.tree, [data] if section.row_bytes else [b""] * (last - first))
+            file.seek(section.table + 8 * first)
+            ends = array("q", file.read(8 * (last - first + 1)))
+            file.seek(ends[0])
+            data = file.read(ends[-1] - ends[0])
+        return _decode(section.tree, [data[a - ends[0] : b - ends[0]] for a, b in pairwise(ends)])
+
+    def __iter__(self) -> Iterator[Any]:
+        at_once = max(1, min(256, _READ_AT_ONCE * len(self) // max(1, self._section.size)))
+        for first in range(0, len(self), at_once):
+            rows = self[first : first + at_once]
+            yield from (_sample_of(self._section.tree, rows, row) for row in range(min(at_once, len(self) - first)))
+
+
+def _sample_of(tree: Any, rows: Any, row: int = 0) -> Any:
+    found = split(rows)
+    ours = {leaf.path: value[row] for leaf, value in zip(leaves(tree), found.values.values(), strict=True)}
+    return build(tree, ours)
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[FileRows]:
+    """Return the rows of each dataset in a file.
+
+    Raises:
+        JoinValueError: It is no such file.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise JoinValueError(f"{path} is no file of rows that this version can read.")
+        sections = _read_end(file)
+    return [FileRows(Path(path), section) for section in sections]
