@@ -30,6 +30,8 @@ with _naming_missing("2.5.1 to 2.6.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._monitor.monitor import JoinMonitor
     from lightning_join._names import ENGINES as _ENGINES
     from lightning_join._names import ddp_names as _ddp_names
+    from lightning_join._predicting.gather import gather_predictions
+    from lightning_join._predicting.writer import JoinPredictionWriter, read_predictions
     from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
     from lightning_join._strategy import DDPJoinStrategy
 
@@ -43,12 +45,15 @@ __all__ = [
     "JoinCallback",
     "JoinError",
     "JoinMonitor",
+    "JoinPredictionWriter",
     "JoinTimeoutError",
     "JoinTypeError",
     "JoinValueError",
     "ModelParallelJoinStrategy",
     "PeerFailedError",
     "UnsupportedError",
+    "gather_predictions",
+    "read_predictions",
 ]
 
 for _strategy in (DDPJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy, DeepSpeedJoinStrategy):

@@ -29,6 +29,7 @@ from lightning.pytorch.loops.optimization import _ManualOptimization as ManualOp
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.trainer import call
@@ -78,6 +79,11 @@ def validation_interval(trainer: "pl.Trainer") -> float | None:
 def saves_on_exception(callback: Any) -> bool:
     """Whether it is a `ModelCheckpoint` that saves where a run raises, as newer ones may."""
     return isinstance(callback, ModelCheckpoint) and getattr(callback, "save_on_exception", False)
+
+
+def wrapped_sampler(sampler: Any) -> Any:
+    """Return the user's sampler whose samples are dealt out by one that Lightning has made for `predict`."""
+    return sampler.dataset._sampler
 
 
 def has_dataloaders(trainer: "pl.Trainer") -> bool:

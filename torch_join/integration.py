@@ -48,20 +48,23 @@ from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
 from torch_join._tail.resuming import Resuming, state_of
+from torch_join.gather_in_order import gather_given, gather_in_order, tell_all
 from torch_join.join import Join
+from torch_join.rows_file import FileRows, RowsPart, read_rows
 
 # fmt: off
 __all__ = [
-    "Begin", "Changes", "Channel", "Count", "Driver", "EpochRecord", "JoinOptions", "LoaderPlace", "Lockstep",
-    "LockstepJoin", "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Participant",
-    "RankRecord", "ReadStep", "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "Resuming", "StepDriver",
-    "StepMirror", "begin_anew", "check_names", "closed", "draws_exactly", "driver_of", "early_termination",
-    "engine_lockstep_join", "epochs_of", "factor_of_count", "follow_engine", "follow_sharded_model",
-    "gather_objects", "group_options", "has_epoch", "holds_parts", "in_backward", "is_closed",
-    "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with",
-    "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "refuse_position", "renamed",
-    "resumed_at", "setting", "sharded_lockstep_join", "state_of", "steps_of", "take_group_options",
-    "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
+    "Begin", "Changes", "Channel", "Count", "Driver", "EpochRecord", "FileRows", "JoinOptions", "LoaderPlace",
+    "Lockstep", "LockstepJoin", "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Participant",
+    "RankRecord", "ReadStep", "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "Resuming", "RowsPart",
+    "StepDriver", "StepMirror", "begin_anew", "check_names", "closed", "draws_exactly", "driver_of",
+    "early_termination", "engine_lockstep_join", "epochs_of", "factor_of_count", "follow_engine",
+    "follow_sharded_model", "gather_given", "gather_in_order", "gather_objects", "group_options", "has_epoch",
+    "holds_parts", "in_backward", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
+    "is_sharded_model", "join_rows", "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel",
+    "own_loops", "read_rows", "refuse_position", "renamed", "resumed_at", "setting", "sharded_lockstep_join",
+    "state_of", "steps_of", "take_group_options", "tell_all", "telling_failures", "told_epochs", "use_device",
+    "warn_renamed", "whole_signature",
 ]
 # fmt: on
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_join._compat import DistributedSamplerWrapper
+from lightning_join._compat import DistributedSamplerWrapper, wrapped_sampler
 from torch_join import UnpaddedDistributedSampler
 
 
@@ -50,10 +50,48 @@ def without_padding(dataloader: object) -> object:
             if (place := cast(InjectedRank, sampler.rank).place) is not None:
                 sampler.rank, sampler.num_replicas = InjectedRank(place[0]), place[1]
                 sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
+            _draw_alike(sampler)
         elif (unpadded := _UNPADDED.get(type(sampler))) is not None:
             sampler.__class__ = unpadded
             cast(UnpaddedDistributedSampler, sampler).unpad()
     return dataloader
+
+
+def _draw_alike(sampler: UnrepeatedDistributedSamplerWrapper) -> None:
+    """Have all ranks deal out one order of the samples: of each's own some would be missing, and others there twice.
+
+    Lightning deals out what a `RandomSampler` draws from this rank's own random numbers, and in a random order of its
+    own, which is the same on all ranks: that one is enough.
+    """
+    inner = wrapped_sampler(sampler)
+    if not sampler.shuffle or type(inner) is not RandomSampler or inner.generator is not None or inner.replacement:
+        return
+    if inner.num_samples == len(inner.data_source):
+        wrapper: Any = type(sampler.dataset)
+        sampler.dataset = wrapper(SequentialSampler(inner.data_source))
+
+
+def is_dealt_out(loader: Any) -> bool:
+    """Whether a sampler deals a dataset out to the ranks, so that its indices are of what all ranks have.
+
+    Those of torch, Lightning and this project do, and any other one that says its `rank` and `num_replicas`.
+    """
+    return any(
+        isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
+        for sampler in _samplers(loader)
+    )
+
+
+def _samplers(loader: Any) -> Iterator[Any]:
+    known: list[Any] = []
+    waiting = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+    while waiting:
+        sampler = waiting.pop()
+        if sampler is None or any(sampler is one for one in known):
+            continue
+        yield sampler
+        known.append(sampler)
+        waiting += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
 
 
 def sharded_samples(dataloader: object) -> int | None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, SequentialSampler
 from torchdata.nodes import Loader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -48,6 +50,18 @@ def test_lightnings_loops(path: str) -> None:
         part = getattr(part, name)
     known = {*dir(part), *vars(part)}
     assert set(LOOP_ATTRIBUTES[path].split()) <= known
+
+
+def test_what_predict_records_and_deals_out() -> None:
+    batches = _compat.IndexBatchSampler(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))
+    assert [next(each) for each in [iter(batches)] * 2] == [[0, 1], [2]]
+    assert batches.seen_batch_indices == [[0, 1], [2]]
+    assert isinstance(batches.sampler, SequentialSampler)
+    inner = SequentialSampler(range(3))
+    dealing = UnrepeatedDistributedSamplerWrapper(inner, num_replicas=1, rank=0, shuffle=False)
+    assert _compat.wrapped_sampler(dealing) is inner
+    dealing.dataset = type(dealing.dataset)(SequentialSampler(range(3)))
+    assert [*dealing] == [0, 1, 2]
 
 
 def test_lightnings_trainer_and_strategy() -> None:

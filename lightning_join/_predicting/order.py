@@ -1,0 +1,137 @@
+"""Which samples a rank has read, and of which dataset: of one that all ranks have, or of a shard of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_join._compat import IndexBatchSampler, sized_len
+from lightning_join._reading.samplers import is_dealt_out
+from torch_join import JoinError, UnsupportedError
+from torch_join.integration import name_ranks, tell_all
+
+Order: TypeAlias = Literal["dataset", "shards"]
+_INSTEAD = (
+    "Return the samples' indices from predict_step and give them as `indices` to gather_predictions; or ask for"
+    " order='shards', which is by rank, and on each rank in the order in which it has read."
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one rank knows of the batches of a dataloader.
+
+    Attributes:
+        batches: How many there are.
+        by_rank: Whether their samples are of a dataset of this rank's own.
+        has_indices: Whether it knows their samples' indices.
+        samples: The length of the dataset, where a sampler deals it out to the ranks.
+    """
+
+    batches: int = 0
+    by_rank: bool = False
+    has_indices: bool = True
+    samples: int | None = None
+
+
+def why_unknown(loader: Any) -> str | None:
+    """Say why nobody records which samples a dataloader yields; `None` if Lightning does."""
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__} is no DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset is iterable"
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return "with batch_size=None nobody records what its sampler draws"
+    if not isinstance(loader.batch_sampler, IndexBatchSampler):
+        return "nobody records what its batch sampler draws"
+    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+        return "with in_order=False its batches come in another order than its sampler has drawn them"
+    return None
+
+
+def read_indices(loader: Any, batches: Sequence[int]) -> list[list[int]] | None:
+    """Return which samples the batches of these numbers have held, as was recorded when they were read.
+
+    Returns:
+        Indices by batch; `None` where nobody knows them.
+    """
+    if why_unknown(loader) is not None:
+        return None
+    seen = getattr(loader.batch_sampler, "seen_batch_indices", [])
+    found = [seen[number] for number in batches]
+    known = all(type(index) is int for batch in found for index in batch)
+    return found if known else None
+
+
+def describe(loader: Any, place: int, batches: int, has_indices: bool, order: Order | None) -> Reading:
+    """Say what this rank knows of the batches of a dataloader.
+
+    Args:
+        loader: The dataloader.
+        place: The number of it.
+        batches: How many batches it has had.
+        has_indices: Whether this rank knows their samples' indices.
+        order: What the user has asked for, if anything.
+
+    Raises:
+        UnsupportedError: They are to be in an order that nobody knows.
+    """
+    if not batches:
+        return Reading()
+    by_rank = order == "shards" or (order is None and not is_dealt_out(loader))
+    if not by_rank and not has_indices:
+        why = why_unknown(loader) or "its sampler yields other things than whole numbers"
+        raise UnsupportedError(f"The order of the predictions of dataloader {place} is not known: {why}. {_INSTEAD}")
+    dataset = getattr(loader, "dataset", None)
+    dealt_out = order is None and not by_rank
+    return Reading(batches, by_rank, has_indices, sized_len(dataset) if dealt_out and dataset is not None else None)
+
+
+def agree(mine: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
+    """Return, for each dataloader, whether predictions are by rank, and in the order of indices; all ranks meet.
+
+    Args:
+        mine: What this rank knows of each dataloader, or why it has no predictions.
+
+    Raises:
+        JoinError: On all ranks, if one has none, or they know different things.
+    """
+    everyone = tell_all(mine)
+    for rank, said in enumerate(everyone):
+        if isinstance(said, JoinError):
+            raise type(said)(f"Rank {rank}: {said}")
+    numbers = [len(said) for said in everyone]
+    if len({*numbers}) > 1:
+        raise UnsupportedError(f"The ranks have predictions of {numbers} dataloaders, by rank.")
+    return [_agree_on(place, said) for place, said in enumerate(zip(*everyone, strict=True))]
+
+
+def _agree_on(place: int, said: Sequence[Reading]) -> tuple[bool, bool]:
+    having = {rank: reading for rank, reading in enumerate(said) if reading.batches}
+    by_rank = [rank for rank, reading in having.items() if reading.by_rank]
+    if 0 < len(by_rank) < len(having):
+        raise UnsupportedError(
+            f"Dataloader {place} is of a dataset of its own on {name_ranks(by_rank)}, and on others a sampler deals one"
+            f" out to the ranks, so that indices are of different datasets. {_INSTEAD}"
+        )
+    samples = {reading.samples for reading in having.values() if reading.samples is not None}
+    if len(samples) > 1:
+        raise UnsupportedError(
+            f"The ranks' datasets of dataloader {place} have different lengths ({min(samples)} to {max(samples)}), and"
+            " a sampler deals out each, so that indices are of different datasets. Pass"
+            f" Trainer(use_distributed_sampler=False) where each rank has a shard of its own. {_INSTEAD}"
+        )
+    return bool(by_rank), all(reading.has_indices for reading in having.values())
+
+
+def is_copy(strategy: Any) -> bool:
+    """Whether another rank has the same batches: of each group of tensor parallelism the first one counts."""
+    try:
+        mesh = getattr(strategy, "device_mesh", None)
+    except RuntimeError:  # there is none yet
+        return False
+    if not isinstance(mesh, DeviceMesh) or "tensor_parallel" not in (mesh.mesh_dim_names or ()):
+        return False
+    return mesh["tensor_parallel"].get_local_rank() > 0
