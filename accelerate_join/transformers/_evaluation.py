@@ -1,8 +1,9 @@
 """An evaluation loop in which ranks may have different numbers of batches, of different sizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from accelerate_join import _compat_transformers as _compat
@@ -19,7 +20,7 @@ class Evaluation:
         trainer: Whose loop it is.
 
     Attributes:
-        rows: How many samples this rank has had.
+        rows: How many samples this rank has had in each step.
         gathers_objects: Whether outputs are gathered as objects: lists of what each sample has.
     """
 
@@ -33,7 +34,7 @@ class Evaluation:
         self._loss_rows: int | None = None  # of the step whose loss is about to be gathered
         self._kinds: Any = None  # of what a step returns, without rows
         self._divides = False  # whether losses are divided by the items of all ranks
-        self.rows = 0
+        self.rows: list[int] = []
 
     def note_division(self, num_items: Any) -> None:
         """Note that a loss is computed, and by which number of items it is divided."""
@@ -52,7 +53,7 @@ class Evaluation:
         rank, active = self._driver.members.rank, step.active_ranks
         self._joined = joined = rank not in active
         rows = 0 if joined else _compat.rows_of(inputs) or 1
-        self.rows += rows
+        self.rows.append(rows)
         outputs: Any = None
         if joined:
             self._driver.follow(active)
@@ -88,6 +89,28 @@ class Evaluation:
             return own(data[:1].repeat(rows), *args, **kwargs)
         gathered = own((data[:1] / (self._world_size * max(1, rows))).repeat(rows), *args, **kwargs)
         return gathered * len(gathered)
+
+
+def by_rank(outputs: Any, rows: Sequence[Sequence[int]]) -> Any:
+    """Put what was gathered step by step into the order of the ranks.
+
+    Args:
+        outputs: Arrays with a row for each sample, in any structure; others stay as they are.
+        rows: How many rows each rank has had in each step.
+    """
+    places = [(rank, row) for step in zip(*rows, strict=True) for rank, n in enumerate(step) for row in range(n)]
+    order = sorted(range(len(places)), key=lambda place: places[place][0])  # stable: a rank's own stay in order
+    return _reordered(outputs, order)
+
+
+def _reordered(outputs: Any, order: list[int]) -> Any:
+    if isinstance(outputs, np.ndarray):
+        return outputs[order] if outputs.ndim and len(outputs) == len(order) else outputs
+    if isinstance(outputs, Mapping):
+        return type(outputs)({key: _reordered(each, order) for key, each in outputs.items()})  # type: ignore[call-arg]
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(_reordered(each, order) for each in outputs)
+    return outputs
 
 
 def _without_rows(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join._compat import has_prepared
+from accelerate_join.transformers._evaluation import by_rank
 from accelerate_join.transformers._loader import EvenedLoader, length_of
 from accelerate_join.transformers._run import Run, check_supported, have_wrapped
 from torch_join import JoinTypeError, UnsupportedError, Weighting
@@ -247,7 +248,10 @@ class JoinTrainerMixin:
                     return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
             with self._join_run.evaluation(dataloader) as samples:
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
-            return EvalLoopOutput(output.predictions, output.label_ids, output.metrics, sum(samples))
+            found = output.predictions, output.label_ids
+            if dataloader.owns and getattr(self.args, "eval_do_concat_batches", True):
+                found = by_rank(found, samples)  # each rank's shard as a whole
+            return EvalLoopOutput(*found, output.metrics, sum(map(sum, samples)))
 
     def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:  # of transformers 4: the same, for all ranks' samples
         return self.evaluation_loop(*args, **kwargs)

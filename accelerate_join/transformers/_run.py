@@ -406,9 +406,9 @@ class Run:
     # ------------------------------------------------------------ evaluation
 
     @contextmanager
-    def evaluation(self, loader: EvenedLoader) -> Iterator[list[int]]:
-        """Put around an evaluation loop; all ranks meet. By its end the list holds each rank's number of samples."""
-        trainer, samples = self._trainer, list[int]()
+    def evaluation(self, loader: EvenedLoader) -> Iterator[list[list[int]]]:
+        """Put around an evaluation loop; all ranks meet. By its end the list holds each rank's samples in each step."""
+        trainer, samples = self._trainer, list[list[int]]()
         self.tell_lengths(loader)
         self.hand_over_kept()
         if isinstance(self._join, LockstepJoin):
@@ -422,7 +422,7 @@ class Run:
         self._begins[False] = True
         try:
             yield samples
-            samples += self.channel.gather(self._evaluation.rows, of=int)
+            samples += self.channel.gather(self._evaluation.rows, of=list[int])
         finally:
             self._evaluation = before
             for monitor in self._monitors:
