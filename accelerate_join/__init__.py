@@ -15,6 +15,7 @@ from torch_join import (
 from torch_join.integration import naming_missing as _naming_missing
 
 with _naming_missing("1.5 to 1.15", "accelerate"):
+    from accelerate_join._accelerator import gather_in_order
     from accelerate_join._context import Accelerator, join_batches, join_uneven_inputs
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "JoinValueError",
     "PeerFailedError",
     "UnsupportedError",
+    "gather_in_order",
     "join_batches",
     "join_uneven_inputs",
 ]

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import accelerate
 import torch
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import GradientState
 
-from accelerate_join._loaders import remainder
+from accelerate_join import _compat
+from accelerate_join._loaders import deals_out, remainder
 from accelerate_join._operations import Operations
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import own_loops, setting
+from torch_join.integration import gather_given, own_loops, setting
 
 _Method = Callable[..., Any]
 
@@ -110,6 +111,53 @@ class _InContext:
             " that have joined cannot follow. Run the last forward of a window outside of no_sync, as"
             " accelerator.accumulate does."
         )
+
+
+def gather_in_order(
+    accelerator: accelerate.Accelerator,
+    rows: Any,
+    indices: Any = None,
+    rank: int | None = None,
+    order: Literal["dataset", "shards"] | None = None,
+) -> Any:
+    """Return what all processes have computed for their samples, in order; all processes call it, after a loop.
+
+    ```python
+    rows, indices = [], []
+    for batch in test_loader:
+        rows.append({"logits": model(batch["x"]), "names": batch["names"]})
+        indices.append(batch["index"])
+    everything = gather_in_order(accelerator, rows, indices)
+    ```
+
+    With indices rows are in their order, and of each index there is one: the first, by process. (Accelerate gives some
+    samples to two processes where `even_batches=True`.) With `order="shards"` they are in the order of the processes,
+    and on each in that of its indices, or of its batches.
+
+    Args:
+        accelerator: The accelerator.
+        rows: A list of this process's structures, one for each batch; or one structure. That is a tensor with a row for
+            each sample, a list with an object for each, or a tuple or a mapping of structures. `None`, or an empty
+            list, on a process without a batch.
+        indices: The samples' indices: a sequence or a tensor for each structure; one, where `rows` is one.
+        rank: The process that gets them; by default all do.
+        order: `"dataset"`: indices are of a dataset that all processes have, as they are by default. `"shards"`: each
+            has one of its own.
+
+    Returns:
+        One structure, of all samples: tensors joined along their first dimension, lists end to end; mappings as
+        dictionaries. `None` on other processes than `rank`, and where none has a batch.
+
+    Raises:
+        JoinValueError: On all processes, if the rows of one cannot be joined; or if there are no indices, while a
+            prepared loader deals a dataset out and `order` is none.
+        JoinError: Some process has run out of batches, and others have not.
+    """
+    own_loops.finish(accelerator)
+    if isinstance(accelerator, _InContext):
+        accelerator._operations.driver.check_together("gather_in_order")
+    dealt_out = any(map(deals_out, _compat.loaders(accelerator)))
+    return gather_given(rows, indices, None, rank, order, dealt_out)
 
 
 @contextmanager

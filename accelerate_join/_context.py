@@ -10,7 +10,7 @@ import accelerate
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
-from accelerate_join._accelerator import class_replaced
+from accelerate_join._accelerator import class_replaced, gather_in_order
 from accelerate_join._loaders import PreparedReader, even_batches_set, goes_through_join, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
@@ -179,7 +179,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """
         return join_uneven_inputs(self, joinables, even_batches, **options)
 
-    join_batches = join_batches  # the function above, with `self` as its accelerator
+    # The functions, with `self` as their accelerator.
+    join_batches = join_batches
+    gather_in_order = gather_in_order
 
     def end_training(self) -> None:
         """Finish a loop over `join_batches` that was left, and do what Accelerate's method does.

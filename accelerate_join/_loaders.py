@@ -157,6 +157,12 @@ def goes_through_join(loader: object) -> bool:
     return not is_prepared(loader) or any(own.__iter__ is kind.__iter__ for kind in _KINDS)
 
 
+def deals_out(loader: PreparedLoader) -> bool:
+    """Whether `loader` gives each process a part of a dataset that all have."""
+    shards = (BatchSamplerShard, IterableDatasetShard)
+    return _dispatches(loader) or isinstance(_batch_sampler(loader), shards) or isinstance(loader.dataset, shards)
+
+
 def remainder(loader: PreparedLoader) -> int:
     """Return how many samples the last step has besides those that have been given out before, as Accelerate does.
 

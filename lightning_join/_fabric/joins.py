@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -19,7 +19,7 @@ from lightning_join import _compat_fabric as _compat
 from lightning_join._collectives import active_places, is_mean
 from lightning_join._fabric.joined_loader import JoinedLoader
 from lightning_join._fabric.operations import Operations
-from lightning_join._reading.samplers import deals_out_shards, mark_injected, without_padding
+from lightning_join._reading.samplers import deals_out_shards, is_dealt_out, mark_injected, without_padding
 from torch_join import Join, JoinError, UnsupportedError, Weighting
 from torch_join.integration import (
     Channel,
@@ -28,6 +28,7 @@ from torch_join.integration import (
     ModelShadow,
     Options,
     driver_of,
+    gather_given,
     gather_objects,
     holds_parts,
     is_length_certain,
@@ -66,6 +67,7 @@ class Joins:
     _driver: LoopDriver | None = None  # of the context that is open
     _operations: Operations | None = None
     _within: str | None = None  # why nothing that ranks do together can be done in a loop within another
+    _deals_out = False  # whether a sampler of a loader deals a dataset out to the ranks
     _inner = 0  # how many loops within the current one are under way
 
     @renamed("heartbeat", "may_break")
@@ -146,6 +148,46 @@ class Joins:
         with self._context(join):
             yield join
 
+    def gather_in_order(
+        self,
+        rows: Any,
+        indices: Any = None,
+        rank: int | None = None,
+        order: Literal["dataset", "shards"] | None = None,
+    ) -> Any:
+        """Return what all ranks have computed for their samples, in order; all ranks call it, after a loop.
+
+        ```python
+        rows, indices = [], []
+        for batch in test_loader:
+            rows.append({"logits": model(batch["x"]), "names": batch["names"]})
+            indices.append(batch["index"])
+        everything = fabric.strategy.gather_in_order(rows, indices)
+        ```
+
+        With indices rows are in their order, and of each index there is one: the first, by rank. With
+        `order="shards"` they are in the order of the ranks, and on each in that of its indices, or of its batches.
+
+        Args:
+            rows: See `torch_join.Join.gather`.
+            indices: Likewise.
+            rank: The rank that gets them; by default all do.
+            order: `"dataset"`: indices are of a dataset that all ranks have, as they are by default. `"shards"`: each
+                has one of its own.
+
+        Returns:
+            See `torch_join.Join.gather`.
+
+        Raises:
+            JoinValueError: On all ranks, if the rows of one cannot be joined; or if there are no indices, while a
+                sampler deals a dataset out and `order` is none.
+            JoinError: Some rank has run out of batches, and others have not.
+        """
+        own_loops.finish(self)
+        if self._driver is not None:
+            self._driver.check_together("fabric.strategy.gather_in_order")
+        return gather_given(rows, indices, None, rank, order, self._deals_out)
+
     # ------------------------------------------------------------ what is set up
 
     def note_set_up(self, thing: Any) -> None:
@@ -184,6 +226,7 @@ class Joins:
 
     def process_dataloader(self, dataloader: Any) -> Any:
         found: Any = without_padding(super().process_dataloader(dataloader))  # type: ignore[misc]
+        self._deals_out = self._deals_out or is_dealt_out(found)
         return self._joined(found)
 
     def _joined(self, loader: Iterable[T]) -> JoinedLoader[T]:

@@ -28,23 +28,24 @@ PUBLIC = {
         UnsupportedError Weighting windows
     """,
     torch_join.integration: """
-        Begin Changes Channel Count Driver EpochRecord JoinOptions LoaderPlace Lockstep LockstepJoin LoopDriver
-        MeetingPoint ModelShadow ModuleMetrics Options Participant RankRecord ReadStep Reader Rebalancer Rebalancing
-        RefillGuard Resuming StepDriver StepMirror begin_anew check_names closed draws_exactly driver_of
-        early_termination engine_lockstep_join epochs_of factor_of_count follow_engine follow_sharded_model
-        gather_objects group_options has_epoch holds_parts in_backward is_closed is_communication_error is_engine
-        is_length_certain is_sharded_model join_rows join_with leads_to listed name_ranks naming_missing
-        open_channel own_loops refuse_position renamed resumed_at setting sharded_lockstep_join state_of steps_of
-        take_group_options telling_failures told_epochs use_device warn_renamed whole_signature
+        Begin Changes Channel Count Driver EpochRecord FileRows JoinOptions LoaderPlace Lockstep LockstepJoin
+        LoopDriver MeetingPoint ModelShadow ModuleMetrics Options Participant RankRecord ReadStep Reader
+        Rebalancer Rebalancing RefillGuard Resuming RowsPart StepDriver StepMirror begin_anew check_names closed
+        draws_exactly driver_of early_termination engine_lockstep_join epochs_of factor_of_count follow_engine
+        follow_sharded_model gather_given gather_in_order gather_objects group_options has_epoch holds_parts
+        in_backward is_closed is_communication_error is_engine is_length_certain is_sharded_model join_rows
+        join_with leads_to listed name_ranks naming_missing open_channel own_loops read_rows refuse_position
+        renamed resumed_at setting sharded_lockstep_join state_of steps_of take_group_options tell_all
+        telling_failures told_epochs use_device warn_renamed whole_signature
     """,
     lightning_join: """
         DDPJoinStrategy DeepSpeedJoinStrategy EarlyTerminationError FSDPJoinStrategy JoinCallback JoinError
-        JoinMonitor JoinTimeoutError JoinTypeError JoinValueError ModelParallelJoinStrategy PeerFailedError
-        UnsupportedError
+        JoinMonitor JoinPredictionWriter JoinTimeoutError JoinTypeError JoinValueError ModelParallelJoinStrategy
+        PeerFailedError UnsupportedError gather_predictions read_predictions
     """,
     accelerate_join: """
         Accelerator EarlyTerminationError JoinError JoinTimeoutError JoinTypeError JoinValueError
-        PeerFailedError UnsupportedError join_batches join_uneven_inputs
+        PeerFailedError UnsupportedError gather_in_order join_batches join_uneven_inputs
     """,
 }
 
@@ -57,7 +58,7 @@ def test_public_names(module: Any) -> None:
 
 def test_public_names_of_join() -> None:
     model = torch.nn.Linear(1, 1)
-    names = "active_ranks all_gather backward_collectives batch_owner batches joined"
+    names = "active_ranks all_gather backward_collectives batch_owner batches gather joined"
     names += " load_state_dict notify_join_context owner_batch_idx state_dict step"
     for join in (torch_join.Join, torch_join.Join([model, torch.optim.SGD(model.parameters(), 0.1)])):
         assert [name for name in dir(join) if not name.startswith("_")] == names.split()
