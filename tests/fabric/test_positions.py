@@ -4,12 +4,15 @@ As tests/core/loops/test_positions.py, whose loaders these are.
 """
 
 import multiprocessing
+import random
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -24,7 +27,9 @@ from tests.core.loops.test_positions import (
     loader_of,
     path_of,
 )
+from tests.core.loops.test_random_positions import steps_of
 from tests.support.front_ends.fabric import fabric_of, to_the_end
+from tests.support.many import seeds
 from tests.support.workers import Workers
 
 
@@ -104,3 +109,27 @@ def test_a_run_goes_on_where_it_was_saved(
         compare_with(whole, resumed, place)
         for run, one in zip(resumed, whole, strict=True):
             assert run["after"] == {at: rows for at, rows in one["after"].items() if at in run["after"]}
+
+
+def train_from(rank: int, case: Case, folder: str, places: list[Place]) -> list[Any]:
+    """Train as a whole, and from each of these places."""
+    found = [train(rank, case, folder, None)]
+    for place in places:
+        dist.barrier()
+        found.append(train(rank, case, folder, place))
+    return found
+
+
+@seeds(range(1), 100)
+def test_random_runs_go_on(workers: Workers, seed: int) -> None:
+    one = random.Random(seed)
+    lengths = one.choice([(0, 4, 9), (4, 9, 0), (9, 0, 4), (3, 3, 3), (1, 5, 2), (2, 6), (0, 3), (5, 1)])
+    kind = one.choice(["shuffled", "stateful", "stateful stream", "nodes", "stream", "sampler", "shuffling stream"])
+    options = (("weighting", one.choice(["world", "active", "samples"])), ("may_break", one.random() < 0.3))
+    case = Case(kind, lengths, options)
+    steps = steps_of(case)
+    places = [(one.randrange(EPOCHS - 1), one.randrange(-1, steps)) for _ in range(2)]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = workers.run(len(lengths), train_from, case, folder, places, deadline=120.0)
+    for index, place in enumerate(places):
+        compare_with([runs[0] for runs in ranks], [runs[1 + index] for runs in ranks], place)

@@ -56,6 +56,7 @@ class Position:
         self._stateful = keeps_place(loader)
         self.keeps = ahead and self._stateful
         self._states: list[tuple[int, Any]] = []  # the last two, and how many batches had been read before
+        self._at_end: LoaderPlace | None = None  # where it is, if nothing was left of it when it was resumed
         if place is None or place["over"]:
             self.first = 0
             if place is not None:
@@ -84,6 +85,8 @@ class Position:
         Raises:
             UnsupportedError: The order is drawn in a way that cannot be had again.
         """
+        if self._at_end is not None:
+            return self._at_end
         state, again = None, 0
         if self._stateful and read > taken:
             read, state = next(found for found in reversed(self._states) if found[0] <= taken)
@@ -113,6 +116,7 @@ class Position:
             )
         if state is not None and place["ended"]:
             self._end(place)
+            self._at_end = place
             return iter(())
         with _drawn_as(loader, place["begun"]):
             if state is None:

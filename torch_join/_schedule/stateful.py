@@ -51,6 +51,7 @@ def resumed_at(loaders: Sequence[Any], epochs: Sequence[Any], taken: int) -> Ite
             loader.restore = True  # it takes the end of an epoch for the begin of the next
     # `torchdata.nodes.Loader` begins anew at its end, where this rank has no batch in the rest of the epoch.
     restarting = [loader for loader in loaders if getattr(loader, "restart_on_stop_iteration", False)]
+    yielded = [_yielded(getattr(loader, "next_iter_state", None)) for loader in loaders]
     for loader in restarting:
         loader.restart_on_stop_iteration = False
     try:
@@ -58,9 +59,21 @@ def resumed_at(loaders: Sequence[Any], epochs: Sequence[Any], taken: int) -> Ite
     finally:
         for loader in restarting:
             loader.restart_on_stop_iteration = True
-        for loader in loaders:
+        for loader, count in zip(loaders, yielded, strict=True):
+            iterator: Any = getattr(loader, "_iterator", None)
+            if count is not None and hasattr(iterator, "_num_yielded"):
+                iterator._num_yielded = count  # torchdata's counts twice what it has read again
             if getattr(loader, "next_iter_state", None) is not None:
                 loader.next_iter_state = None  # else torchdata's, which ended before it, goes on from it next time too
+
+
+def _yielded(state: dict[str, Any] | None) -> int | None:
+    """Return how many batches had been read, by a state of torchdata's `StatefulDataLoader`."""
+    if state is None:
+        return None
+    if "_snapshot" in state:
+        return int(state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"])
+    return state.get("_num_yielded")
 
 
 def epochs_of(loaders: Sequence[Any]) -> list[Any]:

@@ -66,14 +66,14 @@ def sample(number: int) -> dict[str, int]:
     return {"x": number}
 
 
-def train(rank: int, case: Case, folder: str, start: Place | None, skew: int = 0) -> dict[str, Any]:
+def train(rank: int, case: Case, folder: str, start: Place | None) -> dict[str, Any]:
     def loader_of(kind: str, rank: int, world_size: int, lengths: tuple[int, ...]) -> Any:
         if "hugging" in kind:
             return hugging_face(kind, rank, lengths)
         return lit_data(folder) if kind == "lit" else web_dataset(kind, rank, lengths, folder)
 
     with mock.patch.object(test_positions, "loader_of", loader_of):
-        return test_positions.train(rank, case, folder, start, skew)
+        return test_positions.train(rank, case, folder, start)
 
 
 @pytest.mark.parametrize(

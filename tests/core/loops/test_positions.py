@@ -123,18 +123,33 @@ def path_of(folder: str, place: Place) -> Path:
     return Path(folder) / f"{place[0]}_{place[1]}.pt"
 
 
-def train(rank: int, case: Case, folder: str, start: Place | None, skew: int = 0) -> dict[str, Any]:
+def train(rank: int, case: Case, folder: str, start: Place | None, **options: Any) -> dict[str, Any]:
     """See `_train`; these processes, which are daemons, may have none of their own, and a loader may."""
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
-        return _train(rank, case, folder, start, skew)
+        return _train(rank, case, folder, start, **options)
 
 
-def _train(rank: int, case: Case, folder: str, start: Place | None, skew: int = 0) -> dict[str, Any]:
+def _train(
+    rank: int,
+    case: Case,
+    folder: str,
+    start: Place | None,
+    skew: int = 0,
+    stop: Place | None = None,
+    into: str | None = None,
+) -> dict[str, Any]:
     """Train from a place on, or from the begin, and save everywhere then.
+
+    Args:
+        start: Where to go on.
+        skew: By how many batches the places are wrong.
+        stop: After which step to leave the loop by `break`, and to save there.
+        into: Where to save if it goes on.
 
     Returns:
         By epoch and step, the samples that this rank has trained on; and the parameters.
     """
+    into = folder if start is None else into
     torch.manual_seed(11)
     net = nn.Linear(1, 1).double()
     ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=0.1)
@@ -155,9 +170,9 @@ def _train(rank: int, case: Case, folder: str, start: Place | None, skew: int = 
 
     def save(place: Place) -> None:
         state = join.state_dict()
-        if start is None and rank == min(join.active_ranks):
+        if into is not None and rank == min(join.active_ranks):
             states = [thing.state_dict() for thing in (net, optimizer, scheduler)]
-            torch.save({"states": states, "join": state}, path_of(folder, place))
+            torch.save({"states": states, "join": state}, path_of(into, place))
 
     def run(epoch: int) -> None:
         if case.kind == "sampler":
@@ -175,17 +190,25 @@ def _train(rank: int, case: Case, folder: str, start: Place | None, skew: int = 
             optimizer.step()
             scheduler.step()
             save((epoch, join.step))
-        save((epoch, -1))
+            if (epoch, join.step) == stop:
+                break
+        save((epoch, -1) if stop is None else stop)
 
+    epochs = EPOCHS if stop is None else stop[0] + 1
     if case.one_context:
         with join:
-            for epoch in range(first, EPOCHS):
+            for epoch in range(first, epochs):
                 run(epoch)
     else:
-        for epoch in range(first, EPOCHS):
+        for epoch in range(first, epochs):
             with join:
                 run(epoch)
     return {"seen": seen, "parameters": [p.tolist() for p in net.parameters()]}
+
+
+def skewed(rank: int, case: Case, folder: str, start: Place) -> dict[str, Any]:
+    """Train from a place on that is wrong by a batch."""
+    return train(rank, case, folder, start, skew=-1)
 
 
 def check(workers: Workers, case: Case, folder: str, places: list[Place], train: Callable[..., Any] = train) -> None:
@@ -279,13 +302,12 @@ def test_it_goes_on_where_batches_are_rebalanced(
 def test_a_place_that_is_off_by_a_batch_is_noticed(workers: Workers, tmp_path: Path) -> None:
     case, place = Case("stream"), (1, 4)
     whole = workers.run(3, train, case, str(tmp_path), None)
-    resumed = workers.run(3, train, case, str(tmp_path), place, -1)
+    resumed = workers.run(3, skewed, case, str(tmp_path), place)
     for run, one in zip(resumed[1:], whole[1:], strict=True):
         assert run["seen"] != {at: numbers for at, numbers in one["seen"].items() if _is_after(at, place)}
     with pytest.raises(WorkerError, match="said its length was 4 and goes on after that"):
-        workers.run(3, train, Case("list"), str(tmp_path), None) and workers.run(
-            3, train, Case("list"), str(tmp_path), place, -1
-        )
+        workers.run(3, train, Case("list"), str(tmp_path), None)
+        workers.run(3, skewed, Case("list"), str(tmp_path), place)
 
 
 def refuse(rank: int, what: str) -> None:
