@@ -18,6 +18,7 @@ class JoinedLoader(Generic[T]):
 
     Attributes:
         positions: Begins the next loop over it where a checkpoint says.
+        is_within: Whether it was gone through last as a part of something else, such as a zip.
     """
 
     def __init__(self, loader: Iterable[T], joins: Any, number: int = 0) -> None:
@@ -25,6 +26,7 @@ class JoinedLoader(Generic[T]):
         self._joined_loader, self._joins, self._join_number = loader, joins, number
         self.positions = Resuming(joins.global_rank, joins.world_size)
         self._join_reader: Reader[T] | None = None  # of the last loop
+        self.is_within = False
         self._epochs_before = 0  # that Fabric, which counts them from 0, does not know of
 
     def __iter__(self) -> Iterator[T]:
@@ -53,9 +55,9 @@ class JoinedLoader(Generic[T]):
         """Have the next loop over it go on where `state_dict` was called; all ranks call this."""
         self._joins.load_loader(self, state)
 
-    def open(self, loader: Iterable[T], place: LoaderPlace | None = None) -> Reader[T]:
+    def open(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> Reader[T]:
         """Return what reads it in a loop."""
-        self._join_reader = _AheadReader(loader, place)
+        self._join_reader, self.is_within = _AheadReader(loader, place, after), False
         return self._join_reader
 
     def place(self) -> LoaderPlace | None:

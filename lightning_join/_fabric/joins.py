@@ -268,6 +268,7 @@ class Joins:
         """Go through a loader that was set up, on all ranks; `loader` is what Fabric would go through."""
         driver = self._driver
         if driver is not None and driver.reader is not None and driver.reader.pulling:
+            joined.is_within = True
             return iter(loader)  # a loop over something that holds it, such as a zip
         own_loops.finish(self)
         joined.tell_epoch(loader)
@@ -399,6 +400,12 @@ class Joins:
         if joined.positions.loaded is not None:
             return joined.positions.loaded
         name, driver = "fabric.save() with a dataloader", self._driver
+        if joined.is_within:
+            raise UnsupportedError(
+                f"{name} that was read as a part of something else, such as `fabric.strategy.batches(zip(a, b))`: how"
+                " many of its batches were trained on, nobody can tell. Put an object with an `__iter__` around both"
+                " loaders, and what `fabric.strategy.batches` returns for it into the checkpoint."
+            )
         if driver is None:
             return state_of(gather_objects(joined.place(), "The state of a loader", None), in_loop=False)
         if driver.positions is joined.positions:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from itertools import islice
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,15 +22,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._base.errors import JoinValueError
-from torch_join._schedule.stateful import begin_anew, epochs_of, keeps_place, resumed_at, seed_of, shuffle_of
+from torch_join._schedule.stateful import (
+    begin_anew,
+    check_order,
+    epochs_of,
+    is_finished,
+    is_stateful,
+    keeps_place,
+    resumed_at,
+    seed_of,
+    shuffle_of,
+)
 
 # What `Position.place` returns: of plain types and tensors, if the loader's own state is. Whether it is `over`, so that
 # what comes next is another loop, is set by whoever knows it of all ranks.
 LoaderPlace = dict[str, Any]
 _DEPTH = 3  # of objects in objects
-_MOST = 64  # objects in a list
-_SIMPLE = frozenset((bool, bytes, dict, float, int, str, tuple, type(None)))
-_OTHERS = (nn.Module, type, Tensor, FunctionType)  # that hold no order
+_MOST = 64  # objects in a container
+_SIMPLE = frozenset((bool, bytes, float, int, str, type(None)))
+_CONTAINERS = frozenset((dict, list, tuple))
+_OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # that hold no order
 _EVERY = 64  # reads, from one state of a loader that is read ahead to the next
 
 
@@ -41,6 +52,7 @@ class Position:
         loader: What is gone through.
         place: Where to go on; by default at the begin.
         ahead: Whether batches are read before the one in hand is done with.
+        after: Whether this is the next loop after one that has gone on at a place.
 
     Attributes:
         iterator: Of the batches that are left.
@@ -51,28 +63,37 @@ class Position:
         JoinValueError: The place is one in another loader.
     """
 
-    def __init__(self, loader: Any, place: LoaderPlace | None = None, ahead: bool = False) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, place: LoaderPlace | None = None, ahead: bool = False, after: bool = False) -> None:
+        # Of `windows` the loader that these are made of, in windows of so many.
+        self._windows: Any = loader if hasattr(type(loader), "over") else None
+        self._size: int = 1 if self._windows is None else loader.size
+        self._loader = loader = loader if self._windows is None else loader.loader
         self._stateful = keeps_place(loader)
         self.keeps = ahead and self._stateful
-        self._states: list[tuple[int, Any]] = []  # the last two, and how many batches had been read before
+        # The last two, how many batches had been read before, and what its own generators were then.
+        self._states: list[tuple[int, Any, Any]] = []
         self._at_end: LoaderPlace | None = None  # where it is, if nothing was left of it when it was resumed
         if place is None or place["over"]:
             self.first = 0
             if place is not None:
                 self._end(place)
             self._begun = _drawing(loader)
-            self.iterator = iter(loader)
+            iterator = _begin_again(loader) if after or place is not None else iter(loader)
         else:
             if place["loader"]:
-                _compare(loader, place["loader"])
+                _compare(loader, self._size, place["loader"])
             self.first, self._begun = place["taken"], place["begun"]
-            self.iterator = self._resume(place)
+            iterator = self._resume(place)
+        self.iterator: Iterator[Any] = iterator if self._windows is None else self._windows.over(iterator)
 
     def keep(self, read: int) -> None:
         """Keep the loader's state now and then, after so many reads: a place in it may be asked for after others."""
         if (read - self.first) % _EVERY == 0:
-            self._states = [*self._states[-1:], (read, deepcopy(self._loader.state_dict()))]
+            try:
+                state = deepcopy(self._loader.state_dict())
+            except Exception as error:  # for whoever asks for a place
+                state = error
+            self._states = [*self._states[-1:], (read, state, _own(self._loader))]
 
     def place(self, taken: int, read: int, ended: bool) -> LoaderPlace:
         """Return where this rank stands: what can be given to another `Position`, in another process.
@@ -87,43 +108,48 @@ class Position:
         """
         if self._at_end is not None:
             return self._at_end
-        state, again = None, 0
+        state, again, now = None, 0, _own(self._loader)
         if self._stateful and read > taken:
-            read, state = next(found for found in reversed(self._states) if found[0] <= taken)
+            read, state, now = next(found for found in reversed(self._states) if found[0] <= taken)
             again = taken - read
+            if isinstance(state, Exception):
+                raise state
         elif self._stateful:
             state = deepcopy(self._loader.state_dict())
+        if not ended:
+            check_order(self._loader, self._stateful, _parts(self._loader))
         return {
             "taken": taken,
             "ended": ended,
             "over": False,
             "plan": None,  # of batches that are rebalanced
-            "loader": {} if ended else _describe(self._loader),
+            "left": False,  # by `break`
+            "loader": {} if ended else _describe(self._loader, self._size),
             "begun": _saved(self._begun),
-            "now": _own(self._loader),
+            "now": _saved(now),
             "epochs": epochs_of([self._loader]),
             "state": state,
             "again": again,  # how many batches to read after the state, and to leave out
         }
 
     def _resume(self, place: LoaderPlace) -> Iterator[Any]:
-        loader, taken, state = self._loader, self.first, place["state"]
+        loader, taken, state = self._loader, self.first * self._size, place["state"]
         if (state is not None) != self._stateful:
             raise JoinValueError(
                 f"A loop is to go on {'with' if state is not None else 'without'} a state of this rank's loader, and"
                 f" the {type(loader).__name__} {'takes none' if state is not None else 'needs one'}. Resume with a"
                 " loader of the kind that there was when the state was written."
             )
-        if state is not None and place["ended"]:
+        if state is not None and (place["ended"] or is_finished(state)):
             self._end(place)
             self._at_end = place
             return iter(())
         with _drawn_as(loader, place["begun"]):
             if state is None:
-                return _skip(loader, taken)
+                return _skip(loader, taken, place["begun"]["reuses"])
             loader.load_state_dict(deepcopy(state))  # it may go on changing it
             with resumed_at([loader], place["epochs"], taken):
-                iterator = _read_past(iter(loader), place["again"])
+                iterator = _read_past(iter(loader), place["again"] * self._size)
             _set_own(loader, place["now"])  # torchdata's draws no base seed here
             return iterator
 
@@ -150,17 +176,19 @@ def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
 # ------------------------------------------------------------ the loader
 
 
-def _describe(loader: Any) -> dict[str, int | str]:
-    """Return what must be the same for a number of batches, or a state, to mean the same."""
-    found: dict[str, int | str] = {}
+def _describe(loader: Any, size: int) -> dict[str, int | str]:
+    """Return what must be the same for a number of windows of this size, or a state, to mean the same."""
+    found: dict[str, int | str] = {} if size == 1 else {"batches in a window": size}
     if isinstance(loader, (list, tuple)):
         found["batches"] = len(loader)
     if isinstance(getattr(loader, "batch_size", None), int):
         found["samples in a batch"] = loader.batch_size
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        found["samples"] = len(loader.dataset)  # type: ignore[arg-type]
-    if isinstance(loader, DataLoader) and ("samples" not in found or keeps_place(loader)):
-        found["workers"] = loader.num_workers
+    if isinstance(loader, DataLoader):
+        is_stream = _is_stream(loader)
+        if not is_stream and hasattr(loader.dataset, "__len__"):
+            found["samples"] = len(loader.dataset)
+        if is_stream or keeps_place(loader):
+            found["workers"] = loader.num_workers
     if (shuffle := shuffle_of(loader)) is not None:
         found["the seed of its shuffle"] = shuffle
     for name, part in [] if keeps_place(loader) else _walk(loader)[1]:
@@ -169,8 +197,8 @@ def _describe(loader: Any) -> dict[str, int | str]:
     return found
 
 
-def _compare(loader: Iterable[Any], then: dict[str, int | str]) -> None:
-    now = _describe(loader)
+def _compare(loader: Iterable[Any], size: int, then: dict[str, int | str]) -> None:
+    now = _describe(loader, size)
     if other := [name for name in {**then, **now} if then.get(name) != now.get(name)]:
         numbers = {name: (then.get(name, "unknown"), now.get(name, "unknown")) for name in other}
         differs = ", ".join(f"{name}: {before} then, {after} now" for name, (before, after) in numbers.items())
@@ -181,8 +209,14 @@ def _compare(loader: Iterable[Any], then: dict[str, int | str]) -> None:
         )
 
 
-def _skip(loader: Any, taken: int) -> Iterator[Any]:
-    """Return an iterator over the batches after the first ones, whose order is drawn here."""
+def _skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
+    """Return an iterator over the batches after the first ones, whose order is drawn here.
+
+    Args:
+        loader: The loader.
+        taken: How many are left out.
+        reuses: Whether its workers were those of the epoch before, so that it drew no base seed.
+    """
     own: Any = type(loader)
     if not isinstance(loader, DataLoader) or own.__iter__ is not DataLoader.__iter__ or _is_stream(loader):
         return _read_past(iter(loader), taken)
@@ -190,9 +224,32 @@ def _skip(loader: Any, taken: int) -> Iterator[Any]:
     loader = copy(loader)
     # `DataLoader.__setattr__` refuses these.
     vars(loader).update({"sampler" if loader.batch_sampler is None else "batch_sampler": rest, "_iterator": None})
+    if reuses:
+        rest.start()
+        loader.generator = None
     iterator: Iterator[Any] = iter(loader)
     rest.start()
     return iterator
+
+
+def _begin_again(loader: Any) -> Iterator[Any]:
+    """Return an iterator over a loader's next epoch; new workers that stay draw no base seed, as the old ones did."""
+    generator = getattr(loader, "generator", None)
+    if generator is None or not _reuses(loader, now=False):
+        return iter(loader)
+    before = torch.default_generator.get_state()
+    loader.generator = None
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = generator
+        torch.default_generator.set_state(before)
+
+
+def _reuses(loader: Any, now: bool = True) -> bool:
+    """Whether a loader's next epoch is read by the workers of the one before, `now` or where these were of this job."""
+    stays = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
+    return stays and not is_stateful(loader) and (loader._iterator is not None) is now
 
 
 def _read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
@@ -235,7 +292,7 @@ def _drawing(loader: Any) -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
     drawing = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": of_numpy}
-    return {**drawing, **_own(loader)}
+    return {**drawing, **_own(loader), "reuses": _reuses(loader)}
 
 
 def _own(loader: Any) -> dict[str, Any]:
@@ -271,9 +328,9 @@ def _drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
 
 def _set_global(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"].cpu())
-    random.setstate(_as_tuples(states["python"]))
+    random.setstate(_as_given(states["python"]))
     if states["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(_as_tuples(states["numpy"]))
+        numpy.random.set_state(_as_given(states["numpy"]))
 
 
 def _set_own(loader: Any, states: dict[str, Any]) -> None:
@@ -285,15 +342,26 @@ def _set_own(loader: Any, states: dict[str, Any]) -> None:
 
 
 def _saved(begun: dict[str, Any]) -> dict[str, Any]:
-    """Return what was drawn from in types that a checkpoint may have."""
-    if begun["numpy"] is None or isinstance(begun["numpy"][1], Tensor):
-        return begun
-    kind, key, *rest = begun["numpy"]
-    return {**begun, "numpy": (str(kind), torch.from_numpy(key.astype("int64")), *rest)}
+    """Return what was drawn from in types that a checkpoint may have: tensors, of integers of 64 bits, for arrays."""
+
+    def save(state: Any) -> Any:
+        if isinstance(state, dict):
+            return {name: save(part) for name, part in state.items()}
+        if type(state) is tuple and len(state) < _MOST:
+            return tuple(map(save, state))
+        return torch.from_numpy(state.astype("int64")) if hasattr(state, "astype") else state
+
+    return {name: save(state) for name, state in begun.items()}
 
 
-def _as_tuples(state: Any) -> Any:
-    return tuple(tuple(part.tolist()) if isinstance(part, Tensor) else part for part in state)
+def _as_given(state: Any) -> Any:
+    """Return a generator's state as it takes it: what was an array may be numbers in a tuple."""
+    if isinstance(state, dict):
+        return {name: _as_given(part) for name, part in state.items()}
+    if isinstance(state, (list, tuple)):
+        return tuple(map(_as_given, state))
+    # What was of 64 bits without a sign may be negative.
+    return tuple(number % 2**64 for number in state.tolist()) if isinstance(state, Tensor) else state
 
 
 def _parts(loader: Any) -> list[tuple[str, Any]]:
@@ -312,13 +380,15 @@ def _walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
             held = getattr(thing, "__dict__", {})
             if type(held.get("epoch")) is int or (hasattr(thing, "set_epoch") and has_epoch(thing)):
                 found.append((name, thing))
-            for key, part in held.items():
-                if type(part) in _SIMPLE or id(part) in seen:
+            parts = [*held.items()]
+            for key, part in parts:
+                kind = type(part)
+                if kind in _SIMPLE or id(part) in seen:
                     continue
                 seen.add(id(part))
-                if type(part) is list:  # the stages of a pipeline
-                    stages = part if 0 < len(part) <= _MOST and type(part[0]) not in _SIMPLE else []
-                    deeper += [(f"{name}.{key}.{index}", stage) for index, stage in enumerate(stages)]
+                if kind in _CONTAINERS:  # the stages of a pipeline, say
+                    within = part.items() if kind is dict else enumerate(part)
+                    parts += [(f"{key}.{place}", one) for place, one in within] if len(part) <= _MOST else []
                 elif _state_of(part) is not None:
                     found.append((f"{name}.{key}", part))
                 elif not isinstance(part, _OTHERS):
@@ -338,15 +408,20 @@ def _state_of(thing: Any) -> Any:
     if isinstance(thing, torch.Generator):
         return thing.get_state()
     if isinstance(thing, random.Random):
-        return thing.getstate()
-    numpy = sys.modules.get("numpy")
-    return thing.bit_generator.state if numpy is not None and isinstance(thing, numpy.random.Generator) else None
+        return None if isinstance(thing, random.SystemRandom) else thing.getstate()
+    if (numpy := sys.modules.get("numpy")) is None:
+        return None
+    if isinstance(thing, numpy.random.RandomState):
+        return thing.get_state()
+    return thing.bit_generator.state if isinstance(thing, numpy.random.Generator) else None
 
 
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu())
     elif isinstance(generator, random.Random):
-        generator.setstate(_as_tuples(state))
+        generator.setstate(_as_given(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = _as_given(state)
     else:
-        generator.bit_generator.state = state
+        generator.set_state(_as_given(state))

@@ -76,6 +76,11 @@ def _yielded(state: dict[str, Any] | None) -> int | None:
     return state.get("_num_yielded")
 
 
+def is_finished(state: Any) -> bool:
+    """Whether a state of torchdata's `StatefulDataLoader` is from the end, from where it would begin anew."""
+    return isinstance(state, dict) and bool(state.get("_iterator_finished"))
+
+
 def epochs_of(loaders: Sequence[Any]) -> list[Any]:
     """Return the epochs of datasets that apply a state in the epoch that it is from, and in all iterators of it.
 
@@ -111,6 +116,38 @@ def shuffle_of(loader: Any) -> int | None:
     """Return a checksum of what shuffles a stream of Hugging Face's `datasets`; `None` if nothing does."""
     generators = [generator for part in _stream_parts(loader) if (generator := getattr(part, "generator", None))]
     return crc32(repr([each.bit_generator.state for each in generators]).encode()) if generators else None
+
+
+def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -> None:
+    """Raise if nobody could have the order again that there is in a loop.
+
+    Args:
+        loader: The loader.
+        stateful: Whether it goes on from its own state.
+        parts: What it holds that an order may be drawn from, by name.
+
+    Raises:
+        UnsupportedError: So it is.
+    """
+    name = type(loader).__name__
+    if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 0:
+        raise UnsupportedError(
+            f"A place in a {name} with in_order=False: which samples it has given, nobody can tell. Use in_order=True."
+        )
+    if not stateful and isinstance(loader, Iterator):
+        raise UnsupportedError(
+            f"A place in a {name}, which is an iterator: it can be gone through once, and nobody can tell what draws"
+            " its order. Loop over an object that has the loaders as attributes and an `__iter__` that goes through"
+            " them."
+        )
+    in_worker = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0) > 0
+    draws = [part for part, thing in parts if part.startswith("loader.dataset") and not hasattr(thing, "set_epoch")]
+    if in_worker and draws and not stateful and not hasattr(loader.dataset, "__getitem__"):
+        raise UnsupportedError(
+            f"A place in a {name} with persistent workers, over a stream whose order is drawn from {draws[0]}: a worker"
+            " has a copy of that, which goes on from epoch to epoch. Use persistent_workers=False, or derive the order"
+            " from an epoch that the dataset is told by `set_epoch`."
+        )
 
 
 def seed_of(part: Any) -> int | str | None:

@@ -362,6 +362,7 @@ class LoopDriver(Driver):
             return loop.reader.place()
         place, plan = loop.source.place(), self._rebalancing.current
         place["plan"] = plan.place() if plan is not None and loop.plan is None else loop.plan
+        place["left"] = loop.left
         place["ended"] = not (self.in_loop or loop.left)  # ranks train until the others' batches are used up
         return place
 
@@ -388,10 +389,15 @@ class LoopDriver(Driver):
             self.step_number = max(0, self.positions.first_step)
             reader = self.positions.open(loader, reader_of)
             self._loop, self.place = Loop(reader, asked=True), Place.LOOP
-            while reader.has_next():
-                yield reader.take()
-                self.step_number += 1
-            self.place = Place.ENDED
+            try:
+                while reader.has_next():
+                    yield reader.take()
+                    self.step_number += 1
+            except GeneratorExit:
+                reader.leave()
+                raise
+            finally:
+                self.place = Place.ENDED
             return
         with self._telling:
             loop = self._begin_loop(loader, reader_of, asks and self.asks)

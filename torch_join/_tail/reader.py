@@ -38,10 +38,10 @@ class Reader(Source, Generic[T]):
     lead = 1
     _reads_ahead = False  # of the batch in hand
 
-    def __init__(self, loader: Iterable[T], place: LoaderPlace | None = None) -> None:
+    def __init__(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> None:
         self._loader = loader
-        self.pulling = False
-        self._position = Position(loader, place, self._reads_ahead)
+        self.pulling = self._left = False
+        self._position = Position(loader, place, self._reads_ahead, after)
         self._iterator: Iterator[T] = self._position.iterator
         self.taken = self._position.first
         self._ahead: deque[T] = deque()
@@ -79,11 +79,11 @@ class Reader(Source, Generic[T]):
         """Return where this rank stands: the batch in hand counts as trained on."""
         ended = not self._ahead and (self._ended or self.taken == self.certain_length())
         taken = self.taken - sum(map(len, self._reserved))
-        return self._position.place(taken, self.taken + len(self._ahead), ended)
+        return {**self._position.place(taken, self.taken + len(self._ahead), ended), "left": self._left}
 
     def drop(self) -> None:
         """Hold nothing that is to be read any more: the loop is over, or was left."""
-        self._iterator = iter(())
+        self._iterator = self._position.iterator = iter(())
 
     def certain_length(self) -> int | None:
         """Return the number of batches if the loader can have no other."""
@@ -116,6 +116,7 @@ class Reader(Source, Generic[T]):
 
     def leave(self) -> None:
         """The loop was left: let the loader come to its end, if it can only be that what is read next."""
+        self._left = True
 
     @property
     def at_last(self) -> bool:
@@ -135,8 +136,21 @@ class Windows(Generic[T]):
             raise JoinValueError(f"A window has 1 batch or more, not {size}.")
         self._loader, self._size = loader, size
 
+    @property
+    def loader(self) -> Iterable[T]:
+        """What they are made of."""
+        return self._loader
+
+    @property
+    def size(self) -> int:
+        """How many batches a window has, but perhaps the last."""
+        return self._size
+
     def __iter__(self) -> Iterator[list[T]]:
-        iterator = iter(self._loader)
+        return self.over(iter(self._loader))
+
+    def over(self, iterator: Iterator[T]) -> Iterator[list[T]]:
+        """Yield the windows of what an iterator over the loader has."""
         guard = RefillGuard(self._loader, gives=False)
         window = Window()
         with suppress(StopIteration):

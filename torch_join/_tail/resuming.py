@@ -18,7 +18,7 @@ def state_of(places: Sequence[LoaderPlace | None], in_loop: bool) -> dict[str, A
         in_loop: Whether it is under way.
     """
     begun = [place for place in places if place is not None]
-    over = not in_loop and all(place["ended"] for place in begun)
+    over = not in_loop and all(place["ended"] and not place["left"] for place in begun)
     # A rank that has a batch at a step has trained on one in each step before.
     steps = (place["taken"] if place["plan"] is None else place["plan"]["step"] for place in begun)
     step = 0 if over else max(steps, default=0)
@@ -77,12 +77,13 @@ class Resuming:
         """
         state, self.loaded = self.loaded, None
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed[0] is loader:
+        after = resumed is not None and resumed[0] is loader
+        if resumed is not None and after:
             end_resumed(*resumed)
         place = None if state is None else state["places"][self._rank]
         self.plan = None if place is None or place["over"] else place["plan"]
         if place is None:
-            return reader_of(loader)
+            return reader_of(loader, None, True) if after else reader_of(loader)
         if not place["over"]:
             self._resumed = loader, place
         return reader_of(loader, place)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torchdata.nodes as tn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.workers import WorkerError, Workers
@@ -54,6 +55,22 @@ class Stream(IterableDataset[Tensor]):
         if self.random is not None:
             self.random.shuffle(order)
         return map(self.samples.__getitem__, order)
+
+
+class Drawn(Sampler[int]):
+    """Indices in an order that generators of numpy draw, which go on from epoch to epoch."""
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self.count = len(samples)
+        self.drawn = {"first": np.random.RandomState(seed), "second": (np.random.Generator(np.random.Philox(seed)),)}
+
+    def __iter__(self) -> Iterator[int]:
+        first: Any = self.drawn["first"]
+        (second,) = self.drawn["second"]  # type: ignore[misc]
+        return iter(second.permutation(first.permutation(self.count)).tolist())
+
+    def __len__(self) -> int:
+        return self.count
 
 
 class Bar:
@@ -98,6 +115,12 @@ def loader_of(kind: str, rank: int, world_size: int, lengths: tuple[int, ...]) -
         return StatefulDataLoader(mine, SIZE, shuffle=True, generator=generator)
     if kind == "stateful, workers":
         return StatefulDataLoader(mine, SIZE, shuffle=True, generator=generator, num_workers=2)
+    if kind == "windows of a stateful loader":
+        return windows(StatefulDataLoader(mine, SIZE, shuffle=True, generator=generator), 2)
+    if kind == "workers that stay":
+        return DataLoader(mine, SIZE, shuffle=True, generator=generator, num_workers=1, persistent_workers=True)
+    if kind == "a numpy generator":
+        return DataLoader(mine, SIZE, sampler=Drawn(mine, rank))
     shuffled = DataLoader(mine, SIZE, shuffle=True, generator=None if kind == "global" else generator)
     return {"windows": windows(shuffled, 2), "bar": Bar(shuffled)}.get(kind, shuffled)
 
@@ -272,13 +295,16 @@ def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path
         ("stateful", {"weighting": "samples", "may_break": True}, False),
         ("stateful stream", {"may_break": True}, True),
         ("windows", {"weighting": "active"}, False),
+        ("windows of a stateful loader", {}, True),
+        ("workers that stay", {}, True),
+        ("a numpy generator", {"weighting": "active"}, True),
     ],
 )
 def test_it_goes_on_under_other_options(
     workers: Workers, tmp_path: Path, kind: str, options: dict[str, Any], one_context: bool
 ) -> None:
     case = Case(kind, (3, 0, 5), tuple(options.items()), one_context)
-    places = [(0, 1), (1, 2), (0, -1)] if kind in ("sampler", "windows") else [(0, 2), (1, 3), (0, 4), (2, -1)]
+    places = [(0, 1), (1, 2), (0, -1)] if "windows" in kind or kind == "sampler" else [(0, 2), (1, 3), (0, 4), (2, -1)]
     check(workers, case, str(tmp_path), places)
 
 
