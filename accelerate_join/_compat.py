@@ -64,6 +64,11 @@ def has_prepared(thing: Any) -> bool:
     return bool(getattr(thing, "_is_accelerate_prepared", False))
 
 
+def take_as_prepared(loader: Any) -> None:
+    """Have Accelerate keep a loader as one that it has prepared, and not shard it."""
+    loader._is_accelerate_prepared = True
+
+
 def forget_prepared(model: torch.nn.Module) -> None:
     """Have Accelerate prepare a model anew."""
     vars(model).pop("_is_accelerate_prepared", None)

@@ -10,6 +10,7 @@ import accelerate
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
+from accelerate_join import _compat, _positions
 from accelerate_join._accelerator import class_replaced, gather_in_order
 from accelerate_join._loaders import PreparedReader, even_batches_set, goes_through_join, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
@@ -183,6 +184,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     join_batches = join_batches
     gather_in_order = gather_in_order
 
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what Accelerate's method does, and write where each process is in its loaders."""
+        with _positions.saved(self):
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Do what Accelerate's method does, and bring each process to where it was in its loaders.
+
+        Raises:
+            JoinError: The checkpoint does not hold where some process was.
+            UnsupportedError: Another number of processes has written it in the middle of an epoch.
+        """
+        with _positions.loaded(self, kwargs.get("load_kwargs")):
+            super().load_state(*args, **kwargs)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Do what Accelerate's method does; of a `DataLoaderShard`, have each process save where it is.
+
+        Args:
+            *objects: Whatever has `state_dict` and `load_state_dict`, loaders of each process's own shard among it.
+        """
+        super().register_for_checkpointing(*(each for each in objects if not is_prepared(each)))
+        for loader in filter(is_prepared, objects):
+            _compat.take_as_prepared(loader)
+            self.prepare_data_loader(loader)
+
     def end_training(self) -> None:
         """Finish a loop over `join_batches` that was left, and do what Accelerate's method does.
 
@@ -219,10 +246,11 @@ class AcceleratorContext:
         self._began: dict[int, int] = {}  # by loader, at which step
         self._mixes = False
         given = [unwrap(thing) for thing in given]
-        if any(map(is_prepared, given)):
+        if any(map(is_prepared, [*given, *_compat.registered(accelerator)])):
             raise JoinTypeError(
                 "A loader is among the joinables, which are models, optimizers and whatever else is the same on all"
-                " processes. Leave it out, and loop over it in the context: `for batch in loader`."
+                " processes. Leave it out, and loop over it in the context: `for batch in loader`. To have each process"
+                " save where it is, register it with accelerate_join.Accelerator."
             )
         prepared = prepared_by(accelerator, given) if enable else []
         progress = Progress(accelerator, self._find_loader)
@@ -246,9 +274,12 @@ class AcceleratorContext:
         if reader is not None and reader.pulling:  # a loop over something that holds it, such as a zip
             yield from own_iter(loader)
         else:
-            yield from self._driver.go_through(
-                loader, partial(PreparedReader, own_iter, self._driver.members.count is not None)
-            )
+            is_at_end = _positions.begins_at_its_end(loader)
+            counts = self._driver.members.count is not None
+            with _positions.noting(loader) as note_batch:
+                for batch in self._driver.go_through(loader, partial(PreparedReader, own_iter, counts, is_at_end)):
+                    note_batch()
+                    yield batch
 
     def note_epoch(self, loader: Any) -> None:
         """Note that this rank's own code begins to go through a loader that is none of Accelerate's."""

@@ -21,6 +21,7 @@ from accelerate.data_loader import (
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
+    SkipDataLoader,
 )
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
@@ -39,18 +40,24 @@ class PreparedReader(Reader[Any]):
     Args:
         own_iter: Accelerate's own `__iter__` of the loader's class.
         counts: Whether batches are counted: as they are before Accelerate places them on a device.
+        is_at_end: Whether this rank has no batch left of an epoch that is resumed.
         loader: The loader.
 
     Attributes:
         prepared: The loader.
     """
 
-    def __init__(self, own_iter: _Iter, counts: bool, loader: PreparedLoader) -> None:
+    def __init__(self, own_iter: _Iter, counts: bool, is_at_end: bool, loader: PreparedLoader) -> None:
         self.prepared = loader
         # What is dispatched is on a device when it comes to a process, but for the main one.
         self._unplaced: deque[Any] | None = deque() if counts and type(loader) is not DataLoaderDispatcher else None
         self._own = own_iter(loader)
-        super().__init__(self._own if self._unplaced is None else self._keeping(self._unplaced))
+        own = self._without_batches() if is_at_end else self._own
+        super().__init__(own if self._unplaced is None or is_at_end else self._keeping(self._unplaced))
+
+    def _without_batches(self) -> Iterator[Any]:
+        with _compat.batches_replaced(self.prepared, lambda: iter(())):
+            yield from self._own  # what Accelerate does with all processes as a loop begins
 
     def _keeping(self, unplaced: deque[Any]) -> Iterator[Any]:
         base, skipped = self.prepared.base_dataloader, getattr(self.prepared, "skip_batches", 0)
@@ -219,6 +226,8 @@ def loops_replaced(
             stack.enter_context(setting(kind, __iter__=iterates(_compat.without_none(kind.__iter__))))
         checking = _checking(BatchSamplerShard.__iter__)
         stack.enter_context(setting(BatchSamplerShard, __iter__=checking))
+        for skipping in (SkipBatchSampler, SkipDataLoader):  # past the end of a rank that has fewer batches
+            stack.enter_context(setting(skipping, __len__=_not_negative(skipping.__len__)))
         yield
 
 
@@ -253,6 +262,10 @@ def _batch_sampler(loader: PreparedLoader) -> Any:
     """Return what makes the batches of `loader`: its batch sampler, or a sampler in that role."""
     sampler = loader.batch_sampler
     return loader.sampler if sampler is None else sampler
+
+
+def _not_negative(own_len: Callable[[Any], int]) -> Callable[[Any], int]:
+    return lambda skipping: max(0, own_len(skipping))
 
 
 def _checking(own_iter: _Iter) -> _Iter:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import accelerate
 
-from accelerate_join import _compat
+from accelerate_join import _compat, _positions
 from accelerate_join._active import ActiveOperations
 from accelerate_join._prepared import Progress
 from torch_join import JoinError, UnsupportedError
@@ -40,7 +40,7 @@ class Operations(ActiveOperations, Participant):
     kinds: ClassVar[dict[str, Any]] = {
         **ActiveOperations.kinds,
         _CALL: tuple[str, tuple[Any, ...], dict[str, Any]],
-        _SAVE: tuple[tuple[Any, ...], dict[str, Any], bool, Any, Any],
+        _SAVE: tuple[tuple[Any, ...], dict[str, Any], bool, tuple[list[int], int], bool, Any, Any],
         _OF_MODEL: tuple[str, int, tuple[Any, ...], dict[str, Any]],
     }
 
@@ -84,7 +84,7 @@ class Operations(ActiveOperations, Participant):
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Have each rank load a checkpoint; a rank that has joined does so too."""
         with self._together(_CALL, ("load_state", args, kwargs)):
-            self._call("load_state", args, kwargs)
+            self._load(args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log on the main process, with the values of the lowest active rank if it has joined."""
@@ -98,19 +98,23 @@ class Operations(ActiveOperations, Participant):
         A rank that has joined writes what is each rank's own. All states are handed over only where such a rank
         writes them.
         """
-        if not self.tail_log.meet():
-            return self._save(args, kwargs, False)
+        loader, in_tail = self.progress.find_loader(), self.tail_log.meet()
+        _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
+        when = _positions.epochs(self._accelerator), self.driver.step_number if self.driver.in_loop else -1
+        is_last = self.driver.in_loop and loader is not None and self.driver.find_last_step()
+        if not in_tail:
+            return self._save(args, kwargs, False, when, is_last)
         args, kwargs = tuple(map(_as_text, args)), {name: _as_text(arg) for name, arg in kwargs.items()}
         everywhere = self._accelerator.project_configuration.save_on_each_node or self.driver.find_main_joined()
         scaler = self._accelerator.scaler
         states = self.progress.state_dict(), None if scaler is None else scaler.state_dict()
-        payload = args, kwargs, everywhere, *states
+        payload = args, kwargs, everywhere, when, is_last, *states
         if everywhere or not self._saves_alone(payload):
             with self._together(_SAVE, payload):
-                return self._save(args, kwargs, everywhere)
+                return self._save(args, kwargs, everywhere, when, is_last)
         self.driver.tail_log.announce_aside(self.index, _SAVE, payload)
         with self.driver.tail_log.together():
-            return self._save(args, kwargs, everywhere)
+            return self._save(args, kwargs, everywhere, when, is_last)
 
     def _saves_alone(self, payload: Any) -> bool:
         """Whether a script may have the main process alone save a checkpoint, as it may without the context."""
@@ -173,11 +177,11 @@ class Operations(ActiveOperations, Participant):
             name, place, args, kwargs = payload
             with self._together():
                 self._call(name, (_compat.models(self._accelerator)[place], *args), kwargs)
-        elif payload[0] == "log":
-            self._call(*payload)
-        else:
+        elif payload[0] == "load_state":
             with self._together():
-                self._call(*payload)
+                self._load(*payload[1:])
+        else:
+            self._call(*payload)
 
     # ------------------------------------------------------------ on both
 
@@ -186,8 +190,19 @@ class Operations(ActiveOperations, Participant):
             raise JoinError(f"A rank that has joined was told to call {name[:60]!r}, which no rank announces.")
         return getattr(self._type, name)(self._accelerator, *args, **kwargs)
 
+    def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with _positions.loaded(self._accelerator, kwargs.get("load_kwargs")):
+            self._call("load_state", args, kwargs)
+
     def _save(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool, progress: Any = None, scaler: Any = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        everywhere: bool,
+        when: _positions.When,
+        is_last: bool,
+        progress: Any = None,
+        scaler: Any = None,
     ) -> Any:
         if everywhere:
             self.driver.tail.hand_over_states()
@@ -195,12 +210,8 @@ class Operations(ActiveOperations, Participant):
             self.progress.load_state_dict(progress)
             if scaler is not None:
                 self._accelerator.scaler.load_state_dict(scaler)
-        # All ranks write the state of a loader to one file: before the last step only those that have batches left do.
-        loader = self.progress.find_loader()
-        ended = loader is not None and (
-            self.members.serves or (loader.end_of_dataloader and not self.driver.find_last_step())
-        )
-        with _compat.unsaved(loader) if ended else nullcontext():
+        last, members = self.progress.find_loader() if is_last else None, self.members
+        with _positions.saved(self._accelerator, when, last, members.leads, not members.serves):
             return self._call("save_state", args, kwargs)
 
     def note_missed(self, for_metrics: bool) -> None:

@@ -26,9 +26,6 @@ _REASONS = {
     DistributedType.MEGATRON_LM: "Megatron-LM's pipeline and tensor parallelism need every rank in every step",
     DistributedType.XLA: "XLA compiles each step with its collectives, and no joined rank can issue them alone",
 }
-# The epoch, which a rank without a batch does not count up; and where a stateful loader is, which all ranks write
-# to one file.
-_LOADER_ATTRIBUTES = ("iteration", "dl_state_dict")
 
 
 def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneven_inputs") -> bool:
@@ -138,17 +135,17 @@ class Progress:
             "step": self._accelerator.step,
             "sync_gradients": self._accelerator.sync_gradients,
             "overflows": _compat.overflows(self._accelerator),
-            "loaders": [[getattr(loader, name, None) for name in _LOADER_ATTRIBUTES] for loader in self._loaders],
+            # The epoch, which a rank without a batch does not count up.
+            "iterations": [getattr(loader, "iteration", None) for loader in self._loaders],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
         self._accelerator.sync_gradients = state["sync_gradients"]
         _compat.set_overflows(self._accelerator, state["overflows"])
-        for loader, values in zip(self._loaders, state["loaders"], strict=True):
-            for name, value in zip(_LOADER_ATTRIBUTES, values, strict=True):
-                if value is not None:
-                    setattr(loader, name, value)
+        for loader, iteration in zip(self._loaders, state["iterations"], strict=True):
+            if iteration is not None:
+                loader.iteration = iteration
 
     @property
     def _loaders(self) -> list[PreparedLoader]:
