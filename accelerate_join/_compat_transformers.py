@@ -61,7 +61,7 @@ check_names(
     {
         hf: "skip_first_batches",
         hf.Trainer: "_inner_training_loop _maybe_log_save_evaluate _get_num_items_in_batch set_initial_training_values"
-        " _get_train_sampler _get_eval_sampler",
+        " _get_train_sampler _get_eval_sampler _save_rng_state _load_optimizer_and_scheduler",
         GradientState: "_add_dataloader _remove_dataloader",
     },
 )

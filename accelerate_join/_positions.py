@@ -228,7 +228,7 @@ def _go_to(loader: PreparedLoader, place: dict[str, Any]) -> None:
         loader.dl_state_dict = place["state"]  # for a save before its next batch
         if place["has_no_rest"] or not place["amid"]:
             loader.base_dataloader.state_dict()  # draws, as it comes to its end, what the generators have drawn already
-    for generator, state in zip(_generators(loader), place["generators"] or [], strict=False):
+    for generator, state in zip(generators(loader), place["generators"] or [], strict=False):
         generator.set_state(state)
     _has_no_rest[loader] = place["has_no_rest"]
 
@@ -248,7 +248,7 @@ def _is_sharded(loader: PreparedLoader) -> bool:
     return dealt or type(loader) is DataLoaderDispatcher
 
 
-def _generators(loader: PreparedLoader) -> list[torch.Generator]:
+def generators(loader: PreparedLoader) -> list[torch.Generator]:
     """Return what the order of `loader` is drawn from, where that is no state of its own."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     found = [getattr(loader, "synchronized_generator", None)]
@@ -259,4 +259,4 @@ def _generators(loader: PreparedLoader) -> list[torch.Generator]:
 
 
 def _states(loader: PreparedLoader) -> list[Tensor]:
-    return [generator.get_state() for generator in _generators(loader)]
+    return [generator.get_state() for generator in generators(loader)]

@@ -60,6 +60,7 @@ class EvenedLoader:
         self.template: Any = None
         self.end_of_dataloader = False
         self._find_reader = find_reader
+        self._is_stream = False
 
     @property
     def said(self) -> Said:
@@ -81,10 +82,21 @@ class EvenedLoader:
 
     def without_first(self, number: int) -> "EvenedLoader":
         """Return the same without its first batches, of which a rank may have fewer."""
-        rest = copy(self)
+        rest, run = copy(self), self._find_reader()
+        rest._is_stream = self._has_no_length
+        number = number if run is None else run.position.to_skip(number)
         rest.loader = _compat.skip_first_batches(self.loader, number)
         rest.everyone = ()
         return rest
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader the epoch; for Trainer, a stream that is resumed in a later pass is in its first one."""
+        run = self._find_reader()
+        self.loader.set_epoch(epoch if run is None or not self._has_no_length else run.position.pass_of(epoch))
+
+    @property
+    def _has_no_length(self) -> bool:
+        return self._is_stream or any(said.length is None for said in self.everyone)
 
     def own_batches(self) -> Iterator[Any]:
         """Return this rank's batches, whatever others do, and a loop that goes on is left as it is."""

@@ -241,6 +241,16 @@ class JoinTrainerMixin:
                 have_wrapped(self)
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if self._join_run is not None:
+            self._join_run.position.save(output_dir, self.args.process_index, self.args.world_size)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if self._join_run is not None and checkpoint is not None and not self.args.ignore_data_skip:
+            self._join_run.position.load(checkpoint, self.args.process_index, self.args.world_size)
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         with self._joining():
             if self._join_run is None or not isinstance(dataloader, EvenedLoader):

@@ -18,6 +18,7 @@ from accelerate_join._compat import forget_prepared, gather
 from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader, Said
 from accelerate_join.transformers._monitor import JoinMonitor
+from accelerate_join.transformers._position import Position
 from accelerate_join.transformers._reading import Reading, broadcast
 from torch_join import JoinError, JoinValueError, UnsupportedError
 from torch_join.integration import (
@@ -120,6 +121,7 @@ class Run:
         self._factor: float | None = None  # of the loss, inside of such a step
         self._around_step = ExitStack()
         self._monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
+        self.position = Position()
         self._source: int | None = None  # the rank that knows of all steps since the last hand-over
 
     def __enter__(self) -> "Run":
@@ -182,6 +184,8 @@ class Run:
         """Return this rank's batches, and for as long as other ranks have some a batch without rows."""
         if not self._begins.pop(loader.trains, False):
             return loader.own_batches()  # for a callback, perhaps of one rank, or for Trainer, which counts tokens
+        if loader.trains:
+            self.position.begin(loader.loader)
         return self._reading[loader.trains].go_through(loader)
 
     def _on_epoch_begin(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -248,6 +252,7 @@ class Run:
         step = self._take(True, inputs)
         if step is None:
             return own(model, inputs, num_items_in_batch, **kwargs)
+        self.position.note_step(step.is_last_step)
         join = self._join
         assert join is not None
         join.go_to(step)
