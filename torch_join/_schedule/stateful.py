@@ -103,7 +103,11 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
             loader.restore = False
         # The state of a copy in a worker ends with that.
         in_worker = getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "persistent_workers", False)
-        if now is not None and now == saved and not in_worker:
+        if now is None or now != saved or in_worker:
+            continue
+        if type(loader.dataset).__module__.partition(".")[0] == "datasets" and not getattr(loader, "num_workers", 0):
+            loader.dataset.load_state_dict({})  # without one it begins at the begin
+        else:
             raise UnsupportedError(
                 f"The {type(loader.dataset).__name__} of a train dataloader was resumed inside of an epoch, and would"
                 f" begin there in the next epoch too, since its own is still {now}. Call"
