@@ -8,7 +8,8 @@ goes.
 # ruff: noqa: F401
 # mypy: implicit-reexport
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -145,6 +146,19 @@ def watch_ends(loader: CombinedLoader) -> None:
     iterator: Any = loader._iterator
     if loader._mode == "max_size":
         iterator.iterators = [_Watched(part) for part in iterator.iterators]
+
+
+def act_at_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> None:
+    """Call `act` with a part that is cycled where it comes to its first end, before its next iterator is made."""
+    iterator: Any = loader._iterator
+    if loader._mode == "max_size_cycle":
+        parts = zip(iterator.iterators, loader.flattened, strict=True)
+        iterator.iterators = [_then(its, partial(act, [part])) for its, part in parts]
+
+
+def _then(iterator: Iterator[Any], act: Callable[[], None]) -> Iterator[Any]:
+    yield from iterator
+    act()
 
 
 def ended_parts(loader: CombinedLoader) -> list[bool]:

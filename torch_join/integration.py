@@ -41,7 +41,7 @@ from torch_join._schedule.plan import steps_of
 from torch_join._schedule.positions import LoaderPlace, has_epoch, told_epochs
 from torch_join._schedule.rebalancer import Rebalancer
 from torch_join._schedule.rebalancing import Rebalancing
-from torch_join._schedule.stateful import begin_anew, epochs_of, resumed_at
+from torch_join._schedule.stateful import begin_anew, epochs_of, forget_states, resumed_at
 from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.reach import leads_to
 from torch_join._tail.loop import LoopDriver
@@ -59,7 +59,8 @@ __all__ = [
     "RankRecord", "ReadStep", "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "Resuming", "RowsPart",
     "StepDriver", "StepMirror", "begin_anew", "check_names", "closed", "draws_exactly", "driver_of",
     "early_termination", "engine_lockstep_join", "epochs_of", "factor_of_count", "follow_engine",
-    "follow_sharded_model", "gather_given", "gather_in_order", "gather_objects", "group_options", "has_epoch",
+    "follow_sharded_model", "forget_states", "gather_given", "gather_in_order", "gather_objects", "group_options",
+    "has_epoch",
     "holds_parts", "in_backward", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
     "is_sharded_model", "join_rows", "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel",
     "own_loops", "read_rows", "refuse_position", "renamed", "resumed_at", "setting", "sharded_lockstep_join",

@@ -64,6 +64,9 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
             return bool(TrainingEpochLoop.done.fget(self))  # type: ignore[attr-defined]
 
     def reset(self) -> None:
+        if self._fit_loop.restarted_on_epoch_start and self.restarting:
+            # A checkpoint of `on_train_epoch_start`: Lightning takes the epoch before, which has ended, for this one.
+            self._begin_progress()
         ended = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
         fit_loop, steps = self._fit_loop, self._fit_loop.max_batches
         if rebalancing_of(self.trainer) is not None or fit_loop.is_planned:
@@ -73,10 +76,13 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         fit_loop.max_batches = steps
         if ended and self.batch_progress.current.ready > 0:
             # A checkpoint of an epoch's last step; Lightning sees that only where the length is known.
-            self.batch_progress.reset_on_run()
-            self.scheduler_progress.reset_on_run()
-            self.automatic_optimization.optim_progress.reset_on_run()
-            self.val_loop.batch_progress.total.reset()
+            self._begin_progress()
+
+    def _begin_progress(self) -> None:
+        self.batch_progress.reset_on_run()
+        self.scheduler_progress.reset_on_run()
+        self.automatic_optimization.optim_progress.reset_on_run()
+        self.val_loop.batch_progress.total.reset()
 
     def on_run_start(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         super().on_run_start(data_fetcher)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import DataFetcher, PrefetchDataFetcher
 from lightning_join._reading.loaders import Loaders, measure, total_length
-from torch_join.integration import RefillGuard, begin_anew, epochs_of, is_length_certain, resumed_at
+from torch_join.integration import RefillGuard, begin_anew, epochs_of, forget_states, is_length_certain, resumed_at
 
 # Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, the `epochs` that datasets have
 # of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
@@ -126,6 +126,9 @@ class ReadAheadFetcher(DataFetcher):
             loader._load_state_dicts(deepcopy(place["states"]))  # they may go on changing it
             with resumed_at(loader.flattened, place["epochs"], place["taken"]):
                 self.iterator = iter(loader)
+            if not place["taken"]:  # before its first batch, what a stream shows is its end in the epoch before
+                forget_states(loader.flattened)
+            _compat.act_at_ends(loader, forget_states)
         if self._has_state:
             _compat.watch_ends(loader)
         self.taken = self.fetched  # as Lightning counts them, where no place says so
@@ -279,6 +282,8 @@ class ReadAheadFetcher(DataFetcher):
             batch, _, _ = super().__next__()
         finally:
             if not self._has_read:
+                if self._resumed is not None:
+                    forget_states(self.combined_loader.flattened)
                 self._has_read = True
                 self._take_length()
         if self.length is not None and self.fetched > self.length:  # read to find out

@@ -202,7 +202,7 @@ KINDS += ["shared", "shared-seedable", "shared-plain"]
 PLACES = ["in-0-1", "in-0-3", "in-0-5", "in-0-8", "in-1-0", "in-1-3", "in-1-6", "in-1-8", "after-0", "after-1"]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("way", ["with", "join_batches"])
 @pytest.mark.parametrize("lengths", [(0, 4, 9), (9, 0, 4), (4, 9, 0)], ids=str)

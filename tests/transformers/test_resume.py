@@ -136,7 +136,7 @@ def whole_and_resumed(rank: int, case: Case, steps: list[int]) -> list[Any]:
 STEPS = [1, 4, 7, 9, 10, 13, 17, 18, 23]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("lengths", [(0, 4, 9), (9, 0, 4), (4, 9, 0)], ids=str)
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
         in_worker = getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "persistent_workers", False)
         if now is None or now != saved or in_worker:
             continue
-        if type(loader.dataset).__module__.partition(".")[0] == "datasets" and not getattr(loader, "num_workers", 0):
-            loader.dataset.load_state_dict({})  # without one it begins at the begin
+        if _is_hugging_face(loader) and not loader.num_workers:
+            forget_states([loader])
         else:
             raise UnsupportedError(
                 f"The {type(loader.dataset).__name__} of a train dataloader was resumed inside of an epoch, and would"
@@ -174,6 +174,20 @@ def seed_of(part: Any) -> int | str | None:
             held = held["kw"]
     seed = held.get("seed")
     return seed if type(seed) in (int, str) else None
+
+
+def forget_states(loaders: Sequence[Any]) -> None:
+    """Have what applies its state in all iterators of an epoch begin anew in those that are made from here on.
+
+    Called where the iterators that are to go on from it have begun. The copies in workers have states of their own.
+    """
+    for loader in filter(_is_hugging_face, loaders):
+        loader.dataset.load_state_dict({})
+
+
+def _is_hugging_face(loader: Any) -> bool:
+    dataset = getattr(loader, "dataset", None)
+    return type(dataset).__module__.partition(".")[0] == "datasets" and is_stateful(dataset)
 
 
 def _is_litdata(loader: Any) -> bool:
