@@ -66,7 +66,7 @@ def has_prepared(thing: Any) -> bool:
 
 def take_as_prepared(loader: Any) -> None:
     """Have Accelerate keep a loader as one that it has prepared, and not shard it."""
-    loader._is_accelerate_prepared = True
+    vars(loader)["_is_accelerate_prepared"] = True
 
 
 def forget_prepared(model: torch.nn.Module) -> None:

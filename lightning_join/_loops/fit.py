@@ -354,6 +354,14 @@ class JoinFitLoop(FitLoop):
         record, self._record = self._record, None
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         resumes = self.epoch_loop.batch_progress.current.ready > 0
+        stateless = [part for part in fetcher.combined_loader.flattened if not isinstance(part, _compat.Stateful)]
+        if resumes and stateless and self.max_batches == float("inf"):  # where Lightning itself does not warn
+            rank_zero_warn(
+                "You're resuming from a checkpoint that was written amid an epoch, and the train dataloaders have no"
+                f" state ({', '.join(sorted({type(part).__name__ for part in stateless}))}) and no length: they begin"
+                " anew, so that what was trained on of that epoch is trained on twice. Resume from a checkpoint of an"
+                " epoch's end, or use a dataloader with `state_dict` and `load_state_dict`."
+            )
         if record is None:
             fetcher.start(self._as_lightning(states) if states and resumes else None)
             return

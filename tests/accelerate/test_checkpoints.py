@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import accelerate as accelerate_package
 import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -10,6 +11,7 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accelerate_join import Accelerator, join_uneven_inputs
 from tests.emulator import DEVICE, place
 from tests.support.front_ends import accelerate
 from tests.support.front_ends.accelerate import Script, accelerator_of, dataset, plain, reference
@@ -204,21 +206,55 @@ def test_a_stateful_loader_is_resumed_in_the_tail(workers: Workers, lengths: tup
     assert left == [numbers[4 - AGAIN :] for numbers in everything]
 
 
-def position(rank: int, lengths: tuple[int, ...]) -> Any:
-    config = DataLoaderConfiguration(use_stateful_dataloader=True)
-    with accelerator_of(rank, dataloader_config=config) as accelerator:
-        batches = [[index] for index in range(lengths[rank])]
-        loader: Any = DataLoaderShard(dataset(lengths[rank]), batch_sampler=batches, use_stateful_dataloader=True)
-        loader._is_accelerate_prepared = True
-        model, loader = accelerator.prepare(Run().build(), loader)
-        with accelerator.join_uneven_inputs():
-            for _, x, _ in loader:
+def own_loader(rank: int, lengths: tuple[int, ...]) -> Any:
+    batches = [[index] for index in range(lengths[rank])]
+    return DataLoaderShard(dataset(lengths[rank]), batch_sampler=batches, use_stateful_dataloader=True)
+
+
+def resume_own(rank: int, lengths: tuple[int, ...], folder: str, kind: Any, saves: str, loads: str) -> list[int]:
+    """Save at the second step, on all ranks or the main one; or load before the context, or in it."""
+    with accelerator_of(rank, kind) as accelerator:
+        loader = own_loader(rank, lengths)
+        if saves != "unregistered":
+            loader._is_accelerate_prepared = True  # what `register_for_checkpointing` has it be
+            loader = accelerator.prepare(loader)
+        model, seen = accelerator.prepare(Run().build()), list[int]()
+        if loads == "before":
+            accelerator.load_state(folder)
+        with join_uneven_inputs(accelerator):
+            if loads == "within":
+                accelerator.load_state(folder)
+            for step, (numbers, x, _) in enumerate(loader):
+                seen += numbers.tolist()
                 model(x).sum().backward()
-        return plain(loader.state_dict())
+                model.zero_grad()
+                if step == 1 and saves and (saves != "main" or rank == 0):
+                    accelerator.save_state(folder, safe_serialization=is_safe())
+        return seen
 
 
-@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (1, 3)])
-def test_after_a_loop_all_would_save_the_same_position(workers: Workers, lengths: tuple[int, ...]) -> None:
-    first, second = workers.run(2, position, lengths)
-    assert first == second
-    assert first["_iterator_finished"]
+def test_accelerates_own_class_gives_each_rank_its_place_in_the_context(workers: Workers, tmp_path: Path) -> None:
+    lengths, plain_kind = (4, 1, 3), accelerate_package.Accelerator
+    everything = workers.run(3, resume_own, lengths, str(tmp_path), plain_kind, "all", "")
+    left = workers.run(3, resume_own, lengths, str(tmp_path), plain_kind, "", "within")
+    assert left == [seen[2:] for seen in everything]
+    for outcome in workers.outcomes(3, resume_own, lengths, str(tmp_path), plain_kind, "", "before"):
+        assert "load_state was called before join_uneven_inputs," in outcome.error
+
+
+def test_a_place_that_is_not_there(workers: Workers, tmp_path: Path) -> None:
+    lengths = (4, 5, 3)
+    workers.run(3, resume_own, lengths, str(tmp_path), Accelerator, "main", "")
+    for outcome in workers.outcomes(3, resume_own, lengths, str(tmp_path), Accelerator, "", "before"):
+        assert "does not hold where rank 1, 2 was in the loader of its own" in outcome.error
+
+
+def test_a_checkpoint_of_another_number_of_processes(workers: Workers, tmp_path: Path) -> None:
+    workers.run(2, resume_own, (4, 3), str(tmp_path), Accelerator, "all", "")
+    for outcome in workers.outcomes(3, resume_own, (4, 3, 1), str(tmp_path), Accelerator, "", "before"):
+        assert "written in the middle of an epoch by 2 processes" in outcome.error
+
+
+def test_a_loader_whose_place_would_be_left_out(workers: Workers, tmp_path: Path) -> None:
+    for outcome in workers.outcomes(2, resume_own, (4, 3), str(tmp_path), Accelerator, "unregistered", ""):
+        assert "save_state in a loop over a stateful DataLoaderShard that was not prepared" in outcome.error
