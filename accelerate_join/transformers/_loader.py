@@ -60,7 +60,7 @@ class EvenedLoader:
         self.template: Any = None
         self.end_of_dataloader = False
         self._find_reader = find_reader
-        self._is_stream = False
+        self.resumes_stream = False
 
     @property
     def said(self) -> Said:
@@ -83,7 +83,7 @@ class EvenedLoader:
     def without_first(self, number: int) -> "EvenedLoader":
         """Return the same without its first batches, of which a rank may have fewer."""
         rest, run = copy(self), self._find_reader()
-        rest._is_stream = self._has_no_length
+        rest.resumes_stream = self._has_no_length
         number = number if run is None else run.position.to_skip(number)
         rest.loader = _compat.skip_first_batches(self.loader, number)
         rest.everyone = ()
@@ -96,7 +96,7 @@ class EvenedLoader:
 
     @property
     def _has_no_length(self) -> bool:
-        return self._is_stream or any(said.length is None for said in self.everyone)
+        return self.resumes_stream or any(said.length is None for said in self.everyone)
 
     def own_batches(self) -> Iterator[Any]:
         """Return this rank's batches, whatever others do, and a loop that goes on is left as it is."""
