@@ -122,8 +122,6 @@ class Position:
             "taken": taken,
             "ended": ended,
             "over": False,
-            "plan": None,  # of batches that are rebalanced
-            "left": False,  # by `break`
             "loader": {} if ended else _describe(self._loader, self._size),
             "begun": _saved(self._begun),
             "now": _saved(now),

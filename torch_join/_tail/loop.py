@@ -71,8 +71,6 @@ class Loop:
         even_until: Before this step, each is sure to be as the one before: all ranks have a batch, and more to come.
         first: The step with which it begins: later than 0 where it is resumed.
         source: Reads this rank's own batches, where these are rebalanced.
-        left: Whether it was left by `break`.
-        plan: What a checkpoint says of batches that were rebalanced, once it has ended.
     """
 
     reader: Reader[Any]
@@ -88,8 +86,6 @@ class Loop:
     even_until: int = 0
     first: int = 0
     source: Reader[Any] | None = None
-    left: bool = False
-    plan: dict[str, Any] | None = None
 
 
 class LoopDriver(Driver):
@@ -358,13 +354,10 @@ class LoopDriver(Driver):
         loop = self._loop
         if loop is None:
             return None
-        if loop.source is None:
-            return loop.reader.place()
-        place, plan = loop.source.place(), self._rebalancing.current
-        place["plan"] = plan.place() if plan is not None and loop.plan is None else loop.plan
-        place["left"] = loop.left
-        place["ended"] = not (self.in_loop or loop.left)  # ranks train until the others' batches are used up
-        return place
+        plan = self._rebalancing.current
+        if loop.source is not None and plan is not None and self.in_loop:
+            loop.source.plan = plan.place()
+        return (loop.source or loop.reader).place()
 
     # ------------------------------------------------------------ a loop over batches
 
@@ -470,6 +463,13 @@ class LoopDriver(Driver):
 
     def _choose_schedule(self, loop: Loop, lengths: Sequence[int | None]) -> Schedule:
         self.step.check = None
+        rebalances = self._rebalancing.enabled and (None in lengths or len({*lengths}) > 1)
+        if loop.first > 0 and rebalances != (self.positions.plan is not None):
+            now, then = ("with", "without") if rebalances else ("without", "with")
+            raise JoinValueError(
+                f"A loop {now} rebalance=True was to go on from a state that was written {then} it, so that its steps"
+                f" are others. Resume {then} it, or from a state that was written after a loop."
+            )
         if self._rebalancing.enabled:
             planned = Planned(self.step, self._rebalancing, self.tail_log, self.positions.plan)
             source = loop.reader
@@ -492,8 +492,7 @@ class LoopDriver(Driver):
         """Leave a loop by `break`; `at_once` unless this rank's own code has gone on since."""
         loop, in_tail = self._loop, self.members.announces
         assert loop is not None
-        loop.left = True
-        loop.reader.leave()
+        (loop.source or loop.reader).leave()
         self.tail_log.remember_gradients()
         lengths = loop.schedule.lengths
         # Where no rank can run out before another, nothing will be handed over.
@@ -547,7 +546,8 @@ class LoopDriver(Driver):
             self._uneven_loops |= {(loop.number, model) for model in loop.trains}
         self.tail.early_exit = None
         if (plan := self._rebalancing.current) is not None and loop is not None:
-            loop.plan = plan.place()
+            if loop.source is not None:
+                loop.source.plan, loop.source.has_ended = plan.place(), True
             with self._telling:
                 plan.end()
         self.place, self.tail_log.has_to_meet = Place.ENDED, False

@@ -33,9 +33,13 @@ class Reader(Source, Generic[T]):
         pulling: Whether the loader is at work on its next batch.
         taken: How many batches have been taken, also before the loop was resumed.
         lead: How many steps ahead a batch of another rank must have been given.
+        plan: What a checkpoint says of batches that are rebalanced.
+        has_ended: Whether a loop in which they were is over.
     """
 
     lead = 1
+    plan: dict[str, Any] | None = None
+    has_ended = False
     _reads_ahead = False  # of the batch in hand
 
     def __init__(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> None:
@@ -79,7 +83,10 @@ class Reader(Source, Generic[T]):
         """Return where this rank stands: the batch in hand counts as trained on."""
         ended = not self._ahead and (self._ended or self.taken == self.certain_length())
         taken = self.taken - sum(map(len, self._reserved))
-        return {**self._position.place(taken, self.taken + len(self._ahead), ended), "left": self._left}
+        if self.plan is not None:  # ranks train until the others' batches are used up
+            ended = self.has_ended and not self._left
+        place = self._position.place(taken, self.taken + len(self._ahead), ended)
+        return {**place, "left": self._left, "plan": self.plan}
 
     def drop(self) -> None:
         """Hold nothing that is to be read any more: the loop is over, or was left."""

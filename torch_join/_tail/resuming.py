@@ -50,6 +50,11 @@ class Resuming:
         Raises:
             JoinValueError: Other ranks, or another version, have written it.
         """
+        if "places" not in state:
+            raise JoinValueError(
+                "What a loop was to go on from is no state that join.state_dict() has returned, or fabric.save has"
+                " written for a dataloader under one of these strategies: it does not say where each rank was."
+            )
         if state["version"] != _VERSION:
             raise JoinValueError(
                 f"A state of version {state['version']} was given to join.load_state_dict(), which knows {_VERSION}:"

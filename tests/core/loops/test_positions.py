@@ -340,10 +340,10 @@ def refuse(rank: int, what: str) -> None:
     """Do something that cannot be done."""
     ddp = DistributedDataParallel(nn.Linear(1, 1).double())
     state: dict[str, Any] = {}
-    with Join([ddp]) as join:
-        for batch in join.batches(loader_of("list", rank, 2, (4, 3))):
+    with Join([ddp], rebalance=what == "no longer rebalanced") as join:
+        for batch in join.batches(loader_of("list", rank, 2, (4, 1) if "rebalanced" in what else (4, 3))):
             ddp(batch).sum().backward()
-            if join.step == 1 and (rank == 0 or what != "some"):
+            if join.step == ("rebalanced" not in what) and (rank == 0 or what != "some"):
                 state = join.state_dict()
             if join.step == 2 and what == "in a loop":
                 join.load_state_dict(state)
@@ -351,6 +351,15 @@ def refuse(rank: int, what: str) -> None:
             join.load_state_dict({**state, "places": state["places"][:1]})
         if what == "another version":
             join.load_state_dict({**state, "version": 99})
+        if "rebalanced" in what:
+            again = Join([ddp], rebalance=what == "now rebalanced")
+            again.load_state_dict(state)
+    if "rebalanced" in what:
+        with again:
+            for batch in again.batches(loader_of("list", rank, 2, (4, 1))):
+                ddp(batch).sum().backward()
+        return
+    with Join([ddp]) as join:
         if what != "some ranks load" or rank == 1:
             join.load_state_dict(state)
         kind = "shuffled" if what == "another loader" else "list"
@@ -370,6 +379,8 @@ def refuse(rank: int, what: str) -> None:
         ("another version", "version 99"),
         ("some ranks load", "rank 0: at none; rank 1: at step 2"),
         ("another loader", r"another loader than this DataLoader \(batches: . then, unknown now"),
+        ("now rebalanced", "with rebalance=True was to go on from a state that was written without it"),
+        ("no longer rebalanced", "without rebalance=True was to go on from a state that was written with it"),
         ("longer", r"another loader than this list \(batches: 3 then, 4 now\)"),
     ],
 )
