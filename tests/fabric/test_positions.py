@@ -50,7 +50,8 @@ def _train(rank: int, case: Case, folder: str, start: Place | None) -> dict[str,
             if is_nodes
             else fabric.setup_dataloaders(loader, use_distributed_sampler=False)
         )
-    other = fabric.setup_dataloaders(loader_of("stateful", rank, world_size, (2, 1, 0)), use_distributed_sampler=False)
+    kind = "shuffled" if dict(case.options).get("rebalance") else "stateful"
+    other = fabric.setup_dataloaders(loader_of(kind, rank, world_size, (2, 1, 0)), use_distributed_sampler=False)
     state = {"model": model, "optimizer": optimizer, "loader": loader, "other": other, "epoch": 0}
     seen: dict[Place, list[int]] = {}
     after: dict[int, list[int]] = {}
@@ -96,13 +97,14 @@ def train(rank: int, case: Case, folder: str, start: Place | None) -> Any:
         ("nodes", {}, (3, 0, 5)),
         ("stream", {}, (0, 4, 9)),
         ("injected", {}, (4, 4, 4)),
+        ("shuffled", {"rebalance": True}, (0, 4, 9)),
     ],
 )
 def test_a_run_goes_on_where_it_was_saved(
     workers: Workers, tmp_path: Path, kind: str, options: dict[str, Any], lengths: tuple[int, ...]
 ) -> None:
     case = Case(kind, lengths, tuple(options.items()))
-    places = [(0, 1), (1, 2), (1, 3), (1, max(lengths) - 1), (0, -1)]
+    places = [(0, 1), (1, 2), (1, 3), (1, steps_of(case) - 1), (0, -1)]
     whole = workers.run(3, train, case, str(tmp_path), None)
     for place in places:
         resumed = workers.run(3, train, case, str(tmp_path), place)
@@ -133,3 +135,14 @@ def test_random_runs_go_on(workers: Workers, seed: int) -> None:
         ranks = workers.run(len(lengths), train_from, case, folder, places, deadline=120.0)
     for index, place in enumerate(places):
         compare_with([runs[0] for runs in ranks], [runs[1 + index] for runs in ranks], place)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["shuffled", "stateful", "stateful stream", "nodes", "stream", "sampler"])
+def test_it_goes_on_in_new_processes(workers: Workers, tmp_path: Path, kind: str) -> None:
+    case, place = Case(kind), (1, 2)
+    whole, others = workers.run(3, train, case, str(tmp_path), None), Workers(3)
+    try:
+        compare_with(whole, others.run(3, train, case, str(tmp_path), place), place)
+    finally:
+        others.close()

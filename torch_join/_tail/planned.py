@@ -27,10 +27,10 @@ def refuse_model_parallel(tail_log: TailLog) -> None:
 
 
 class PlannedReader(Reader[Any]):
-    """Reads the batches that a plan gives to this rank."""
+    """Reads the batches that a plan gives to this rank; `source` reads its own."""
 
-    def __init__(self, plan: Rebalancer) -> None:
-        self._plan = plan
+    def __init__(self, plan: Rebalancer, source: Reader[Any]) -> None:
+        self._plan, self._source = plan, source
         self._taken = plan.step - 1  # up to which step
         self.pulling = False
 
@@ -40,6 +40,9 @@ class PlannedReader(Reader[Any]):
     def take(self) -> Any:
         self._taken += 1
         return self._plan.take(self._taken - self._plan.step)
+
+    def drop(self) -> None:
+        self._source.drop()
 
     @property
     def at_last(self) -> bool:
@@ -85,7 +88,7 @@ class Planned(Schedule):
             length = place["left"][members.rank]
         options = {"lead": source.lead, "count": members.count, "meets": False, **resumed}
         plan = self._rebalancing.begin(self._tail_log.channel, source, length, self._meet, **options)
-        return None if plan is None else PlannedReader(plan)
+        return None if plan is None else PlannedReader(plan, source)
 
     @property
     def _plan(self) -> Rebalancer:
