@@ -240,7 +240,7 @@ def check(workers: Workers, case: Case, folder: str, places: list[str]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path) -> None:
     case, others = Case(kind, (0, 4, 9), "join_batches", 1), Workers(3)
-    whole = workers.run(3, train, case, str(tmp_path), None, True)
+    whole, _ = (workers.run(3, train, case, str(tmp_path), None, saves) for saves in (False, True))
     try:
         for (seen, _), (then, _) in zip(whole, others.run(3, train, case, str(tmp_path), "in-1-2", False), strict=True):
             assert then == [it for it in seen if it[:2] >= (1, 3)]
