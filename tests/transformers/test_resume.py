@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import TrainingArguments
 
+import tests.support.front_ends.transformers  # noqa: F401  without it, version 4 does not resume on CPUs
 from accelerate_join.transformers import JoinTrainer
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers

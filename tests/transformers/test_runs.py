@@ -11,13 +11,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from accelerate_join.transformers import JoinTrainer
 from tests.support.front_ends.accelerate import accelerator_of
-from tests.support.front_ends.transformers import FROM_5, Fit, Net, arguments_of, data_of
+from tests.support.front_ends.transformers import Fit, Net, arguments_of, data_of
 from tests.support.workers import Workers
-
-if not FROM_5:  # which loads an optimizer to "cpu:0", of which torch knows nothing
-    torch.serialization.register_package(
-        0, lambda _: None, lambda storage, place: storage if place.startswith("cpu:") else None
-    )
 
 
 def shared_folder() -> Any:
