@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -163,3 +164,20 @@ def test_what_was_left(workers: Workers, kind: str, lengths: tuple[int, ...], ac
             if apart > 1e-12:
                 wrong.append(f"{step}: rank {rank} {apart}")
     assert not wrong, "\n".join(wrong)
+
+
+def train_in(rank: int, case: Case, folder: str, step: int) -> Any:
+    with accelerator_of(rank):
+        return train(rank, case, folder, step, **({} if step else {"save_strategy": "steps", "save_steps": 4}))[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["map", "hf-map", "loader", "unseeded", "stream", "shared"])
+def test_it_goes_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path) -> None:
+    case, others = Case(kind, (0, 4, 9)), Workers(3)
+    whole = workers.run(3, train_in, case, str(tmp_path), 0, deadline=120.0)
+    try:
+        found = others.run(3, train_in, case, str(tmp_path), 12, deadline=120.0)
+    finally:
+        others.close()
+    assert found == [[it for it in seen if it[0] >= 12] for seen in whole]

@@ -165,3 +165,27 @@ def test_what_was_left(
             if apart > 1e-12 or found[0][1].global_step != found[number][1].global_step:
                 wrong.append(f"{where}-{epoch}-{step}: {rank} {apart}")
     assert not wrong, "\n".join(wrong)
+
+
+def whole(rank: int, run: Reading, kind: str, folder: str) -> Any:
+    module = Paired(run, kind, folder)
+    build(run, callbacks=[SavesIn(folder, [2])]).fit(module)
+    return module.seen
+
+
+def resumed(rank: int, run: Reading, kind: str, folder: str, name: str) -> Any:
+    module = Paired(run, kind, folder)
+    build(run).fit(module, ckpt_path=f"{folder}/{name}.ckpt", **ANY_CHECKPOINT)
+    return module.seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path) -> None:
+    run, others = Reading(Fit((0, 4, 9), epochs=EPOCHS, optimizer="adam")), Workers(3)
+    all_seen = workers.run(3, whole, run, kind, str(tmp_path), deadline=120.0)
+    try:
+        found = others.run(3, resumed, run, kind, str(tmp_path), "on_train_batch_end-1-2", deadline=120.0)
+    finally:
+        others.close()
+    assert found == [[it for it in seen if it[:2] >= (1, 3)] for seen in all_seen]
