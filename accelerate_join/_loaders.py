@@ -144,7 +144,7 @@ def certain_length(loader: PreparedLoader) -> int | None:
         return None
     if isinstance(loader.dataset, IterableDataset):
         return None
-    sampler = _batch_sampler(loader)
+    sampler = batch_sampler(loader)
     if type(sampler) is BatchSamplerShard:
         if sampler.split_batches:
             return None
@@ -167,7 +167,7 @@ def goes_through_join(loader: object) -> bool:
 def deals_out(loader: PreparedLoader) -> bool:
     """Whether `loader` gives each process a part of a dataset that all have."""
     shards = (BatchSamplerShard, IterableDatasetShard)
-    return _dispatches(loader) or isinstance(_batch_sampler(loader), shards) or isinstance(loader.dataset, shards)
+    return _dispatches(loader) or isinstance(batch_sampler(loader), shards) or isinstance(loader.dataset, shards)
 
 
 def remainder(loader: PreparedLoader) -> int:
@@ -175,7 +175,7 @@ def remainder(loader: PreparedLoader) -> int:
 
     0 stands for all of them, -1 for an unknown number.
     """
-    sampler, dataset = _batch_sampler(loader), loader.dataset
+    sampler, dataset = batch_sampler(loader), loader.dataset
     while isinstance(sampler, SkipBatchSampler):
         sampler = sampler.batch_sampler
     if isinstance(sampler, BatchSamplerShard):
@@ -239,7 +239,7 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
             stack.enter_context(setting(accelerator, even_batches=value))  # for loaders that are prepared within
             loaders = _compat.loaders(accelerator)
             for loader in loaders:
-                shard = _batch_sampler(loader)
+                shard = batch_sampler(loader)
                 if isinstance(shard, BatchSamplerShard):
                     stack.enter_context(setting(shard, even_batches=value))
             if any(isinstance(loader.dataset, IterableDataset) or _dispatches(loader) for loader in loaders):
@@ -258,7 +258,7 @@ def _dispatches(loader: PreparedLoader) -> bool:
     return type(loader) is DataLoaderDispatcher
 
 
-def _batch_sampler(loader: PreparedLoader) -> Any:
+def batch_sampler(loader: PreparedLoader) -> Any:
     """Return what makes the batches of `loader`: its batch sampler, or a sampler in that role."""
     sampler = loader.batch_sampler
     return loader.sampler if sampler is None else sampler

@@ -14,15 +14,14 @@ from weakref import WeakKeyDictionary
 
 import accelerate
 import torch
-import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import load as load_file
 from torch import Tensor
 
 from accelerate_join import _compat
+from accelerate_join._loaders import batch_sampler, deals_out
 from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import setting
+from torch_join.integration import gather_objects, setting
 
 _MARK = "join_world_size"  # in a loader's state that one process has written for all
 # Where a save was made: the epochs of all loaders, and the step within the current loop. It is alike on all processes.
@@ -64,7 +63,7 @@ def begins_at_its_end(loader: PreparedLoader) -> bool:
         JoinError: The state that was loaded is another process's.
     """
     waiting = getattr(loader.base_dataloader, "next_iter_state", None) or {}
-    if waiting.get(_MARK, 1) > 1 and not _is_sharded(loader):
+    if waiting.get(_MARK, 1) > 1 and not deals_out(loader):
         raise JoinError(
             "accelerator.load_state was called before join_uneven_inputs, and gave all processes the place of one of"
             " them in their loader. Use accelerate_join.Accelerator, or call load_state in the context, where each"
@@ -154,10 +153,7 @@ def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | No
         hook.remove()
     file = _file(folders[-1], accelerator.process_index)
     mine = load_file(file, map_location="cpu", **(load_kwargs or {})) if file.exists() else None
-    everyone = [mine]
-    if accelerator.num_processes > 1:
-        everyone = [None] * accelerator.num_processes
-        dist.all_gather_object(everyone, mine)
+    everyone = gather_objects(mine, "Where a process was in its loaders", None)
     if any(everyone):
         _take(accelerator, everyone)
 
@@ -175,7 +171,7 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
             )
         places = [[place and {**place, "state": None} for place in newest["places"]]] * len(everyone)
     lacking = [rank for rank, each in enumerate(places) if each is None]
-    own = [not _is_sharded(loader) for loader in loaders]
+    own = [not deals_out(loader) for loader in loaders]
     if lacking and any(
         is_own and place is not None and place["state"] is not None
         for is_own, place in zip(own, newest["places"], strict=True)
@@ -241,16 +237,9 @@ def _is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
 
 
-def _is_sharded(loader: PreparedLoader) -> bool:
-    """Whether Accelerate deals out one dataset, in which all processes that go on are at the same place."""
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    dealt = isinstance(sampler, BatchSamplerShard) or isinstance(loader.dataset, IterableDatasetShard)
-    return dealt or type(loader) is DataLoaderDispatcher
-
-
 def generators(loader: PreparedLoader) -> list[torch.Generator]:
     """Return what the order of `loader` is drawn from, where that is no state of its own."""
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = batch_sampler(loader)
     found = [getattr(loader, "synchronized_generator", None)]
     while sampler is not None:
         found.append(getattr(sampler, "generator", None))

@@ -4,7 +4,7 @@ All goes over the process group, as bytes and in pieces of a bounded size, so th
 """
 
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch_join._base.devices import current_device
 from torch_join._base.errors import JoinError, JoinTypeError, JoinValueError, name_ranks
 from torch_join._base.rows import Leaf, Rows, build, check_alike, leaves, split
-from torch_join._base.specs import copied_bytes, raw_bytes
+from torch_join._base.specs import raw_bytes
 from torch_join._handover import objects as _objects
-from torch_join._handover.transfer import BUCKET_BYTES, carrier
+from torch_join._handover.transfer import collect, exchange
 
 Group = dist.ProcessGroup | None
 _NO_INDICES = (
@@ -104,7 +104,7 @@ def gather_in_order(
         said = _Said("", mine.tree, mine.count, packed, mine.indices is not None, (rank, by_rank))
     except Exception as error:  # the others wait
         said = _Said(str(error) if isinstance(error, JoinError) else repr(error))
-    everyone: list[_Said] = tell_all(said, group)
+    everyone: list[_Said] = _objects.gather(said, f"What a rank says of its {what}", group)
     tree = _check(everyone, what)
     if tree is None:
         return None
@@ -115,7 +115,7 @@ def gather_in_order(
     for leaf in leaves(tree):
         data = mine.values.pop(leaf.path, None)
         if leaf.dtype is None:
-            pieces = _collect(data, [each.packed.get(leaf.path, 0) for each in everyone], group, rank)
+            pieces = collect(data, [each.packed.get(leaf.path, 0) for each in everyone], group, rank)
             if takes:
                 joined[leaf.path] = _join_lists(
                     [pickle.loads(piece) if piece else [] for piece in pieces], places, total
@@ -199,18 +199,7 @@ def _as_bytes(leaf: Leaf, values: list[Any]) -> Tensor:
     return raw_bytes(whole).view(len(whole), leaf.row_bytes)
 
 
-# ---------------------------------------------------------------- what ranks have to say
-
-
-def tell_all(value: Any, group: Group = None) -> list[Any]:
-    """Return what each rank has to say, by rank: anything that can be pickled; all ranks call this."""
-    if _size_of(group) == 1:
-        return [value]
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)[:, None]
-    place = carrier("cpu", _whole(group)) or torch.device("cpu")
-    sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(_size_of(group))]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=place), group=group)
-    return [pickle.loads(each) for each in _collect(data, [int(size) for size in sizes], group, None)]
+# ---------------------------------------------------------------- what ranks have said
 
 
 def _check(everyone: Sequence[_Said], what: str) -> Any:
@@ -247,7 +236,7 @@ def _places(
         return place_rows(counts, None, by_rank)
     own = None if mine.indices is None else raw_bytes(mine.indices).view(-1, 8)
     found = [torch.empty(count, dtype=torch.int64, device="cpu") for count in counts]
-    for rank, first, rows in _exchange(own, 8, counts, group, to):
+    for rank, first, rows in exchange(own, 8, counts, group, to):
         found[rank][first : first + len(rows)] = raw_bytes(rows.cpu()).view(torch.int64)
     return place_rows(counts, found, by_rank)
 
@@ -303,7 +292,7 @@ def _join_tensors(
     device = data.device if data is not None else _device_of_kind(leaf.device, group)
     takes = to is None or to == _rank_in(group)
     joined = torch.empty((total if takes else 0, leaf.row_bytes), dtype=torch.uint8, device=device)
-    for rank, first, rows in _exchange(data, leaf.row_bytes, counts, group, to, device):
+    for rank, first, rows in exchange(data, leaf.row_bytes, counts, group, to, device):
         at = places[rank][first : first + len(rows)]
         kept = at >= 0
         joined[at[kept].to(device)] = rows.to(device)[kept.to(device)]
@@ -311,60 +300,6 @@ def _join_tensors(
 
 
 # ---------------------------------------------------------------- over the process group
-
-
-def _collect(data: Tensor | None, sizes: Sequence[int], group: Group, to: int | None) -> list[bytes]:
-    """Return what each rank has packed, of so many bytes, or nothing on a rank that does not get it."""
-    found = [bytearray() for _ in sizes]
-    for rank, _, piece in _exchange(data, 1, sizes, group, to):
-        found[rank] += copied_bytes(piece.cpu().contiguous())
-    return [bytes(each) for each in found]
-
-
-def _exchange(
-    data: Tensor | None,
-    width: int,
-    counts: Sequence[int],
-    group: Group,
-    to: int | None,
-    device: torch.device | None = None,
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Send rows of bytes to one rank, or to all; all ranks go through this to its end.
-
-    Args:
-        data: This rank's rows, of shape (rows, `width`); `None` if it has none.
-        width: How many bytes a row has.
-        counts: How many rows each rank has.
-        group: The process group.
-        to: The rank that gets them; `None`: all do.
-        device: Where the rows are, by default on the CPU.
-
-    Yields:
-        A rank, the number of its first row, and that and the next ones; nothing on a rank that does not get them.
-    """
-    device = device or torch.device("cpu")
-    if data is None:
-        data = torch.empty((0, width), dtype=torch.uint8, device=device)
-    if width == 0 or max(counts) == 0:
-        return
-    if len(counts) == 1:
-        yield 0, 0, data
-        return
-    place = carrier(device.type, _whole(group)) or device
-    at_once = max(1, BUCKET_BYTES // (width * len(counts)))
-    for first in range(0, max(counts), at_once):
-        own = data[first : first + at_once]
-        sent = torch.zeros((min(at_once, max(counts) - first), width), dtype=torch.uint8, device=place)
-        sent[: len(own)] = own
-        takes = to is None or to == _rank_in(group)
-        got = [torch.empty_like(sent) for _ in counts] if takes else None
-        if to is None:
-            dist.all_gather(got, sent, group=group)
-        else:
-            dist.gather(sent, got, group=group, group_dst=to)
-        for rank, rows in enumerate(got or ()):
-            if counts[rank] > first:
-                yield rank, first, rows[: counts[rank] - first]
 
 
 def _device_of_kind(kind: str, group: Group) -> torch.device:

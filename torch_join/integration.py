@@ -48,7 +48,7 @@ from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
 from torch_join._tail.resuming import Resuming, state_of
-from torch_join.gather_in_order import gather_given, gather_in_order, tell_all
+from torch_join.gather_in_order import gather_given, gather_in_order
 from torch_join.join import Join
 from torch_join.rows_file import FileRows, RowsPart, read_rows
 
@@ -64,7 +64,7 @@ __all__ = [
     "holds_parts", "in_backward", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
     "is_sharded_model", "join_rows", "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel",
     "own_loops", "read_rows", "refuse_position", "renamed", "resumed_at", "setting", "sharded_lockstep_join",
-    "state_of", "steps_of", "take_group_options", "tell_all", "telling_failures", "told_epochs", "use_device",
+    "state_of", "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device",
     "warn_renamed", "whole_signature",
 ]
 # fmt: on

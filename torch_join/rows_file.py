@@ -26,7 +26,8 @@ from torch import Tensor
 from torch_join._base.errors import JoinError, JoinValueError
 from torch_join._base.rows import Leaf, Rows, build, check_alike, leaves, split
 from torch_join._base.specs import copied_bytes, raw_bytes
-from torch_join.gather_in_order import place_rows, tell_all
+from torch_join._handover import objects as _objects
+from torch_join.gather_in_order import place_rows
 
 _MAGIC = b"torch_join rows, version 1\n"
 _END = struct.Struct("<q")
@@ -131,13 +132,13 @@ class RowsPart:
             JoinError: On all ranks, if it cannot be written.
         """
         try:
-            everyone = tell_all((self._close(), self._name), group)
+            everyone = _objects.gather((self._close(), self._name), "What a rank has written", group)
             for rank, (error, _) in enumerate(everyone):
                 if error:
                     raise JoinError(f"Rank {rank} could not write its {self._what} to {self._path}: {error}")
             steps = _merge(self._path, [name for _, name in everyone], by_rank)
             while True:  # so that nobody waits for long without hearing of rank 0
-                state = tell_all("" if self._rank else _advance(steps), group)[0]
+                state = _objects.gather("" if self._rank else _advance(steps), "An error", group)[0]
                 if state is None:
                     break
                 if state:

@@ -62,12 +62,13 @@ class JoinedLoader(Generic[T]):
 
     def place(self) -> LoaderPlace | None:
         """Return where this rank is in it."""
-        return None if self._join_reader is None else self._join_reader.place()
+        if self.positions.loaded is not None or self._join_reader is None:
+            return self.positions.place
+        return self._join_reader.place()
 
     def tell_epoch(self, loader: Any) -> None:
         """Tell its samplers the epoch: Fabric has, but counts them from 0 in each process."""
-        state = self.positions.loaded
-        place: LoaderPlace | None = None if state is None else state["places"][self._joins.global_rank]
+        place = self.positions.place
         told = [] if place is None else told_epochs(loader, place["begun"])
         for sampler in self._samplers(loader):
             for thing, epoch in told:

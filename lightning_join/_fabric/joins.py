@@ -4,7 +4,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -397,26 +397,23 @@ class Joins:
     def state_of_loader(self, joined: JoinedLoader[Any]) -> dict[str, Any]:
         """Return every rank's place in a loader that was set up; all active ranks call this."""
         own_loops.finish(self)
-        if joined.positions.loaded is not None:
-            return joined.positions.loaded
         name, driver = "fabric.save() with a dataloader", self._driver
-        if joined.is_within:
-            raise UnsupportedError(
-                f"{name} that was read as a part of something else, such as `fabric.strategy.batches(zip(a, b))`: how"
-                " many of its batches were trained on, nobody can tell. Put an object with an `__iter__` around both"
-                " loaders, and what `fabric.strategy.batches` returns for it into the checkpoint."
-            )
-        if driver is None:
-            return state_of(gather_objects(joined.place(), "The state of a loader", None), in_loop=False)
-        if driver.positions is joined.positions:
-            return state_of(driver.gather_places(name), driver.in_loop)
-        if not joined.number:
-            with telling_failures(driver.tail_log.channel):
+        is_current = driver is not None and driver.positions is joined.positions
+        with nullcontext() if driver is None else telling_failures(driver.tail_log.channel):
+            if joined.is_within and not is_current:
+                raise UnsupportedError(
+                    f"{name} that was read as a part of something else, such as `fabric.strategy.batches(zip(a, b))`:"
+                    " how many of its batches were trained on, nobody can tell. Put an object with an `__iter__` around"
+                    " both loaders, and what `fabric.strategy.batches` returns for it into the checkpoint."
+                )
+            if driver is not None and not joined.number and not is_current:
                 raise JoinError(
                     f"{name} that was set up inside of a loop, which ranks that have run out of batches do not come to."
                     " Set it up before the loop."
                 )
-        return state_of(driver.gather_places(name, joined.number), in_loop=False)
+        if driver is None:
+            return state_of(gather_objects(joined.place(), "The state of a loader", None), in_loop=False)
+        return state_of(driver.gather_places(name, 0 if is_current else joined.number), is_current and driver.in_loop)
 
     def load_loader(self, joined: JoinedLoader[Any], state: dict[str, Any]) -> None:
         """Have the next loop over a loader go on where it was when a checkpoint was saved."""

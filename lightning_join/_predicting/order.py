@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_join._compat import IndexBatchSampler, sized_len
 from lightning_join._reading.samplers import is_dealt_out
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import name_ranks, tell_all
+from torch_join.integration import gather_objects, name_ranks
 
 Order: TypeAlias = Literal["dataset", "shards"]
 _INSTEAD = (
@@ -98,7 +98,7 @@ def agree(mine: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
     Raises:
         JoinError: On all ranks, if one has none, or they know different things.
     """
-    everyone = tell_all(mine)
+    everyone = gather_objects(mine, "What a rank knows of its predictions", None)
     for rank, said in enumerate(everyone):
         if isinstance(said, JoinError):
             raise type(said)(f"Rank {rank}: {said}")

@@ -96,6 +96,7 @@ def train(rank: int, case: Case, folder: str, start: Place | None) -> Any:
         ("stateful stream", {"may_break": True}, (0, 4, 9)),
         ("nodes", {}, (3, 0, 5)),
         ("stream", {}, (0, 4, 9)),
+        ("stateful with replacement", {}, (0, 4, 9)),
         ("injected", {}, (4, 4, 4)),
         ("shuffled", {"rebalance": True}, (0, 4, 9)),
     ],
@@ -105,6 +106,7 @@ def test_a_run_goes_on_where_it_was_saved(
 ) -> None:
     case = Case(kind, lengths, tuple(options.items()))
     places = [(0, 1), (1, 2), (1, 3), (1, steps_of(case) - 1), (0, -1)]
+    places += [(0, 15)] if "replacement" in kind else []  # the next batch is of the next 32 that are drawn
     whole = workers.run(3, train, case, str(tmp_path), None)
     for place in places:
         resumed = workers.run(3, train, case, str(tmp_path), place)
@@ -146,3 +148,22 @@ def test_it_goes_on_in_new_processes(workers: Workers, tmp_path: Path, kind: str
         compare_with(whole, others.run(3, train, case, str(tmp_path), place), place)
     finally:
         others.close()
+
+
+def refuse(rank: int, what: str) -> None:
+    """Save a loader of which nobody knows how far it has come."""
+    fabric = fabric_of(2)
+    model = fabric.setup(nn.Linear(1, 1).double())
+    first, second = (fabric.setup_dataloaders(loader_of("stateful", rank, 2, (2, 2))) for _ in range(2))
+    for batch in fabric.strategy.batches(zip(first, second, strict=True)) if what == "zip" else first:
+        fabric.backward(model(torch.cat([*batch]).reshape(-1, 1)).sum())
+        inner = fabric.setup_dataloaders(loader_of("stateful", rank, 2, (2, 2)))
+        fabric.save("/nowhere", {"loader": first if what == "zip" else inner})
+
+
+@pytest.mark.parametrize(
+    ("what", "message"), [("zip", "read as a part of something else"), ("late", "that was set up inside of a loop")]
+)
+def test_what_nobody_knows_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:
+    for outcome in workers.outcomes(2, to_the_end, refuse, what, timeout=5.0):
+        assert message in outcome.error or "failed, so rank" in outcome.error, outcome.error

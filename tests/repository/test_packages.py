@@ -35,7 +35,7 @@ PUBLIC = {
         follow_sharded_model forget_states gather_given gather_in_order gather_objects group_options has_epoch
         holds_parts in_backward is_closed is_communication_error is_engine is_length_certain is_sharded_model join_rows
         join_with leads_to listed name_ranks naming_missing open_channel own_loops read_rows refuse_position
-        renamed resumed_at setting sharded_lockstep_join state_of steps_of take_group_options tell_all
+        renamed resumed_at setting sharded_lockstep_join state_of steps_of take_group_options
         telling_failures told_epochs use_device warn_renamed whole_signature
     """,
     lightning_join: """

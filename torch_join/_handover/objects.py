@@ -59,15 +59,18 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:
     Args:
         value: This rank's.
         what: What that is, for an error.
-        group: The process group, by default the whole world.
+        group: The process group, by default the whole world; without one there is this rank alone.
 
     Raises:
         JoinTypeError: It cannot be pickled.
     """
-    packed, rank = pack(value, what), dist.get_rank(group)
-    return [
-        broadcast(packed if source == rank else None, source, group) for source in range(dist.get_world_size(group))
-    ]
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(pack(value, what)), dtype=torch.uint8)[:, None]
+    place = _transfer.carrier("cpu", group or cast(dist.ProcessGroup, dist.group.WORLD)) or torch.device("cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=place), group=group)
+    return [pickle.loads(each) for each in _transfer.collect(data, [int(size) for size in sizes], group)]
 
 
 def broadcast(packed: bytes | None, source: int, group: dist.ProcessGroup | None) -> Any:

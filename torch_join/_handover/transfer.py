@@ -1,4 +1,4 @@
-"""Broadcasts the contents of tensors from one rank to all others, a bucket at a time.
+"""Sends the contents of tensors: those of one rank to all others, or rows of all ranks, a bucket at a time.
 
 Everything travels as bytes, so that every dtype arrives bit for bit. A large tensor is sent from its
 own memory and received into it; small ones are packed into a bucket. Besides that bucket only a large
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_join._base.devices import device_of
-from torch_join._base.specs import TensorSpec, storage_view
+from torch_join._base.specs import TensorSpec, copied_bytes, storage_view
 
 BUCKET_BYTES = 25 * 2**20
 # From here on a broadcast of its own costs less than copying into a bucket and out of it.
@@ -131,3 +131,59 @@ def broadcast_flat(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:
         dist.broadcast(carried, group_src=source, group=group)
         if dist.get_rank(group) != source:
             piece.copy_(carried)
+
+
+def collect(
+    data: Tensor | None, sizes: Sequence[int], group: dist.ProcessGroup | None, to: int | None = None
+) -> list[bytes]:
+    """Return what each rank has packed, of so many bytes, or nothing on a rank that does not get it."""
+    found = [bytearray() for _ in sizes]
+    for rank, _, piece in exchange(data, 1, sizes, group, to):
+        found[rank] += copied_bytes(piece.cpu().contiguous())
+    return [bytes(each) for each in found]
+
+
+def exchange(
+    data: Tensor | None,
+    width: int,
+    counts: Sequence[int],
+    group: dist.ProcessGroup | None,
+    to: int | None,
+    device: torch.device | None = None,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Send rows of bytes to one rank, or to all; all ranks go through this to its end.
+
+    Args:
+        data: This rank's rows, of shape (rows, `width`); `None` if it has none.
+        width: How many bytes a row has.
+        counts: How many rows each rank has.
+        group: The process group.
+        to: The rank that gets them; `None`: all do.
+        device: Where the rows are, by default on the CPU.
+
+    Yields:
+        A rank, the number of its first row, and that and the next ones; nothing on a rank that does not get them.
+    """
+    device = device or torch.device("cpu")
+    if data is None:
+        data = torch.empty((0, width), dtype=torch.uint8, device=device)
+    if width == 0 or max(counts) == 0:
+        return
+    if len(counts) == 1:
+        yield 0, 0, data
+        return
+    place = carrier(device.type, group or cast(dist.ProcessGroup, dist.group.WORLD)) or device
+    at_once = max(1, BUCKET_BYTES // (width * len(counts)))
+    for first in range(0, max(counts), at_once):
+        own = data[first : first + at_once]
+        sent = torch.zeros((min(at_once, max(counts) - first), width), dtype=torch.uint8, device=place)
+        sent[: len(own)] = own
+        takes = to is None or to == dist.get_rank(group)
+        got = [torch.empty_like(sent) for _ in counts] if takes else None
+        if to is None:
+            dist.all_gather(got, sent, group=group)
+        else:
+            dist.gather(sent, got, group=group, group_dst=to)
+        for rank, rows in enumerate(got or ()):
+            if counts[rank] > first:
+                yield rank, first, rows[: counts[rank] - first]

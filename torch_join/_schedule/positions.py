@@ -147,9 +147,9 @@ class Position:
                 return _skip(loader, taken, place["begun"]["reuses"])
             loader.load_state_dict(deepcopy(state))  # it may go on changing it
             with resumed_at([loader], place["epochs"], taken):
-                iterator = _read_past(iter(loader), place["again"] * self._size)
+                iterator = iter(loader)
             _set_own(loader, place["now"])  # torchdata's draws no base seed here
-            return iterator
+            return _read_past(iterator, place["again"] * self._size)
 
     def _end(self, place: LoaderPlace) -> None:
         """Bring the loader to the end of an epoch, at which the place is: its next iterator is that of the next one."""
@@ -287,10 +287,13 @@ class _Rest:
 
 def _drawing(loader: Any) -> dict[str, Any]:
     """Return the states of all that an order may be drawn from; numpy's as it gives it."""
+    return {**_global(), **_own(loader), "reuses": _reuses(loader)}
+
+
+def _global() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
-    drawing = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": of_numpy}
-    return {**drawing, **_own(loader), "reuses": _reuses(loader)}
+    return {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": of_numpy}
 
 
 def _own(loader: Any) -> dict[str, Any]:
@@ -312,7 +315,7 @@ def told_epochs(loader: Any, begun: dict[str, Any]) -> list[tuple[Any, int]]:
 @contextmanager
 def _drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
     """Set within, for all that an order may be drawn from, what was returned by `_drawing`."""
-    before = _drawing(loader)
+    before = _global()
     for thing, epoch in told_epochs(loader, begun):
         if has_epoch(thing):
             thing.set_epoch(epoch)

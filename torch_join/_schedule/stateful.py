@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
+from torch.utils.data import IterableDataset
+
 from torch_join._base.errors import UnsupportedError
 
 
@@ -110,9 +112,9 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
         else:
             raise UnsupportedError(
                 f"The {type(loader.dataset).__name__} of a train dataloader was resumed inside of an epoch, and would"
-                f" begin there in the next epoch too, since its own is still {now}. Call"
-                " `set_epoch(self.current_epoch)` of the dataset in `on_train_start` and in `on_train_epoch_start`, or"
-                " resume from a checkpoint of an epoch's end."
+                f" begin there in the next epoch too, since its own is still {now}. Call `set_epoch(epoch)` of the"
+                " dataset before each epoch (in Lightning, with `self.current_epoch`, in `on_train_start` and in"
+                " `on_train_epoch_start`), or resume from a checkpoint of an epoch's end."
             )
 
 
@@ -146,7 +148,7 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
         )
     in_worker = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0) > 0
     draws = [part for part, thing in parts if part.startswith("loader.dataset") and not hasattr(thing, "set_epoch")]
-    if in_worker and draws and not stateful and not hasattr(loader.dataset, "__getitem__"):
+    if in_worker and draws and not stateful and isinstance(loader.dataset, IterableDataset):
         raise UnsupportedError(
             f"A place in a {name} with persistent workers, over a stream whose order is drawn from {draws[0]}: a worker"
             " has a copy of that, which goes on from epoch to epoch. Use persistent_workers=False, or derive the order"

@@ -322,8 +322,6 @@ class LoopDriver(Driver):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Join.state_dict`."""
-        if self.positions.loaded is not None:
-            return self.positions.loaded
         if not self.options.enable:
             return state_of([self._find_place()], self.in_loop)
         _nesting.check_entered(self, "join.state_dict() was called")
@@ -352,8 +350,8 @@ class LoopDriver(Driver):
         if which:
             return self.find_other_place(which)
         loop = self._loop
-        if loop is None:
-            return None
+        if self.positions.loaded is not None or loop is None:
+            return self.positions.place
         plan = self._rebalancing.current
         if loop.source is not None and plan is not None and self.in_loop:
             loop.source.plan = plan.place()

@@ -47,7 +47,7 @@ class PositionExchange(Participant):
         tail_log.asked += 1
         if members.world_size == 1:
             return [self._find_place(which)]
-        with setting(channel, suspect=_Look(tail_log, name).look):
+        with setting(channel, suspect=_AbsenceWatch(tail_log, name).look):
             steps = channel.gather(step, of=int, among=(f"{_PLACE}/{tail_log.asked}", members.active))
         if len({*steps}) > 1:
             names = ", ".join(
@@ -69,7 +69,7 @@ class PositionExchange(Participant):
             return _objects.gather(place, "The state of a loader", self.members.group)
 
 
-class _Look:
+class _AbsenceWatch:
     """Looks, on a rank that waits for the others' places, whether one of them does not come.
 
     Args:

@@ -70,6 +70,12 @@ class Resuming:
         self.loaded = state if then == self._world_size else {**state, "places": [None] * self._world_size}
 
     @property
+    def place(self) -> LoaderPlace | None:
+        """This rank's place in what was loaded; like one where a loop was left, if it is not over."""
+        place = None if self.loaded is None else self.loaded["places"][self._rank]
+        return None if place is None else {**place, "left": not place["over"]}
+
+    @property
     def first_step(self) -> int:
         """The first step of the loop that is about to begin; -1 where it begins anew."""
         return -1 if self.loaded is None else int(self.loaded["step"])
@@ -80,12 +86,11 @@ class Resuming:
         Raises:
             JoinValueError: That is a place in another loader.
         """
-        state, self.loaded = self.loaded, None
+        place, self.loaded = self.place, None
         resumed, self._resumed = self._resumed, None
         after = resumed is not None and resumed[0] is loader
         if resumed is not None and after:
             end_resumed(*resumed)
-        place = None if state is None else state["places"][self._rank]
         self.plan = None if place is None or place["over"] else place["plan"]
         if place is None:
             return reader_of(loader, None, True) if after else reader_of(loader)

@@ -111,6 +111,8 @@ def loader_of(kind: str, rank: int, world_size: int, lengths: tuple[int, ...]) -
         return StatefulDataLoader(mine, SIZE) if "stateful" in kind else DataLoader(mine, SIZE)
     if kind == "with replacement":
         return DataLoader(mine, SIZE, sampler=RandomSampler(mine, True, 40, generator))
+    if kind == "stateful with replacement":
+        return StatefulDataLoader(mine, SIZE, sampler=RandomSampler(mine, True, 40, generator))
     if kind == "stateful":
         return StatefulDataLoader(mine, SIZE, shuffle=True, generator=generator)
     if kind == "stateful, workers":
@@ -240,7 +242,7 @@ def check(workers: Workers, case: Case, folder: str, places: list[Place], train:
     whole = workers.run(world_size, train, case, folder, None)
     for epoch in range(EPOCHS):
         numbers = [number for run in whole for at, seen in run["seen"].items() if at[0] == epoch for number in seen]
-        if case.kind != "with replacement":
+        if "with replacement" not in case.kind:
             assert sorted(numbers) == [*range(1, 1 + sum(sizes_of(case.lengths)))]
     for place in places:
         resumed = workers.run(world_size, train, case, folder, place)
@@ -365,6 +367,50 @@ def refuse(rank: int, what: str) -> None:
         kind = "shuffled" if what == "another loader" else "list"
         for batch in join.batches(loader_of(kind, rank, 2, (4, 4) if what == "longer" else (4, 3))):
             ddp(batch).sum().backward()
+
+
+class Secret(Sampler[int]):
+    """Draws by nothing that has a state."""
+
+    def __init__(self) -> None:
+        self.random = random.SystemRandom()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def refuse_order(rank: int, what: str) -> int:
+    """Ask for a place in an order that nobody could have again; return how many batches there were."""
+    samples = Samples(4)
+    loaders: dict[str, Any] = {
+        "zip": zip(DataLoader(samples), DataLoader(samples), strict=True),
+        "out of order": DataLoader(samples, num_workers=1, in_order=False),
+        "in a worker": DataLoader(Stream(samples, shuffles=True), num_workers=1, persistent_workers=True),
+        "not asked": DataLoader(samples, sampler=Secret()),
+    }
+    with (
+        mock.patch.dict(multiprocessing.current_process()._config, daemon=False),  # type: ignore[attr-defined]
+        Join([DistributedDataParallel(nn.Linear(1, 1))]) as join,
+    ):
+        for _ in join.batches(loaders[what]):
+            if what != "not asked":
+                join.state_dict()
+        return join.step
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("zip", "A place in a zip, which is an iterator"),
+        ("out of order", "A place in a DataLoader with in_order=False"),
+        ("in a worker", "whose order is drawn from loader.dataset.random: a worker has a copy"),
+        ("not asked", ""),
+    ],
+)
+def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, message: str) -> None:
+    for outcome in workers.outcomes(2, refuse_order, what, timeout=5.0):
+        assert message in outcome.error or "failed, so rank" in outcome.error, outcome.error
+        assert bool(outcome.error) == bool(message)
 
 
 @pytest.mark.parametrize(

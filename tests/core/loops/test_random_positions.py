@@ -46,7 +46,7 @@ def steps_of(case: Case) -> int:
     sizes = test_positions.sizes_of(case.lengths)
     if case.kind == "sampler":
         return ceil(ceil(sum(sizes) / len(sizes)) / test_positions.SIZE)
-    if case.kind == "with replacement":
+    if "with replacement" in case.kind:
         return max(20 if size else 0 for size in sizes)
     if dict(case.options).get("rebalance"):
         return ceil(sum(case.lengths) / len(case.lengths))
