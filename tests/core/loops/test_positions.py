@@ -83,6 +83,15 @@ class Bar:
         yield from self.loader
 
 
+def leaves(batch: Any) -> Iterator[Tensor]:
+    """Go through the tensors of a batch, or of a window of batches."""
+    if isinstance(batch, Tensor):
+        yield batch.reshape(-1)
+    else:
+        for part in batch:
+            yield from leaves(part)
+
+
 def sizes_of(lengths: tuple[int, ...]) -> list[int]:
     """Return how many samples the ranks have."""
     return [max(0, SIZE * length - 1) for length in lengths]
@@ -105,8 +114,9 @@ def loader_of(kind: str, rank: int, world_size: int, lengths: tuple[int, ...]) -
         return DataLoader(Stream(mine, shuffles=True), SIZE)
     if kind == "stateful stream":
         return StatefulDataLoader(Stream(mine), SIZE)
-    if kind == "nodes":
-        return tn.Loader(tn.Batcher(tn.IterableWrapper([*mine]), SIZE, drop_last=False))
+    if "nodes" in kind:
+        nodes = tn.Loader(tn.Batcher(tn.IterableWrapper([*mine]), SIZE, drop_last=False))
+        return windows(nodes, 2) if kind == "windows of nodes" else nodes
     if not len(mine):  # shuffling takes a sample
         return StatefulDataLoader(mine, SIZE) if "stateful" in kind else DataLoader(mine, SIZE)
     if kind == "with replacement":
@@ -207,7 +217,7 @@ def _train(
         if case.kind == "global":
             torch.manual_seed(100 * epoch + rank)
         for batch in join.batches(loader):
-            x = (batch if isinstance(batch, Tensor) else torch.cat([*batch])).reshape(-1, 1)
+            x = torch.cat([*leaves(batch)]).reshape(-1, 1)
             seen[epoch, join.step] = [int(number) for number in x.flatten().tolist()]
             torch.rand(3)  # what dropout does
             optimizer.zero_grad()
@@ -298,6 +308,7 @@ def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path
         ("stateful stream", {"may_break": True}, True),
         ("windows", {"weighting": "active"}, False),
         ("windows of a stateful loader", {}, True),
+        ("windows of nodes", {}, True),
         ("workers that stay", {}, True),
         ("a numpy generator", {"weighting": "active"}, True),
     ],
@@ -306,7 +317,11 @@ def test_it_goes_on_under_other_options(
     workers: Workers, tmp_path: Path, kind: str, options: dict[str, Any], one_context: bool
 ) -> None:
     case = Case(kind, (3, 0, 5), tuple(options.items()), one_context)
-    places = [(0, 1), (1, 2), (0, -1)] if "windows" in kind or kind == "sampler" else [(0, 2), (1, 3), (0, 4), (2, -1)]
+    places = (
+        [(0, 1), (1, 2), (0, 2), (0, -1)]
+        if "windows" in kind or kind == "sampler"
+        else [(0, 2), (1, 3), (0, 4), (2, -1)]
+    )
     check(workers, case, str(tmp_path), places)
 
 
