@@ -23,6 +23,7 @@ from tests.core.loops.test_positions import (
     Case,
     Place,
     Samples,
+    check_in_new_processes,
     compare_with,
     loader_of,
     path_of,
@@ -142,12 +143,7 @@ def test_random_runs_go_on(workers: Workers, seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["shuffled", "stateful", "stateful stream", "nodes", "stream", "sampler"])
 def test_it_goes_on_in_new_processes(workers: Workers, tmp_path: Path, kind: str) -> None:
-    case, place = Case(kind), (1, 2)
-    whole, others = workers.run(3, train, case, str(tmp_path), None), Workers(3)
-    try:
-        compare_with(whole, others.run(3, train, case, str(tmp_path), place), place)
-    finally:
-        others.close()
+    check_in_new_processes(workers, train, kind, str(tmp_path))
 
 
 def refuse(rank: int, what: str) -> None:

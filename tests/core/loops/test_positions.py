@@ -452,12 +452,17 @@ def test_what_cannot_be_resumed_raises_on_all_ranks(workers: Workers, what: str,
         assert re.search(message, error) or "failed, so rank" in error, found
 
 
+def check_in_new_processes(workers: Workers, train: Callable[..., Any], kind: str, folder: str) -> None:
+    """Compare a run that goes on in other processes with the whole one."""
+    case, place = Case(kind), (1, 2)
+    whole, others = workers.run(3, train, case, folder, None), Workers(3)
+    try:
+        compare_with(whole, others.run(3, train, case, folder, place), place)
+    finally:
+        others.close()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_in_new_processes(workers: Workers, tmp_path: Path, kind: str) -> None:
-    case, place = Case(kind), (1, 2)
-    whole, others = workers.run(3, train, case, str(tmp_path), None), Workers(3)
-    try:
-        compare_with(whole, others.run(3, train, case, str(tmp_path), place), place)
-    finally:
-        others.close()
+    check_in_new_processes(workers, train, kind, str(tmp_path))
