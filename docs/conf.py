@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT))
 from torch_join import __version__  # noqa: E402
 
 project = "torch-join"
-copyright = "the torch-join authors"
+copyright = "the torch-join authors"  # noqa: A001
 version = release = __version__
 
 extensions = [
