@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
 
 from torch_join import __version__  # noqa: E402
 
@@ -13,6 +13,8 @@ copyright = "the torch-join authors"  # noqa: A001
 version = release = __version__
 
 extensions = [
+    "error_messages",
+    "markdown_docstrings",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.extlinks",
@@ -22,7 +24,7 @@ extensions = [
     "sphinx_design",
 ]
 exclude_patterns = ["_build"]
-nitpicky = False
+default_role = "literal"  # as docstrings write names
 
 # By kind of name, where its documentation is: {torch}`torch.nn.Linear`.
 extlinks = {
@@ -32,6 +34,7 @@ extlinks = {
 extlinks_detect_hardcoded_links = False
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_dmath_double_inline = True
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]
 
