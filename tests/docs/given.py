@@ -38,8 +38,8 @@ class Written(Given):
     HERE
 
 
-trainer = Trainer(strategy="ddp_join", use_distributed_sampler=False)
-trainer.fit(Written(), datamodule=shards)
+trainer = Trainer(strategy=strategy)
+trainer.fit(Written())
 """
 TEMPLATES = {"loop": LOOP, "module": MODULE}
 
@@ -187,7 +187,8 @@ def sharded(rank: int) -> Iterator[Names]:
 def lightning(rank: int) -> Iterator[Names]:
     """For Lightning's Trainer, on as many ranks as there are."""
     import lightning.pytorch as pl
-    from lightning.fabric import Fabric
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
 
     import lightning_join
 
@@ -205,13 +206,18 @@ def lightning(rank: int) -> Iterator[Names]:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
             return self.loss(batch)
 
+        def on_validation_epoch_start(self) -> None:
+            self.outputs: list[Tensor] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.outputs.append(self(batch[0]))
+
         def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self(batch[0])  # type: ignore[no-any-return]
 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
 
-    class Shards(pl.LightningDataModule):
         def train_dataloader(self) -> Any:
             return DataLoader(Shard(rank), SIZE)
 
@@ -237,11 +243,81 @@ def lightning(rank: int) -> Iterator[Names]:
             "pl": pl,
             "lightning_join": lightning_join,
             "Trainer": pl.Trainer,
+            "strategy": "ddp_join",
             "Given": Given,
-            "shards": Shards(),
             "model": Given(),
+            "contrastive_loss": lambda z, everyone: (z @ everyone.T).logsumexp(1).mean(),
+            "MetricCollection": MetricCollection,
+            "MulticlassAccuracy": MulticlassAccuracy,
+            "MulticlassPrecision": MulticlassPrecision,
+            "MulticlassRecall": MulticlassRecall,
             "loader": DataLoader(Shard(rank), SIZE),
         }
+
+
+@contextmanager
+def windowed(rank: int) -> Iterator[Names]:
+    """For a LightningModule whose batches are windows of sentences."""
+    from torch_join import windows
+
+    def tokens(batch: Any) -> Tensor:
+        return (batch["labels"] != -100).sum()  # type: ignore[no-any-return]
+
+    with lightning(rank) as names:
+
+        class Given(names["pl"].LightningModule):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = language_model()
+
+            def loss_sum(self, batch: Any) -> Tensor:
+                return loss_sum(self.net, batch)
+
+            def train_dataloader(self) -> Any:
+                return windows(DataLoader(Tokens(rank), 1), 2)
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.Adam(self.parameters())
+
+        strategy = names["lightning_join"].DDPJoinStrategy(weighting=lambda window: sum(map(tokens, window)))
+        yield names | {"Given": Given, "tokens": tokens, "strategy": strategy}
+
+
+@contextmanager
+def gan(rank: int) -> Iterator[Names]:
+    """For a LightningModule of two networks."""
+    with lightning(rank) as names:
+
+        class Given(names["Given"]):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                del self.encoder, self.head
+                self.generator, self.discriminator = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
+
+            def generator_loss(self, batch: Any) -> Tensor:
+                return -self.discriminator(self.generator(batch[0])).mean()  # type: ignore[no-any-return]
+
+            def discriminator_loss(self, batch: Any) -> Tensor:
+                fake = self.generator(batch[0]).detach()
+                return (self.discriminator(fake) - self.discriminator(batch[0])).mean()  # type: ignore[no-any-return]
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                pass
+
+            def configure_optimizers(self) -> Any:
+                both = [torch.optim.Adam(part.parameters()) for part in (self.generator, self.discriminator)]
+                return both, [torch.optim.lr_scheduler.StepLR(both[0], 1)]
+
+        yield names | {"Given": Given, "strategy": "ddp_join_find_unused_parameters_true"}
+
+
+@contextmanager
+def counting(rank: int) -> Iterator[Names]:
+    """For a LightningModule with a joinable of torch's kind."""
+    from tests.support.joinables import Counter
+
+    with lightning(rank) as names:
+        yield names | {"Counter": Counter}
 
 
 @contextmanager
@@ -326,6 +402,9 @@ KINDS: dict[str, Callable[[int], AbstractContextManager[Names]]] = {
     "tokens": tokens,
     "sharded": sharded,
     "lightning": lightning,
+    "windows": windowed,
+    "gan": gan,
+    "counting": counting,
     "fabric": fabric,
     "accelerate": accelerate,
     "transformers": transformers,

@@ -91,6 +91,10 @@ def pages() -> list[Path]:
 
 
 def fill(template: str, code: str) -> str:
-    """Put code where a template says `HERE`, as far in as that is."""
-    line = next(line for line in template.splitlines(keepends=True) if line.strip() == "HERE")
-    return template.replace(line, textwrap.indent(code, line[: len(line) - len(line.lstrip())]) + "\n")
+    """Put code where a template says `HERE`, as far in as that is, and its imports before all."""
+    lines = code.splitlines()
+    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    rest = "\n".join(line for line in lines if line not in imports)
+    here = next(line for line in template.splitlines(keepends=True) if line.strip() == "HERE")
+    margin = here[: len(here) - len(here.lstrip())]
+    return "\n".join([*imports, template.replace(here, textwrap.indent(rest, margin) + "\n")])
