@@ -148,8 +148,32 @@ def plain(rank: int) -> Iterator[Names]:
         "validation_loader": DataLoader(Shard(rank, 1 + rank), SIZE),
         "test_loader": DataLoader(Rows(rank), SIZE),
         "correct": torch.zeros(()),
-        "evaluate": lambda *_: None,
+        "prefetcher": lambda batches: iter([*batches]),
     }
+
+
+@contextmanager
+def resuming(rank: int) -> Iterator[Names]:
+    """The same, with a checkpoint that another job has written."""
+    with plain(rank) as names:
+        with names["Join"]([names["ddp"]]) as join:
+            for step, (images, _) in enumerate(join.batches(names["loader"])):
+                names["ddp"](images).sum().backward()
+                if step == 0:
+                    saved = {"model": names["ddp"].module.state_dict(), "join": join.state_dict(), "epoch": 0}
+        if rank == 1:
+            torch.save(saved, names["path"])
+        dist.barrier()
+        yield names
+
+
+@contextmanager
+def accuracy(rank: int) -> Iterator[Names]:
+    """The same, with a metric."""
+    from torchmetrics.classification import MulticlassAccuracy
+
+    with plain(rank) as names:
+        yield names | {"accuracy": MulticlassAccuracy(CLASSES)}
 
 
 @contextmanager
@@ -351,6 +375,7 @@ def fabric(rank: int) -> Iterator[Names]:
             "optimizer": optimizer,
             "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
             "loader": loader,
+            "test_loader": DataLoader(Rows(rank), SIZE),
         }
 
 
@@ -382,6 +407,34 @@ def accelerate(rank: int) -> Iterator[Names]:
 
 
 @contextmanager
+def sentences(rank: int) -> Iterator[Names]:
+    """The same, over sentences, all of it prepared."""
+    from accelerate.data_loader import DataLoaderShard
+
+    with accelerate(rank) as names:
+        model = language_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = names["accelerator"].prepare(model, optimizer)
+        yield names | {"model": model, "optimizer": optimizer, "loader": DataLoaderShard(Tokens(rank), batch_size=SIZE)}
+
+
+@contextmanager
+def saved(rank: int) -> Iterator[Names]:
+    """The same, where another job has saved its state."""
+    from accelerate.utils import DataLoaderConfiguration
+
+    with accelerate(rank) as names:
+        accelerator = names["Accelerator"](dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        net = base(rank)["net"]
+        data = TensorDataset(*names["dataset"].tensors)
+        names["loader"] = DataLoader(data, 1)
+        accelerator.prepare(net, torch.optim.AdamW(net.parameters()), DataLoader(data, 1))
+        accelerator.save_state("checkpoint")
+        accelerator.free_memory()
+        yield names
+
+
+@contextmanager
 def transformers(rank: int) -> Iterator[Names]:
     """For transformers' Trainer."""
     from tests.support.front_ends.transformers import Net, Samples
@@ -399,6 +452,8 @@ def transformers(rank: int) -> Iterator[Names]:
 
 KINDS: dict[str, Callable[[int], AbstractContextManager[Names]]] = {
     "plain": plain,
+    "resuming": resuming,
+    "accuracy": accuracy,
     "tokens": tokens,
     "sharded": sharded,
     "lightning": lightning,
@@ -407,6 +462,8 @@ KINDS: dict[str, Callable[[int], AbstractContextManager[Names]]] = {
     "counting": counting,
     "fabric": fabric,
     "accelerate": accelerate,
+    "sentences": sentences,
+    "resuming accelerate": saved,
     "transformers": transformers,
 }
 # What a page's snippets are given where they do not say it, by a word in its name.
