@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -185,6 +186,24 @@ def tokens(rank: int) -> Iterator[Names]:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         loader = DataLoader(Tokens(rank), SIZE)
         yield names | {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+
+
+@contextmanager
+def engine(rank: int) -> Iterator[Names]:
+    """For DeepSpeed's engines."""
+    from tests.support.front_ends.deepspeed import Recipe, config_of, deepspeed_of
+
+    with deepspeed_of(rank) as deepspeed:
+        names = base(rank)
+        optimizer = torch.optim.AdamW(names["net"].parameters(), lr=0.01)
+        yield names | {
+            "Join": import_module("torch_join").Join,
+            "deepspeed": deepspeed,
+            "config": config_of(Recipe()),
+            "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
+            "loader": DataLoader(Shard(rank), SIZE),
+        }
 
 
 @contextmanager
@@ -455,6 +474,7 @@ KINDS: dict[str, Callable[[int], AbstractContextManager[Names]]] = {
     "resuming": resuming,
     "accuracy": accuracy,
     "tokens": tokens,
+    "engine": engine,
     "sharded": sharded,
     "lightning": lightning,
     "windows": windowed,
