@@ -15,6 +15,7 @@ version = release = __version__
 extensions = [
     "error_messages",
     "markdown_docstrings",
+    "walk_diagrams",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.extlinks",
@@ -33,8 +34,7 @@ extlinks = {
 }
 extlinks_detect_hardcoded_links = False
 
-myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
-myst_dmath_double_inline = True
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]
 

@@ -1,4 +1,4 @@
-"""What docs/how-it-works.md says of the sources is so: its walks, its diagrams and its glossary."""
+"""What docs/how-it-works.md says of the sources is so: its walks, its tables and its glossary."""
 
 import importlib
 import re
@@ -49,9 +49,10 @@ def test_a_walk_to_what_is_gone_is_noticed() -> None:
     assert there("torch_join/join.py", "Join.batches")
 
 
-def test_the_diagrams_draw_each_place_and_role() -> None:
-    drawn = [re.findall(r"(\w+) --> (\w+): .+", diagram) for diagram in TEXT.split("stateDiagram-v2")[1:]]
-    assert [{name for pair in pairs for name in pair} for pairs in drawn] == [
+def test_the_tables_have_each_place_and_role() -> None:
+    section = TEXT.split("## The life of a `Join`")[1].split("\n## ")[0]
+    found = [re.findall(r"^\| `(\w+)` \| `(\w+)` \| .+ \|$", table, re.MULTILINE) for table in section.split("`Role`")]
+    assert [{name for pair in pairs for name in pair} for pairs in found] == [
         {place.value for place in Place},
         {role.value for role in Role},
     ]
