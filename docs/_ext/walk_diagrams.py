@@ -1,6 +1,6 @@
 """The directive `walk-diagram`: a walk through the sources as a picture, made of the numbered list of its page.
 
-A column for each folder, a box for each station, and an arrow from each to the next.
+A box for each station, below the one before it; those of one folder stand in one column.
 """
 
 import re
@@ -12,7 +12,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive
 
 _STATION = re.compile(r"^\d+\. `([\w/]+)/([\w.]+)`: `([\w.]+)`", re.MULTILINE)
-_WIDTH, _HEIGHT, _GAP, _TOP = 216, 40, 18, 34
+_WIDTH, _HEIGHT, _GAP, _COLUMNS = 262, 52, 20, 3
 
 
 class Station(NamedTuple):
@@ -32,26 +32,23 @@ def stations(text: str, title: str) -> list[Station]:
 def draw(walk: list[Station], title: str) -> str:
     """Return the picture, as SVG that takes its colours from the page."""
     folders = list(dict.fromkeys(station.folder for station in walk))
-    width, height = len(folders) * (_WIDTH + _GAP), _TOP + len(walk) * (_HEIGHT + _GAP)
+    columns = min(len(folders), _COLUMNS)
+    width, height = columns * (_WIDTH + _GAP) - _GAP, len(walk) * (_HEIGHT + _GAP) - _GAP
     parts = [
-        f'<svg class="walk" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}"'
+        f'<svg class="walk" viewBox="-1 -1 {width + 2} {height + 2}" role="img" aria-label="{escape(title)}"'
         f' style="max-width: {width}px" xmlns="http://www.w3.org/2000/svg">'
     ]
-    for column, folder in enumerate(folders):
-        x = column * (_WIDTH + _GAP)
-        parts.append(f'<rect class="lane" x="{x}" y="0" width="{_WIDTH}" height="{height}" rx="6"/>')
-        parts.append(f'<text class="folder" x="{x + _WIDTH / 2}" y="20">{escape(folder)}</text>')
-    for number, station in enumerate(walk):
-        x, y = folders.index(station.folder) * (_WIDTH + _GAP), _TOP + number * (_HEIGHT + _GAP)
-        middle = x + _WIDTH / 2
+    middles = [folders.index(station.folder) % columns * (_WIDTH + _GAP) + _WIDTH / 2 for station in walk]
+    for number, (station, middle) in enumerate(zip(walk, middles, strict=True)):
+        y = number * (_HEIGHT + _GAP)
         if number:
-            before = folders.index(walk[number - 1].folder) * (_WIDTH + _GAP) + _WIDTH / 2
-            line = y - _GAP / 2
-            parts.append(f'<path class="arrow" d="M{before} {y - _GAP} V{line} H{middle} V{y - 3}"/>')
+            path = f"M{middles[number - 1]} {y - _GAP} V{y - _GAP / 2} H{middle} V{y - 3}"
+            parts.append(f'<path class="arrow" d="{path}"/>')
             parts.append(f'<path class="head" d="M{middle - 4} {y - 7} L{middle} {y} L{middle + 4} {y - 7} Z"/>')
-        parts.append(f'<rect class="station" x="{x + 6}" y="{y}" width="{_WIDTH - 12}" height="{_HEIGHT}" rx="4"/>')
-        parts.append(f'<text class="file" x="{middle}" y="{y + 16}">{number + 1}. {escape(station.file)}</text>')
-        parts.append(f'<text class="name" x="{middle}" y="{y + 31}">{escape(station.name)}</text>')
+        parts.append(f'<rect class="station" x="{middle - _WIDTH / 2}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4"/>')
+        lines = (("folder", f"{station.folder}/"), ("file", f"{number + 1}. {station.file}"), ("name", station.name))
+        for line, (kind, text) in enumerate(lines):
+            parts.append(f'<text class="{kind}" x="{middle}" y="{y + 14 + 15 * line}">{escape(text)}</text>')
     return "".join([*parts, "</svg>"])
 
 

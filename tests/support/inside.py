@@ -56,6 +56,9 @@ from torch_join._tail import nesting as _nesting
 
 Where = _handshake.Where
 
+# Of the ranks' connections: children of a rank in each heap, seconds in which they are made, and the default timeout.
+CHILDREN, LISTENS, TIMEOUT = _layout._WIDTH, _wiring._WITHIN, _channel.TIMEOUT
+
 # What tests read or call.
 PASSING_ON, concatenates = _compat_metrics._PASSING_ON, _compat_metrics._concatenates
 REVIVERS, dtypes = _codec._REVIVERS, _codec._dtypes
