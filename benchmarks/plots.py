@@ -3,6 +3,7 @@
 Each row is a median of ratios of two steps that were measured in turns, with the interval in which the median lies.
 """
 
+import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +47,7 @@ class Measured(NamedTuple):
 
 
 def rows(text: str) -> dict[tuple[str, str], Measured]:
-    """Return the rows of all tables that have an interval, by the title above and the first cell; of like ones the last.
+    """Return all rows that have an interval, by the title above and the first cell; of like ones the last.
 
     Tables of three ranks are left out: two cores run them.
     """
@@ -56,7 +57,7 @@ def rows(text: str) -> dict[tuple[str, str], Measured]:
             title = line.removeprefix("# ")
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         columns = line if name.startswith("case") else columns
-        for ratio, interval in zip(cells, cells[1:], strict=False):
+        for ratio, interval in itertools.pairwise(cells):
             ends = re.fullmatch(r"([\d.]+) to ([\d.]+)", interval)
             if ends and "three ranks" not in columns:
                 found[title, name] = Measured(float(ratio), float(ends[1]), float(ends[2]))

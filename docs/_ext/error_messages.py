@@ -1,4 +1,4 @@
-"""The directive `error-messages`: all messages with which the packages raise one of their errors, from their sources."""
+"""The directive `error-messages`: all messages with which the packages raise one of their errors, from the source."""
 
 import ast
 from collections.abc import Iterator
@@ -27,7 +27,12 @@ def messages(root: Path = ROOT) -> Iterator[Message]:
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             for node in ast.walk(_parse(path)):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds and node.args:
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Name)
+                    and node.func.id in kinds
+                    and node.args
+                ):
                     text = " ".join(_text(node.args[0]).split())
                     if sum(letter.isalpha() for letter in text) >= LEAST:
                         yield Message(node.func.id, text, path.relative_to(root).as_posix())

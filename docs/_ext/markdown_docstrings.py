@@ -1,7 +1,6 @@
 """Docstrings are written as Markdown, which editors show as it is: here fences and names become RST's."""
 
 import re
-
 from typing import Any
 
 

@@ -35,8 +35,10 @@ def draw(walk: list[Station], title: str) -> str:
     columns = min(len(folders), _COLUMNS)
     width, height = columns * (_WIDTH + _GAP) - _GAP, len(walk) * (_HEIGHT + _GAP) - _GAP
     parts = [
-        f'<svg class="walk" viewBox="-1 -1 {width + 2} {height + 2}" role="img" aria-label="{escape(title)}"'
-        f' style="max-width: {width}px" xmlns="http://www.w3.org/2000/svg">'
+        (
+            f'<svg class="walk" viewBox="-1 -1 {width + 2} {height + 2}" role="img" aria-label="{escape(title)}"'
+            f' style="max-width: {width}px" xmlns="http://www.w3.org/2000/svg">'
+        )
     ]
     middles = [folders.index(station.folder) % columns * (_WIDTH + _GAP) + _WIDTH / 2 for station in walk]
     for number, (station, middle) in enumerate(zip(walk, middles, strict=True)):
@@ -45,7 +47,9 @@ def draw(walk: list[Station], title: str) -> str:
             path = f"M{middles[number - 1]} {y - _GAP} V{y - _GAP / 2} H{middle} V{y - 3}"
             parts.append(f'<path class="arrow" d="{path}"/>')
             parts.append(f'<path class="head" d="M{middle - 4} {y - 7} L{middle} {y} L{middle + 4} {y - 7} Z"/>')
-        parts.append(f'<rect class="station" x="{middle - _WIDTH / 2}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4"/>')
+        parts.append(
+            f'<rect class="station" x="{middle - _WIDTH / 2}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4"/>'
+        )
         lines = (("folder", f"{station.folder}/"), ("file", f"{number + 1}. {station.file}"), ("name", station.name))
         for line, (kind, text) in enumerate(lines):
             parts.append(f'<text class="{kind}" x="{middle}" y="{y + 14 + 15 * line}">{escape(text)}</text>')

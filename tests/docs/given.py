@@ -401,8 +401,9 @@ def fabric(rank: int) -> Iterator[Names]:
 @contextmanager
 def accelerate(rank: int) -> Iterator[Names]:
     """For Accelerate: all prepared, but for a loader that is this rank's own."""
-    import accelerate_join
     from accelerate import Accelerator
+
+    import accelerate_join
 
     make = Accelerator.__init__
 
@@ -456,8 +457,9 @@ def saved(rank: int) -> Iterator[Names]:
 @contextmanager
 def transformers(rank: int) -> Iterator[Names]:
     """For transformers' Trainer."""
-    from tests.support.front_ends.transformers import Net, Samples
     from transformers import Trainer, TrainingArguments
+
+    from tests.support.front_ends.transformers import Net, Samples
 
     with accelerate(rank) as names:
         arguments = TrainingArguments(output_dir="out", use_cpu=True, report_to=[], num_train_epochs=1)

@@ -65,8 +65,14 @@ def sources(*packages: str) -> str:
         ("lightning.pytorch", "across ranks is zero, but local rank has zero length."),
         ("lightning.pytorch", "within local rank has zero length. Please make sure that it returns at least 1 batch."),
         ("accelerate", "as a result `join_uneven_inputs` will have no effect."),
-        ("accelerate", "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were"),
-        ("torch.distributed.algorithms", "Detected at least one rank that exhausted inputs. Throwing across all ranks."),
+        (
+            "accelerate",
+            "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were",
+        ),
+        (
+            "torch.distributed.algorithms",
+            "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+        ),
     ],
 )
 def test_texts_of_others_errors_are_theirs(package: str, text: str) -> None:

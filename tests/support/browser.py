@@ -25,7 +25,13 @@ def browser(width: int = 1200, height: int = 900) -> Iterator[Any]:
 
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for argument in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "hide-scrollbars", "force-device-scale-factor=1"):
+    for argument in (
+        "headless=new",
+        "no-sandbox",
+        "disable-dev-shm-usage",
+        "hide-scrollbars",
+        "force-device-scale-factor=1",
+    ):
         options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     page = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
