@@ -35,7 +35,7 @@ class Join(TorchJoin):
     A rank that has run out of inputs serves the others: it takes part in the gradients' all-reduce
     with zeros, and in any other collective of the step with a neutral value. When the last rank is
     done, its state (of everything given) is handed over to the others, and all leave the loop
-    together. A plain `for` over the loader works too, with a heartbeat at each forward of a model.
+    together. A plain `for` over the loader works too: ranks meet at each forward of a model.
 
     Args:
         joinables: DDP models, optimizers, LR schedulers, `GradScaler`s, torch `Joinable`s, and anything

@@ -27,7 +27,10 @@ def draw(seed: int) -> tuple[str, Run]:
     while not any(lengths):
         lengths = [pick.choice((0, 1, 2, 3, 5)) for _ in range(pick.choice((2, 3, 3)))]
     accumulate = pick.choice((1, 1, 2, 3))
-    weighting = pick.choice(["world", "active", "samples", *(["count"] if accumulate == 1 else [])])
+    if front_end == "transformers" and max(lengths) % accumulate:
+        accumulate = 1  # Trainer divides an epoch's last window by the number of batches that this one has
+    counts = accumulate == 1 and front_end != "sharded"
+    weighting = pick.choice(["world", "active", "samples", *(["count"] if counts else [])])
     return front_end, Run(
         tuple(lengths),
         epochs=pick.choice((1, 2, 3)),
