@@ -67,7 +67,9 @@ class ErrorMessages(Directive):
     def run(self) -> list[nodes.Node]:
         items = nodes.bullet_list(classes=["error-messages"])
         for text in sorted({each.text for each in messages() if each.kind == self.arguments[0]}):
-            items += nodes.list_item("", nodes.paragraph(text=text))
+            parts = text.split("`")  # every other one is a name
+            texts = [nodes.literal(text=part) if place % 2 else nodes.Text(part) for place, part in enumerate(parts)]
+            items += nodes.list_item("", nodes.paragraph("", "", *texts))
         return [items]
 
 
