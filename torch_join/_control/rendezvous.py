@@ -45,6 +45,11 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = TI
     return Channel(tree, timeout)
 
 
+def tree_of(group: dist.ProcessGroup | None) -> Tree | None:
+    """Return this rank's node, if the ranks of a group have been connected."""
+    return None if group is None else _trees.get(group)
+
+
 def _connect(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
     job: Any = _compat.group_store(group)
     if type(job) is dist.Store:

@@ -1,0 +1,25 @@
+"""`python -m torch_join doctor`, alone or under torchrun: checks what torch_join needs of a machine, or of a job."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torch_join._doctor.run import examine
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m torch_join", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check versions, the connections between the ranks, and one uneven epoch",
+        description="Alone it starts three ranks on this machine; under torchrun it uses the job's. It prints a line"
+        " for each check, and ends with 1 if one has failed.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON document in place of the lines")
+    return examine(parser.parse_args(arguments).json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Three ranks on this machine, where the doctor is asked for alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch.distributed as dist
+
+from torch_join import __version__
+from torch_join._doctor.job import OUTSIDE, note_end
+from torch_join._doctor.report import Finding, document
+
+_RANKS = 3
+_LONGER = 30.0  # seconds, to start and to end, besides the checks
+_ENDS_WITHIN = 3.0  # after rank 0
+_LOOKS_EVERY = 0.05
+
+
+def launch(is_json: bool, seconds: float) -> int:
+    """Start the ranks, of which the first prints, and return its exit code.
+
+    Args:
+        is_json: Whether it prints a JSON document.
+        seconds: How long the checks may take.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(_RANKS),
+        "LOCAL_WORLD_SIZE": str(_RANKS),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        OUTSIDE: "True",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    command = [sys.executable, "-m", "torch_join", "doctor", *(["--json"] if is_json else [])]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(_RANKS)
+    ]
+    try:
+        code = _wait(processes, store, time.monotonic() + seconds + _LONGER)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+    if code in (0, 1):
+        return code
+    text = "rank 0 did not come to its end" if code is None else f"rank 0 ended with {name_of(code)}"
+    finding = Finding("ranks", "failed", text, "What it has written to stderr says more.", is_broken=True)
+    about = {"torch_join": __version__, "world_size": _RANKS, "seconds": None}
+    print(document([finding], about) if is_json else finding.line)
+    return 1
+
+
+def _wait(processes: "list[subprocess.Popen[bytes]]", store: dist.Store, deadline: float) -> int | None:
+    """Wait for rank 0, and then briefly for the others; return its exit code, or `None` if it is late."""
+    first, known = processes[0], set[int]()
+    while first.poll() is None:
+        if time.monotonic() > deadline:
+            return None
+        for rank, process in enumerate(processes):
+            if rank not in known and (code := process.poll()) is not None:
+                known.add(rank)
+                note_end(store, rank, name_of(code))
+        time.sleep(_LOOKS_EVERY)
+    end = time.monotonic() + _ENDS_WITHIN
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        time.sleep(_LOOKS_EVERY)
+    return first.returncode
+
+
+def name_of(code: int) -> str:
+    """Write an exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    known = {number.value for number in signal.Signals}
+    return f"signal {signal.Signals(-code).name if -code in known else -code}"

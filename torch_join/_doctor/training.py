@@ -1,0 +1,164 @@
+"""One uneven epoch, compared with one process; and what an even step costs."""
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._doctor.check import Check
+from torch_join._doctor.job import Job
+from torch_join._doctor.report import Finding
+from torch_join.join import Join
+
+_SEED = 7
+_RATE = 1e-2
+_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # where a device has no float64
+
+# ------------------------------------------------------------ an uneven epoch
+
+
+def lengths_of(world_size: int) -> list[int]:
+    """Return how many batches each rank has: the first has none, unless it is alone."""
+    return [3] if world_size == 1 else [0, *(3 + 2 * (index % 3) for index in range(world_size - 1))]
+
+
+def train_unevenly(job: Job) -> dict[str, Any]:
+    """Train on uneven batches, and return the largest difference of a parameter from one process's."""
+    dtype = torch.float32 if job.device.type == "mps" else torch.float64
+    network = _network(7, 5).to(job.device, dtype)
+    reference = copy.deepcopy(network).cpu()
+    lengths = lengths_of(job.world_size)
+    batches = [_batches(rank, length, 4, 7, dtype) for rank, length in enumerate(lengths)]
+    ddp = _wrap(network, job)
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=_RATE)
+    with Join([ddp, optimizer]) as join:
+        for batch in join.batches([batch.to(job.device) for batch in batches[job.rank]]):
+            optimizer.zero_grad()
+            _loss(ddp(batch)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    _train_in_one_process(reference, batches)
+    pairs = zip(network.parameters(), reference.parameters(), strict=True)
+    difference = max((one.detach().cpu() - other.detach()).abs().max().item() for one, other in pairs)
+    bound = _BOUNDS[dtype]
+    return {"batches": lengths[job.rank], "difference": f"{difference:.1e}", "bound": bound}  # it may be NaN
+
+
+def _train_in_one_process(network: nn.Module, batches: Sequence[Sequence[Tensor]]) -> None:
+    """Do what the ranks do together: each step has the sum of the active ranks' gradients, over the world size."""
+    optimizer = torch.optim.Adam(network.parameters(), lr=_RATE)
+    for step in range(max(map(len, batches))):
+        optimizer.zero_grad()
+        for own in batches:
+            if step < len(own):
+                (_loss(network(own[step])) / len(batches)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def judge_epoch(said: Sequence[dict[str, Any]]) -> Finding:
+    """Compare the largest difference of all ranks with what rounding explains."""
+    differences = [float(each["difference"]) for each in said]
+    worst = math.nan if any(map(math.isnan, differences)) else max(differences)
+    bound = said[0]["bound"]
+    counts = [each["batches"] for each in said]
+    shown = f"{', '.join(map(str, counts[:4]))}{', ...' if len(counts) > 4 else ''}"
+    text = f"ranks with {shown} batches end at most {worst:.1e} from one process (rounding explains {bound:.0e})"
+    if worst <= bound:
+        return Finding("epoch", "ok", text, data={"ranks": [*said]})
+    remedy = "Do not train on uneven data here, and report this, with what --json prints."
+    return Finding("epoch", "failed", text, remedy, {"ranks": [*said]})
+
+
+EPOCH = Check(
+    "epoch",
+    train_unevenly,
+    judge_epoch,
+    seconds=30.0,
+    needs="links",
+    remedy="If the checks before are well, report this, with what --json prints.",
+)
+
+# ------------------------------------------------------------ what it costs
+
+_PAIRS, _STEPS, _WARM_UP = 12, 8, 2
+_WARNS_ABOVE = 1.2
+_SIZES = {"cpu": (256, 128)}  # width and samples: about 5 ms of one core
+_LARGER = (2048, 2048)
+
+
+def measure(job: Job) -> list[tuple[float, float]]:
+    """Return, for each pair, the milliseconds of an even step with plain DDP, and with `Join`."""
+    width, samples = _SIZES.get(job.device.type, _LARGER)
+    ddp = _wrap(_network(width, width, width, width).to(job.device), job)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+    batches = [batch.to(job.device) for batch in _batches(job.rank, 1, samples, width, torch.float32)]
+    batches *= _WARM_UP + _STEPS
+    pairs = []
+    for index in range(_PAIRS + 1):
+        found = {}
+        for joins in (False, True) if index % 2 else (True, False):
+            found[joins] = _time_steps(ddp, optimizer, batches, job, joins)
+        pairs.append((found[False], found[True]))
+    return pairs[1:]  # DDP rebuilds its buckets in the first
+
+
+def _time_steps(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, batches: list[Tensor], job: Job, joins: bool
+) -> float:
+    with Join([ddp, optimizer]) if joins else nullcontext() as join:
+        starts = []
+        for batch in batches if join is None else join.batches(batches):
+            if job.device.type != "cpu":
+                torch.accelerator.synchronize()
+            starts.append(time.perf_counter())
+            optimizer.zero_grad()
+            _loss(ddp(batch)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        if job.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return 1000 * (time.perf_counter() - starts[_WARM_UP]) / (len(starts) - _WARM_UP)
+
+
+def judge_cost(said: Sequence[Sequence[tuple[float, float]]]) -> Finding:
+    """Report the median step, and the median of the pairs' ratios."""
+    slowest = [tuple(map(max, zip(*ranks, strict=True))) for ranks in zip(*said, strict=True)]
+    plain, joined = (statistics.median(times) for times in zip(*slowest, strict=True))
+    ratio = statistics.median(with_join / without for without, with_join in slowest)
+    text = f"an even step takes {plain:.2f} ms with plain DDP, {joined:.2f} ms with Join: {ratio:.2f} times as long"
+    data = {"plain_ms": plain, "join_ms": joined, "ratio": ratio, "pairs": slowest}
+    if ratio <= _WARNS_ABOVE:
+        return Finding("cost", "ok", text, data=data)
+    remedy = "Measure again while nothing else runs here; steps as short as these show what a call costs."
+    return Finding("cost", "warning", text, remedy, data)
+
+
+COST = Check("cost", measure, judge_cost, seconds=60.0, needs="epoch")
+
+# ------------------------------------------------------------ what both train
+
+
+def _network(*widths: int) -> nn.Module:
+    torch.manual_seed(_SEED)
+    layers: list[nn.Module] = []
+    for before, after in zip(widths, (*widths[1:], widths[0]), strict=True):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def _batches(rank: int, count: int, samples: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(_SEED + rank)
+    return [torch.randn(samples, width, generator=generator, dtype=dtype) for _ in range(count)]
+
+
+def _loss(output: Tensor) -> Tensor:
+    return (output**2).mean()
+
+
+def _wrap(network: nn.Module, job: Job) -> DistributedDataParallel:
+    return DistributedDataParallel(network, device_ids=None if job.device.type == "cpu" else [job.device.index])
