@@ -21,7 +21,7 @@ class Check:
     Attributes:
         name: What it is called.
         act: What each rank does; what it returns goes to rank 0 as JSON.
-        judge: What rank 0 makes of that: a value of each rank, by rank.
+        judge: What rank 0 makes of that: a value of each rank, by rank; `None` of one that an earlier check has missed.
         seconds: The deadline of `act`.
         needs: An earlier check, without whose end this one cannot run.
         remedy: What to do where a rank does not come to its end.
@@ -50,9 +50,11 @@ class Check:
         job.put(f"{self.name}/{job.rank}", outcome)
         if job.rank > 0:
             return Finding(**job.get(f"{self.name}/finding", 2 * self.seconds + 2 * _GRACE))
-        outcomes = job.collect(self.name, self.seconds + _GRACE)
-        missing = {rank: job.why_gone(rank) for rank in range(job.world_size) if rank not in outcomes}
-        finding = self._conclude(outcomes, range(job.world_size), missing)
+        asked = [rank for rank in range(job.world_size) if rank not in job.missing]
+        outcomes = job.collect(self.name, asked, self.seconds + _GRACE)
+        missing = {rank: job.why_gone(rank) for rank in asked if rank not in outcomes}
+        finding = self._conclude(outcomes, asked, missing)
+        job.missing |= missing.keys()
         job.put(f"{self.name}/finding", vars(finding))
         return finding
 
@@ -76,7 +78,7 @@ class Check:
         self, outcomes: Mapping[int, dict[str, Any]], ranks: Sequence[int], missing: Mapping[int, str]
     ) -> Finding:
         if all("value" in outcomes.get(rank, {}) for rank in ranks):
-            return self.judge([outcomes[rank]["value"] for rank in ranks])
+            return self.judge([outcomes[rank]["value"] if rank in ranks else None for rank in range(max(ranks) + 1)])
         texts = [f"rank {rank} does not answer: {why}" for rank, why in missing.items()]
         errors: dict[str, list[int]] = {}
         own = [rank for rank, outcome in outcomes.items() if "error" in outcome and not outcome["is_others"]]

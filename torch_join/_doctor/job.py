@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -68,6 +68,7 @@ class Job:
         local_world_size: How many there are on this host.
         store: The job's, once it is reached.
         device: What it trains on.
+        missing: On rank 0, the ranks that did not answer when they were asked.
         importing: The process that imports all frameworks, where it has been started.
     """
 
@@ -77,6 +78,7 @@ class Job:
     local_world_size: int = 1
     store: dist.Store | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009  it cannot be changed
+    missing: set[int] = field(default_factory=set)
     importing: "subprocess.Popen[str] | None" = None
 
     @classmethod
@@ -121,10 +123,10 @@ class Job:
         self.put(f"{name}/{self.rank}", value)
         return [self.get(f"{name}/{rank}", seconds) for rank in range(self.world_size)]
 
-    def collect(self, name: str, seconds: float) -> dict[int, Any]:
+    def collect(self, name: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
         """Return what ranks have said by this name, by rank: those that do it in time, and have not ended."""
         found: dict[int, Any] = {}
-        missing, deadline = {*range(self.world_size)}, time.monotonic() + seconds
+        missing, deadline = {*ranks}, time.monotonic() + seconds
         while missing:
             for rank in sorted(missing):
                 is_gone = self.has(gone(rank))  # asked first: it may have told that before
@@ -148,7 +150,7 @@ class Job:
         with suppress(Exception):
             self.put(f"end/{self.rank}", None)
             if self.rank == 0:
-                self.collect("end", seconds)
+                self.collect("end", {*range(self.world_size)} - self.missing, seconds)
 
     def _reached(self) -> dist.Store:
         assert self.store is not None

@@ -127,7 +127,7 @@ def _time_steps(
 
 def judge_cost(said: Sequence[Sequence[tuple[float, float]]]) -> Finding:
     """Report the median step, and the median of the pairs' ratios."""
-    slowest = [tuple(map(max, zip(*ranks, strict=True))) for ranks in zip(*said, strict=True)]
+    slowest = [[*map(max, zip(*ranks, strict=True))] for ranks in zip(*said, strict=True)]
     plain, joined = (statistics.median(times) for times in zip(*slowest, strict=True))
     ratio = statistics.median(with_join / without for without, with_join in slowest)
     text = f"an even step takes {plain:.2f} ms with plain DDP, {joined:.2f} ms with Join: {ratio:.2f} times as long"

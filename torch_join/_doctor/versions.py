@@ -46,8 +46,9 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def judge_versions(said: Sequence[Mapping[str, str]]) -> Finding:
+def judge_versions(ranks: Sequence[Mapping[str, str] | None]) -> Finding:
     """Report how the versions stand, and where ranks have different ones."""
+    said = [each for each in ranks if each is not None]
     standings, remedies, texts = {}, [], []
     for name in dict.fromkeys(name for each in said for name in each):
         versions = sorted({each.get(name, "none") for each in said})
@@ -66,7 +67,7 @@ def judge_versions(said: Sequence[Mapping[str, str]]) -> Finding:
             texts.append(f"{name} {versions[0]}")
     failed = "older than supported" in standings.values() or standings.get("torch_join") == "differs"
     warns = {"newer than any tested", "differs"} & {*standings.values()}
-    data = {"ranks": [*said], "standings": standings}
+    data = {"ranks": [*ranks], "standings": standings}
     verdict = "failed" if failed else "warning" if warns else "ok"
     return Finding("versions", verdict, ", ".join(texts), " ".join(remedies), data)  # type: ignore[arg-type]
 

@@ -1,0 +1,80 @@
+"""`python -m torch_join doctor`: alone, as ranks of a job, without any framework, and where a rank ends."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_join import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["store", "versions", "backend", "links", "epoch", "names", "cost"]
+DEADLINE = 150.0  # seconds; it takes 12 to 17 where nothing else runs on two cores
+WITHOUT = "import os, sys; sys.modules.update(dict.fromkeys({frameworks}))\n"
+FRAMEWORKS = ["lightning", "pytorch_lightning", "accelerate", "transformers", "torchmetrics"]
+
+
+def examine(folder: Path, *command: str, site: str = "") -> "subprocess.CompletedProcess[str]":
+    """Run the doctor; `site` is run first, in each of its processes."""
+    (folder / "sitecustomize.py").write_text(site)
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *(command or ("-m", "torch_join", "doctor", "--json"))],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+
+
+def checks_of(said: str) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in json.loads(said)["checks"]}
+
+
+def test_alone(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = examine(tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    document = json.loads(done.stdout)
+    checks = checks_of(done.stdout)
+    verdicts = {name: check["verdict"] for name, check in checks.items()}
+    # Other versions are tested too, and other processes may disturb what is measured.
+    assert {**verdicts, "versions": "", "cost": ""} == {**dict.fromkeys(NAMES, "ok"), "versions": "", "cost": ""}, done
+    assert (done.returncode, document["world_size"], document["torch_join"]) == (0, 3, __version__)
+    assert document["verdict"] in ("ok", "warning")
+    assert [each["batches"] for each in checks["epoch"]["data"]["ranks"]] == [0, 3, 5]
+    links = [each["connections"] for each in checks["links"]["data"]["ranks"]]
+    assert [[link["rank"] for link in each] for each in links] == [[1, 2], [0], [0]]
+    assert all(re.match(r"unix:torch_join |127\.", link["at"]) for each in links for link in each)
+    # Of two cores in twenty seconds.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 40
+
+
+def test_the_ranks_of_a_job_without_any_framework(tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torch_join", "doctor"]
+    done = examine(tmp_path, *command, site=WITHOUT.format(frameworks=FRAMEWORKS))
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert done.returncode == 0, done
+    assert [line.split()[1] for line in lines] == NAMES
+    assert "all 2 ranks reach it" in lines[0]
+    assert lines[NAMES.index("names")].endswith("all that is relied on is there: torch")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_ends_is_named(rank: int, tmp_path: Path) -> None:
+    site = WITHOUT.format(frameworks=FRAMEWORKS) + f"if os.environ.get('RANK') == '{rank}': os._exit(7)\n"
+    done = examine(tmp_path, site=site)
+    checks = checks_of(done.stdout)
+    assert done.returncode == 1
+    if rank == 0:  # which prints, as a rule
+        assert checks["ranks"]["text"] == "rank 0 ended with exit code 7"
+        return
+    assert checks["store"]["text"] == "rank 2 does not answer: its process ended with exit code 7"
+    assert [checks[name]["verdict"] for name in NAMES] == ["failed", "ok", *["not run"] * 3, "ok", "not run"]
