@@ -35,7 +35,7 @@ with _naming_missing("2.5.1 to 2.6.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
     from lightning_join._strategy import DDPJoinStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DDPJoinStrategy",

@@ -24,7 +24,7 @@ with _naming_missing(_TORCH, "torch"):
     from torch_join._tail.reader import windows
     from torch_join.join import Join
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EarlyTerminationError",

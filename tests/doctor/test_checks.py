@@ -51,7 +51,7 @@ def raise_on_rank_1(rank: int) -> Iterator[None]:
     def fail(_: Any) -> Any:
         raise ValueError("no loss here")
 
-    with mock.patch.object(training, "_loss", fail) if rank == 1 else contextlib.nullcontext():
+    with mock.patch.object(training, "loss_of", fail) if rank == 1 else contextlib.nullcontext():
         yield
 
 

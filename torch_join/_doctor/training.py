@@ -41,7 +41,7 @@ def train_unevenly(job: Job) -> dict[str, Any]:
     with Join([ddp, optimizer]) as join:
         for batch in join.batches([batch.to(job.device) for batch in batches[job.rank]]):
             optimizer.zero_grad()
-            _loss(ddp(batch)).backward()  # type: ignore[no-untyped-call]
+            loss_of(ddp(batch)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     _train_in_one_process(reference, batches)
     pairs = zip(network.parameters(), reference.parameters(), strict=True)
@@ -57,7 +57,7 @@ def _train_in_one_process(network: nn.Module, batches: Sequence[Sequence[Tensor]
         optimizer.zero_grad()
         for own in batches:
             if step < len(own):
-                (_loss(network(own[step])) / len(batches)).backward()  # type: ignore[no-untyped-call]
+                (loss_of(network(own[step])) / len(batches)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
@@ -118,7 +118,7 @@ def _time_steps(
                 torch.accelerator.synchronize()
             starts.append(time.perf_counter())
             optimizer.zero_grad()
-            _loss(ddp(batch)).backward()  # type: ignore[no-untyped-call]
+            loss_of(ddp(batch)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         if job.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -156,7 +156,8 @@ def _batches(rank: int, count: int, samples: int, width: int, dtype: torch.dtype
     return [torch.randn(samples, width, generator=generator, dtype=dtype) for _ in range(count)]
 
 
-def _loss(output: Tensor) -> Tensor:
+def loss_of(output: Tensor) -> Tensor:
+    """Return the mean of the squares."""
     return (output**2).mean()
 
 
