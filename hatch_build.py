@@ -6,7 +6,7 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-RELATIVE = re.compile(r"(\]\()(?!https?:|#|mailto:)")
+RELATIVE = re.compile(r"(!?)(\[[^]]*\]\()(?!https?:|#|mailto:)")
 
 
 class CustomMetadataHook(MetadataHookInterface):
@@ -15,5 +15,6 @@ class CustomMetadataHook(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Add the description."""
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
-        base = f"{metadata['urls']['Source']}/blob/main/"
-        metadata["readme"] = {"content-type": "text/markdown", "text": RELATIVE.sub(rf"\g<1>{base}", text)}
+        base = metadata["urls"]["Source"]
+        text = RELATIVE.sub(lambda link: f"{link[1]}{link[2]}{base}/{'raw' if link[1] else 'blob'}/main/", text)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}

@@ -62,14 +62,14 @@ def test_the_source_archive_holds_what_the_tests_need(built: Path) -> None:
 def test_the_description_is_the_readme_with_links_to_the_repository(wheel: zipfile.ZipFile) -> None:
     metadata, readme = metadata_of(wheel), (ROOT / "README.md").read_text()
     description = str(metadata.get_payload())
-    base = "https://github.com/torch-join/torch-join/blob/main/"
-    ours, theirs = (re.findall(r"\]\(([^)]+)\)", text) for text in (readme, description))
+    base = "https://github.com/torch-join/torch-join"
+    ours, theirs = (re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", text) for text in (readme, description))
     assert len(ours) == len(theirs) > 10
-    for link, absolute in zip(ours, theirs, strict=True):
+    for (is_image, link), (_, absolute) in zip(ours, theirs, strict=True):
         is_relative = not link.startswith(("https://", "#"))
-        assert absolute == (base + link if is_relative else link)
+        assert absolute == (f"{base}/{'raw' if is_image else 'blob'}/main/{link}" if is_relative else link)
         assert not is_relative or (ROOT / link.partition("#")[0]).exists(), link
-    assert description.replace(base, "") == readme.replace(base, "")
+    assert re.sub(rf"\({base}/(?:raw|blob)/main/", "(", description) == readme
 
 
 def test_python_versions_are_those_that_are_tested(wheel: zipfile.ZipFile) -> None:
