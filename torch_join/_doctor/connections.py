@@ -66,10 +66,9 @@ STORE = Check(
 
 def add_up(job: Job) -> dict[str, Any]:
     """Begin the process group, unless there is one, and add up a tensor over all ranks."""
-    kind = torch.accelerator.current_accelerator()
-    choice = "cpu"
-    if kind is not None and torch.accelerator.device_count() >= job.local_world_size:
-        choice = kind.type
+    there = torch.accelerator.device_count()
+    kind = torch.accelerator.current_accelerator() if there else None  # where there is none, older torch (2.6) raises
+    choice = "cpu" if kind is None or there < job.local_world_size else kind.type
     if len({*job.share("choice", choice, _MEETS_WITHIN)}) > 1 or dist.get_default_backend_for_device(choice) == "gloo":
         choice = "cpu"
     if choice != "cpu":
@@ -97,7 +96,6 @@ def add_up(job: Job) -> dict[str, Any]:
     )
     backend = dist.get_backend()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else None  # type: ignore[no-untyped-call]
-    there = torch.accelerator.device_count() if kind is not None else 0
     return {
         "device": str(job.device),
         "name": name,
