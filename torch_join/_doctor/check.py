@@ -89,7 +89,8 @@ class Check:
                 errors.setdefault(outcome["error"], []).append(rank)
         texts += [f"{name_ranks(who)}: {error}" for error, who in [*errors.items()][:_MOST_ERRORS]]
         stacks = {str(rank): outcome["stack"] for rank, outcome in outcomes.items() if "stack" in outcome}
-        return Finding(self.name, "failed", "; ".join(texts), self.remedy, {"stacks": stacks}, is_broken=True)
+        remedy = f"Find out why {name_ranks(missing)} ended or stopped." if missing and self.needs else self.remedy
+        return Finding(self.name, "failed", "; ".join(texts), remedy, {"stacks": stacks}, is_broken=True)
 
 
 def _innermost(stack: Sequence[str]) -> str:
