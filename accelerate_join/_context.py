@@ -45,8 +45,8 @@ def join_uneven_inputs(
             torch `Joinable`s and anything with `state_dict` and `load_state_dict`.
         even_batches: Overrides the setting of prepared loaders within; `None` leaves it as it is.
         **options: What `torch_join.Join` takes by keyword: `weighting`, `throw_on_early_termination`, `may_break`,
-            `timeout`, `audit`, `hand_over_ignored`, `hand_over_buffers`, `backward_collectives`, `rebalance`, and
-            options for hooks.
+            `timeout`, `audit`, `hand_over_ignored`, `hand_over_buffers`, `backward_collectives`, `rebalance`,
+            `monitor` (a `torch_join.JoinMonitor`, whose numbers go to the trackers too), and options for hooks.
 
     Returns:
         The context, which gives the `torch_join.Join`: its `batches` takes loaders that Accelerate has not prepared.
@@ -258,8 +258,10 @@ class AcceleratorContext:
         self.join = _Join(things, enable, **options)
         self._driver = driver_of(self.join)
         self._driver.tail.changes_freely = progress
+        self._driver.log_epoch = lambda values, step: accelerator.log(values, step=step)
         if enable:
             self.operations = self._driver.add(partial(Operations, accelerator, progress))
+            self._driver.log_epoch = self.operations.log_epoch
 
     def _find_loader(self) -> PreparedLoader | None:
         reader = self._driver.reader

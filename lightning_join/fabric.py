@@ -33,7 +33,7 @@ class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
 
     Args:
         *args: `DDPStrategy`'s positional arguments.
-        **kwargs: `Join`'s options (`weighting`, `rebalance`, `may_break`, ...), `joinables`, and `DDPStrategy`'s own
+        **kwargs: `Join`'s options (`weighting`, `rebalance`, `monitor`, ...), `joinables`, and `DDPStrategy`'s own
             arguments, of which `timeout` is also how long a rank waits for another in a loop.
 
     Raises:

@@ -1,8 +1,8 @@
 """Training on uneven inputs that just works, and trains exactly: the core, on torch alone.
 
 `join.py` is where to begin reading. Below it lie subpackages, each of which imports only those before it: `_base`,
-`_compat`, `_control`, `_schedule`, `_shadow`, `_collectives`, `_handover`, `_participants`, `_tail`, `_lockstep`.
-Adapters to frameworks import `integration` besides what is here. `python -m torch_join doctor` is `_doctor`.
+`_compat`, `_control`, `_monitor`, `_schedule`, `_shadow`, `_collectives`, `_handover`, `_participants`, `_tail`,
+`_lockstep`. Adapters to frameworks import `integration` besides what is here. `python -m torch_join doctor` is `_doctor`.
 """
 
 from torch_join._base.errors import (
@@ -20,6 +20,7 @@ from torch_join._base.names import naming_missing as _naming_missing
 with _naming_missing(_TORCH, "torch"):
     from torch_join._base.sampler import UnpaddedDistributedSampler
     from torch_join._base.weighting import Weighting
+    from torch_join._monitor.monitor import JoinMonitor
     from torch_join._participants import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
     from torch_join._tail.reader import windows
     from torch_join.join import Join
@@ -30,6 +31,7 @@ __all__ = [
     "EarlyTerminationError",
     "Join",
     "JoinError",
+    "JoinMonitor",
     "JoinTimeoutError",
     "JoinTypeError",
     "JoinValueError",

@@ -30,13 +30,13 @@ from torch_join._handover.objects import gather as gather_objects
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.lockstep_join import LockstepJoin
 from torch_join._lockstep.step_driver import StepDriver
+from torch_join._monitor.records import EpochRecord, RankRecord
 from torch_join._participants import ModuleMetrics, Participant
 from torch_join._participants.arguments import listed
 from torch_join._participants.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join._participants.options import JoinOptions, Options, renamed, warn_renamed, whole_signature
 from torch_join._participants.participant import Driver
 from torch_join._schedule.active_ranks import ReadStep, early_termination
-from torch_join._schedule.epoch_record import EpochRecord, RankRecord
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.positions import LoaderPlace, has_epoch, told_epochs
 from torch_join._schedule.rebalancer import Rebalancer

@@ -13,6 +13,7 @@ from torch_join._base.weighting import Weighting
 from torch_join._collectives.gather_active import gather_active
 from torch_join._control.rendezvous import open_channel
 from torch_join._handover.audit import Often
+from torch_join._monitor.monitor import JoinMonitor
 from torch_join._participants._torch.joinable import unwrap
 from torch_join._participants.arguments import check_given, check_options, listed
 from torch_join._participants.options import Options, renamed
@@ -56,10 +57,12 @@ class Join(TorchJoin):
             in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
         rebalance: Whether ranks that have run out of batches get some of others', so that all train until the end.
             Loops must be over `batches`, and be left on all ranks at the same step.
+        monitor: What measures each loop over `batches` and what uneven inputs cost there: see `JoinMonitor`.
         **hooks: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
 
     Raises:
-        JoinValueError: `joinables` is empty, or has different process groups.
+        JoinValueError: `joinables` is empty, or has different process groups. Or there is a monitor, and several ranks
+            that do not meet, by `enable=False`.
         JoinTypeError: One of them is of a type that cannot take part; or there is no such argument, and no hook that
             could take it.
         EarlyTerminationError: See `throw_on_early_termination`.
@@ -80,6 +83,7 @@ class Join(TorchJoin):
         hand_over_buffers: bool | None = None,
         backward_collectives: bool = False,
         rebalance: bool = False,
+        monitor: JoinMonitor | None = None,
         **hooks: Any,
     ) -> None:
         self._use(joinables, Options.of(locals()))

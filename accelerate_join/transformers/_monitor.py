@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable
+from os import PathLike
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from torch_join import JoinMonitor as CoreMonitor
 from torch_join import JoinTypeError
 from torch_join.integration import Channel, EpochRecord, RankRecord
 
@@ -21,17 +23,24 @@ class JoinMonitor(TrainerCallback):
     `join/batches_rank_0`, `join/shadow_steps_rank_0`, `join/active_seconds_rank_0`, and so on. Evaluations are left out
     of seconds.
 
+    Args:
+        report: Where to write, after each epoch, a page that shows all of this: see `torch_join.JoinMonitor`.
+        plot: Where to write a PNG file with a bar per rank then, by matplotlib.
+
     Attributes:
         epochs: What all ranks did in each epoch, the same on every rank.
 
     Raises:
-        JoinTypeError: When an epoch ends: the trainer of several ranks is none with `JoinTrainerMixin`.
+        JoinTypeError: `report` or `plot` is no path. When an epoch ends: the trainer of several ranks is none with
+            `JoinTrainerMixin`.
+        JoinValueError: `plot` is given and matplotlib is missing.
     """
 
     _joined_at: int | None
 
-    def __init__(self) -> None:
-        self.epochs: list[EpochRecord] = []
+    def __init__(self, report: str | PathLike[str] | None = None, *, plot: str | PathLike[str] | None = None) -> None:
+        self._monitor = CoreMonitor(report, plot=plot)
+        self.epochs: list[EpochRecord] = self._monitor.epochs
         self._watched: _Watched | None = None
         self._begin()
 
@@ -69,8 +78,9 @@ class JoinMonitor(TrainerCallback):
         channel, log = self._watched
         mine = RankRecord(self._batches, self._shadow_steps, self._joined_at, active, seconds)
         record = EpochRecord(len(self.epochs), tuple(channel.gather(mine, of=RankRecord)))
-        self.epochs.append(record)
+        self._monitor.add(record)
         if state.is_world_process_zero:
+            self._monitor.write()
             _logger.warning(f"JoinMonitor: {record}")
         log(record.metrics())
 

@@ -20,7 +20,7 @@ from lightning_join._collectives import active_places, is_mean
 from lightning_join._fabric.joined_loader import JoinedLoader
 from lightning_join._fabric.operations import Operations
 from lightning_join._reading.samplers import deals_out_shards, is_dealt_out, mark_injected, without_padding
-from torch_join import Join, JoinError, UnsupportedError, Weighting
+from torch_join import Join, JoinError, JoinMonitor, UnsupportedError, Weighting
 from torch_join.integration import (
     Channel,
     LoaderPlace,
@@ -52,6 +52,7 @@ class Joins:
         *args: The positional arguments of Fabric's own.
         joinables: What takes part besides all that is set up: averages, metrics, LR schedulers.
         weighting: As in `torch_join.Join`; so is the rest.
+        monitor: A `torch_join.JoinMonitor`, whose numbers go to Fabric's loggers too.
         **kwargs: The keyword arguments of Fabric's own.
 
     Attributes:
@@ -84,6 +85,7 @@ class Joins:
         hand_over_buffers: bool | None = None,
         backward_collectives: bool = False,
         rebalance: bool = False,
+        monitor: JoinMonitor | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -252,6 +254,7 @@ class Joins:
         is_own, join = join is None, join or self._new_join()
         driver = driver_of(join)
         self._driver, self._operations = driver, driver.add(partial(Operations, self))
+        driver.log_epoch = self.log_own
         try:
             with own_loops.begin(self, driver if is_own else None):
                 join.__enter__()

@@ -1,10 +1,7 @@
 """`JoinMonitor`: how uneven the dataloaders are, and what that costs."""
 
 import time
-from collections.abc import Sequence
-from importlib.util import find_spec
 from os import PathLike
-from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -16,11 +13,9 @@ from lightning_join import _compat
 from lightning_join._base_strategy import Joining
 from lightning_join._callback import JOINING, JoinCallback
 from lightning_join._packages import check_trainer
+from torch_join import JoinMonitor as CoreMonitor
 from torch_join import JoinTypeError, JoinValueError
 from torch_join.integration import Channel, EpochRecord, RankRecord
-
-_ACTIVE, _JOINED = "#4c72b0", "#dddddd"
-_BARS = {_ACTIVE: "active", _JOINED: "joined"}
 
 
 class JoinMonitor(Callback):
@@ -33,6 +28,8 @@ class JoinMonitor(Callback):
     ranks' seconds, from 0 to 1), `join/epoch_seconds`, and for each rank `join/batches_rank_0`,
     `join/shadow_steps_rank_0` and `join/active_seconds_rank_0` (until it joined). With more than 16
     ranks the last three are `join/batches_min`, `join/batches_mean`, `join/batches_max` and so on.
+    Of all ranks: `join/idle_seconds`, added up; `join/skew`, the longest rank's batches over the mean; and what
+    rebalancing would save, `join/steps_to_save` and `join/seconds_to_save` (an estimate, by the mean step).
     Where batches are rebalanced also `join/donated`, `join/donated_bytes` and `join/steps_saved`, of all ranks.
 
     It warns, once a fit, when the skew is so large that resharding would pay more than joining. With
@@ -42,14 +39,15 @@ class JoinMonitor(Callback):
     resharding has paid after ten.
 
     Args:
+        report: Where to write, after each epoch, a page that shows all of this: see `torch_join.JoinMonitor`.
         plot: Where to write, when the fit ends, a PNG file with a bar per rank that shows when it was active
             and joined. It takes matplotlib (`pip install 'torch-join[plot]'`).
         reshard_above: The share of an epoch's steps that even shards must save for the warning, from 0 to 1.
 
     Raises:
         JoinValueError: `reshard_above` is not from 0 to 1, or `plot` is given and matplotlib is missing.
-        JoinTypeError: `plot` is no path. When a run begins: the strategy does not join, or the trainer is not
-            Lightning's.
+        JoinTypeError: `plot` or `report` is no path. When a run begins: the strategy does not join, or the trainer is
+            not Lightning's.
 
     Attributes:
         epochs: What all ranks did in each epoch of the fit, the same on every rank.
@@ -60,15 +58,19 @@ class JoinMonitor(Callback):
 
     _joined_at: int | None
 
-    def __init__(self, plot: str | Path | None = None, *, reshard_above: float = 0.1) -> None:
+    def __init__(
+        self,
+        plot: str | PathLike[str] | None = None,
+        *,
+        report: str | PathLike[str] | None = None,
+        reshard_above: float = 0.1,
+    ) -> None:
         if not 0 <= reshard_above <= 1:
             raise JoinValueError(f"reshard_above is a share of steps, from 0 to 1, got {reshard_above!r}.")
-        if plot is not None:
-            _check_plot(plot)
-        self._plot = None if plot is None else Path(plot)
+        self._monitor = CoreMonitor(report, plot=plot)
         self._reshard_above = reshard_above
         self._warned = False
-        self.epochs: list[EpochRecord] = []
+        self.epochs: list[EpochRecord] = self._monitor.epochs
         self._given_bytes = 0
         self._paused = 0.0  # seconds of validation, and when the current one began
         self._validation_start = 0.0
@@ -130,14 +132,15 @@ class JoinMonitor(Callback):
         )
         channel = cast(Channel, getattr(trainer.strategy, "channel", None) or Channel())
         record = EpochRecord(trainer.current_epoch, tuple(channel.gather(mine, of=RankRecord)))
-        self.epochs.append(record)
+        rebalances = isinstance(trainer.strategy, Joining) and trainer.strategy.options.rebalance
+        self._monitor.add(record, rebalances)
         rank_zero_info(f"JoinMonitor: {record}")
         if trainer.is_global_zero:
+            self._monitor.write(plots=False)
             for logger in trainer.loggers:
                 logger.log_metrics(record.metrics(), step=_compat.epoch_end_step(trainer))
         if record.saving > self._reshard_above and not self._warned:
             self._warned = True
-            rebalances = isinstance(trainer.strategy, Joining) and trainer.strategy.options.rebalance
             rank_zero_warn(
                 f"Even shards would save {record.saving:.0%} of the steps of epoch {record.epoch}, more than the"
                 f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...): over several epochs it pays to deal the"
@@ -147,14 +150,14 @@ class JoinMonitor(Callback):
             )
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._draw(trainer)
+        self._write(trainer)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        self._draw(trainer)
+        self._write(trainer)
 
-    def _draw(self, trainer: "pl.Trainer") -> None:
-        if self._plot is not None and self.epochs and trainer.is_global_zero:
-            _draw_timeline(self.epochs, self._plot)
+    def _write(self, trainer: "pl.Trainer") -> None:
+        if trainer.is_global_zero:
+            self._monitor.write()
 
     def _begin(self) -> None:
         self._batches = self._shadow_steps = self._received = 0
@@ -171,50 +174,3 @@ def _given(trainer: Any) -> tuple[int, int]:
     strategy = trainer.strategy
     plan = strategy.join.plan if isinstance(strategy, Joining) and strategy.join is not None else None
     return (plan.donated, strategy.rebalancing.nbytes) if plan is not None else (0, 0)
-
-
-def _check_plot(path: object) -> None:
-    """Raise if nothing can be drawn, or not there.
-
-    Raises:
-        JoinTypeError: `path` is no path.
-        JoinValueError: There is no matplotlib; naming what to install.
-    """
-    if not isinstance(path, (str, PathLike)):
-        raise JoinTypeError(
-            f"plot is the path of the PNG file to write, got {path!r}. Write JoinMonitor(plot='timeline.png'), or leave"
-            " `plot` out."
-        )
-    if find_spec("matplotlib") is None:
-        raise JoinValueError(
-            "JoinMonitor(plot=...) draws with matplotlib, which is not installed: `pip install 'torch-join[plot]'`,"
-            " or leave `plot` out."
-        )
-
-
-def _draw_timeline(epochs: Sequence[EpochRecord], path: Path) -> None:
-    """Write a bar per rank, over the epochs' seconds, as a PNG file."""
-    # Not by way of pyplot, whose figures and backend are the user's.
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    world_size = len(epochs[0].ranks)
-    figure = Figure(figsize=(10, min(30.0, 1.5 + 0.3 * world_size)), layout="constrained")
-    axes = figure.subplots()
-    bars: dict[str, list[list[tuple[float, float]]]] = {color: [[] for _ in range(world_size)] for color in _BARS}
-    start = 0.0
-    for epoch in epochs:
-        axes.axvline(start, color="black", linewidth=0.5)
-        for number, rank in enumerate(epoch.ranks):
-            bars[_ACTIVE][number].append((start, rank.active_seconds))
-            bars[_JOINED][number].append((start + rank.active_seconds, rank.seconds - rank.active_seconds))
-        start += epoch.seconds
-    for color, label in _BARS.items():
-        for number, spans in enumerate(bars[color]):
-            axes.broken_barh(spans, (number - 0.4, 0.8), color=color, label=None if number else label)
-    axes.set(xlim=(0, start or 1), xlabel="seconds of training epochs, one after the other", ylabel="rank")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.invert_yaxis()
-    figure.legend(loc="outside upper right", ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")

@@ -23,7 +23,7 @@ PACKAGES = [torch_join, lightning_join, pytorch_lightning_join, accelerate_join]
 
 PUBLIC = {
     torch_join: """
-        EarlyTerminationError Join JoinError JoinTimeoutError JoinTypeError JoinValueError JoinableMetric
+        EarlyTerminationError Join JoinError JoinMonitor JoinTimeoutError JoinTypeError JoinValueError JoinableMetric
         JoinableModel JoinableOptimizer JoinableState PeerFailedError UnpaddedDistributedSampler
         UnsupportedError Weighting windows
     """,

@@ -13,6 +13,7 @@ from torch_join._base.errors import JoinTypeError, JoinValueError
 from torch_join._base.weighting import Weighting, resolve_weighting
 from torch_join._control.channel import TIMEOUT
 from torch_join._handover.audit import Often
+from torch_join._monitor.monitor import JoinMonitor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +34,7 @@ class JoinOptions(TypedDict, total=False):
     hand_over_buffers: bool | None
     backward_collectives: bool
     rebalance: bool
+    monitor: JoinMonitor | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Options:
         hooks: What goes to every `join_hook`.
 
     Raises:
-        JoinTypeError: `timeout` is not a time.
+        JoinTypeError: `timeout` is not a time, or `monitor` no `JoinMonitor`.
         JoinValueError: Something contradicts `rebalance`.
     """
 
@@ -57,6 +59,7 @@ class Options:
     hand_over_buffers: bool | None = None
     backward_collectives: bool = False
     rebalance: bool = False
+    monitor: JoinMonitor | None = None
     hooks: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,6 +68,12 @@ class Options:
             raise JoinTypeError(
                 f"timeout is how long a rank waits for another, as a datetime.timedelta, got {self.timeout!r}. Write"
                 f" timeout=timedelta(seconds={seconds})."
+            )
+        if not (self.monitor is None or isinstance(self.monitor, JoinMonitor)):
+            raise JoinTypeError(
+                f"monitor is a torch_join.JoinMonitor, got {self.monitor!r}. Write monitor=JoinMonitor('report.html')"
+                " after `from torch_join import JoinMonitor`. Those of lightning_join and of"
+                " accelerate_join.transformers are callbacks of a Trainer."
             )
         if self.rebalance and self.may_break:
             raise JoinValueError(

@@ -8,6 +8,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch
+
 from torch_join._base.devices import use_device
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
@@ -15,6 +17,7 @@ from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
+from torch_join._monitor.stopwatch import Stopwatch
 from torch_join._participants.arguments import common_group
 from torch_join._participants.clears import Clears, innermost_optimizer
 from torch_join._participants.custom import CustomParticipant
@@ -71,6 +74,7 @@ class Loop:
         even_until: Before this step, each is sure to be as the one before: all ranks have a batch, and more to come.
         first: The step with which it begins: later than 0 where it is resumed.
         source: Reads this rank's own batches, where these are rebalanced.
+        stopwatch: Measures it, where the user has given a monitor.
     """
 
     reader: Reader[Any]
@@ -86,6 +90,7 @@ class Loop:
     even_until: int = 0
     first: int = 0
     source: Reader[Any] | None = None
+    stopwatch: Stopwatch | None = None
 
 
 class LoopDriver(Driver):
@@ -110,6 +115,7 @@ class LoopDriver(Driver):
         plain_steps: How many steps there were outside of `batches`.
         positions: Begins loops where a state that was loaded says that they go on.
         find_other_place: Returns this rank's place in another loader than that of the loop, by a number.
+        log_epoch: Is given what a monitor says of a loop that has ended, and its last step's number, in all loops.
     """
 
     end_with_loop: Callable[[], None] | None = None
@@ -128,7 +134,13 @@ class LoopDriver(Driver):
         self._clears: list[Clears] = []
         self._unbegun = Unbegun()
         self.find_other_place: Callable[[int], LoaderPlace | None] = lambda _: None
+        self.log_epoch: Callable[[dict[str, float], int], None] = lambda *_: None
         enabled = options.enable
+        if options.monitor is not None and not enabled and self.members.world_size > 1:
+            raise JoinValueError(
+                "monitor= with enable=False: the ranks do not meet, so that nobody knows how uneven their inputs are."
+                " Leave monitor= out."
+            )
         self.positions = Resuming(self.members.rank if enabled else 0, self.members.world_size if enabled else 1)
         self._renew_tail_log()
         self._reset()
@@ -379,16 +391,28 @@ class LoopDriver(Driver):
         if not self.options.enable:
             self.step_number = max(0, self.positions.first_step)
             reader = self.positions.open(loader, reader_of)
-            self._loop, self.place = Loop(reader, asked=True), Place.LOOP
+            alone = self._loop = Loop(reader, asked=True, first=self.step_number)
+            self.place = Place.LOOP
+            if self.options.monitor is not None:
+                alone.stopwatch = Stopwatch(alone.first)
             try:
                 while reader.has_next():
-                    yield reader.take()
+                    batch = reader.take()
+                    if alone.stopwatch is not None:
+                        alone.stopwatch.take(received=False)
+                    yield batch
+                    if alone.stopwatch is not None:
+                        alone.stopwatch.ask()
                     self.step_number += 1
             except GeneratorExit:
                 reader.leave()
+                if alone.stopwatch is not None:
+                    alone.stopwatch.leave()
+                self._measure(alone)
                 raise
             finally:
                 self.place = Place.ENDED
+            self._measure(alone)
             return
         with self._telling:
             loop = self._begin_loop(loader, reader_of, asks and self.asks)
@@ -403,7 +427,11 @@ class LoopDriver(Driver):
                     loop.stepped = not has_models
                     batch = loop.reader.take()
                     self.tail_log.in_window = type(batch) is Window
+                if loop.stopwatch is not None:
+                    loop.stopwatch.take(received=self.share is not None and self.share.owner != self.members.rank)
                 yield batch
+                if loop.stopwatch is not None:
+                    loop.stopwatch.ask()
                 loop.reads_ahead = loop.reads_ahead or not loop.forwarded
                 if not self._is_in(loop):
                     if loop.reader.has_next():
@@ -417,6 +445,7 @@ class LoopDriver(Driver):
         finally:
             if self._is_in(loop):
                 self._finish_loop()
+        self._measure(loop)
 
     def _begin_loop(
         self, loader: Iterable[Any], reader_of: Callable[[Iterable[Any]], Reader[Any]], asks: bool
@@ -451,13 +480,32 @@ class LoopDriver(Driver):
         _nesting.refuse_unasked(self.members.named(rank for rank, way in enumerate(ways) if way in refused))
         if self.members.meets_late:
             self.tail_log.tap.install()
+        given_bytes = self._rebalancing.nbytes  # before the first batches are
         loop.schedule = self._choose_schedule(loop, lengths)
         self.place, self.step_number = Place.LOOP, loop.first
         self._steps.forget()
         self.tail_log.parting.begin_loop(self.tail_log.channel)
         for model in self.tail_log.models():
             model.begin_loop()
+        if self.options.monitor is not None:
+            loop.stopwatch = Stopwatch(loop.first, given_bytes)
         return loop
+
+    def _measure(self, loop: Loop) -> None:
+        """Have the monitor note a loop that has ended; all ranks meet."""
+        stopwatch, loop.stopwatch = loop.stopwatch, None
+        if (monitor := self.options.monitor) is None or stopwatch is None:
+            return
+        plan = self._rebalancing.current
+        mine = stopwatch.stop(0 if plan is None else plan.donated, self._rebalancing.nbytes)
+        if self.options.enable:
+            trains, channel = bool(loop.trains) or not self.tail_log.models(), self.tail_log.channel
+        else:
+            trains, channel = torch.is_grad_enabled(), Channel()  # of one rank
+        with self._telling:
+            record = monitor.add_loop(mine, channel, trains, self._rebalancing.enabled)
+            if record is not None:
+                self.log_epoch(record.metrics(), monitor.steps - 1)
 
     def _choose_schedule(self, loop: Loop, lengths: Sequence[int | None]) -> Schedule:
         self.step.check = None
@@ -490,6 +538,8 @@ class LoopDriver(Driver):
         """Leave a loop by `break`; `at_once` unless this rank's own code has gone on since."""
         loop, in_tail = self._loop, self.members.announces
         assert loop is not None
+        if loop.stopwatch is not None:
+            loop.stopwatch.leave()
         (loop.source or loop.reader).leave()
         self.tail_log.remember_gradients()
         lengths = loop.schedule.lengths
@@ -523,6 +573,7 @@ class LoopDriver(Driver):
             self.place, self.tail_log.has_to_meet = Place.OUTSIDE, False
             raise
         self._finish_loop()
+        self._measure(loop)
 
     def _go_to_end(self, loop: Loop) -> None:
         """Go, without batches, to where all ranks have joined."""
@@ -731,6 +782,11 @@ class LoopDriver(Driver):
             raise JoinValueError(
                 "A forward outside of a loop over join.batches, with rebalance=True: in a plain `for`, nothing can"
                 " bring this rank another one's batch. Write `for batch in join.batches(loader)`."
+            )
+        if self.options.monitor is not None and not self._loops:
+            raise JoinValueError(
+                "A forward outside of a loop over join.batches, with monitor=...: in a plain `for`, nobody can tell"
+                " where an epoch begins and ends. Write `for batch in join.batches(loader)`."
             )
         self.step.meet()
         self.place = Place.PLAIN

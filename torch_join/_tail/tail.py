@@ -180,7 +180,8 @@ class Tail:
     @property
     def given(self) -> list[str]:
         """What this rank's `Join` was given, for `compare_given`."""
-        return [type(thing).__name__ for thing in self._objects]
+        monitor = [] if self._options.monitor is None else ["a monitor"]
+        return [type(thing).__name__ for thing in self._objects] + monitor
 
     def compare_given(self, everyone: Sequence[list[str]]) -> None:
         """Compare what the ranks' `Join`s were given.

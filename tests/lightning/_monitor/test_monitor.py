@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy, JoinCallback, JoinMonitor
-from lightning_join._monitor import monitor as _monitor
 from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit, Module, build_trainer, fit
 from tests.support.run import Batch
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
+from torch_join._monitor import plot as _plot
 from torch_join.integration import EpochRecord, RankRecord
 
 SECONDS, VALIDATION = 0.03, 0.25
@@ -54,7 +54,7 @@ class Slow(Monitored):
     ids=["sized", "iterable"],
 )
 def test_the_numbers_of_each_epoch(workers: Workers, case: Fit, with_callback: bool, tmp_path: Path) -> None:
-    monitor = JoinMonitor(tmp_path / "plots" / "timeline.png")
+    monitor = JoinMonitor(tmp_path / "plots" / "timeline.png", report=tmp_path / "report.html")
     options = {
         "strategy": "ddp" if with_callback else "ddp_join",
         "callbacks": [monitor, *([JoinCallback()] if with_callback else [])],
@@ -81,6 +81,10 @@ def test_the_numbers_of_each_epoch(workers: Workers, case: Fit, with_callback: b
     assert warnings.count("Even shards would save 33% of the steps of epoch 0") == 1
     assert warnings.count("Even shards") == 1
     assert (tmp_path / "plots" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+    report = (tmp_path / "report.html").read_text()
+    assert f"{case.world_size} ranks, 2 epochs, {2 * sum(case.lengths)} batches" in report
+    assert f"<strong class=cost>{epochs[0].steps_to_save + epochs[1].steps_to_save} steps</strong>" in report
 
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     rows = [row for row in csv.DictReader(lines) if row["join/idle_share"]]
@@ -155,14 +159,14 @@ def test_shares() -> None:
 def test_many_ranks_are_summed_up() -> None:
     epoch = record(*((10, 10.0) for _ in range(14)), (2, 2.0), (4, 5.0), (6, 7.0))
     values = epoch.metrics()
-    assert len(values) == 2 + 9
+    assert len(values) == 6 + 9
     assert (values["join/batches_min"], values["join/batches_max"]) == (2, 10)
     assert values["join/shadow_steps_mean"] == pytest.approx(18 / 17)
     assert str(epoch) == (
         "Epoch 3: 152 batches (2 to 10 on 17 ranks) in 10.0 s, 9% of rank-seconds idle."
         " Joined: rank 14 at batch 2 after 2.0 s, 1 more, rank 16 at batch 6 after 7.0 s."
     )
-    assert len(record(*((10, 10.0) for _ in range(16))).metrics()) == 2 + 3 * 16
+    assert len(record(*((10, 10.0) for _ in range(16))).metrics()) == 6 + 3 * 16
 
 
 def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +174,7 @@ def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPat
         JoinMonitor(reshard_above=30)
     with pytest.raises(JoinTypeError, match=r"got True. Write JoinMonitor\(plot='timeline.png'\)"):
         JoinMonitor(plot=True)  # type: ignore[arg-type]
-    monkeypatch.setattr(_monitor, "find_spec", lambda name: None)
+    monkeypatch.setattr(_plot, "find_spec", lambda name: None)
     with pytest.raises(JoinValueError, match=r"pip install 'torch-join\[plot\]'"):
         JoinMonitor("timeline.png")
     JoinMonitor()

@@ -1,0 +1,1 @@
+"""Tests of `torch_join/_monitor`."""

@@ -1,0 +1,223 @@
+"""`JoinMonitor` in plain loops: numbers of loops whose sleeps and batches are known, and what is no epoch."""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.core._monitor.epochs import make_epochs
+from tests.support.workers import Workers
+from torch_join import Join, JoinMonitor, JoinTypeError, JoinValueError
+from torch_join.integration import Channel, EpochRecord
+
+BODY, READING = 0.04, 0.02  # seconds of sleep, of a step
+LENGTHS = (2, 6, 0)  # rank 0 is the first to run out of some
+
+
+class Slow:
+    """Batches that take a while to read; without a length where it is a stream."""
+
+    def __init__(self, length: int, stream: bool) -> None:
+        self.data = list(torch.arange(4.0 * length).reshape(length, 4, 1))
+        if not stream:
+            self.__class__ = Sized
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self.data:
+            time.sleep(READING)
+            yield batch
+
+
+class Sized(Slow):
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def train(
+    rank: int,
+    lengths: tuple[int, ...],
+    folder: str = "",
+    *,
+    epochs: int = 2,
+    stream: bool = False,
+    leaves: tuple[int, ...] = (),
+    evaluates: bool = False,
+    monitored: tuple[bool, ...] = (),
+    **options: Any,
+) -> tuple[list[EpochRecord], list[float], int]:
+    """Return what the monitor has, how long each loop took, and how often ranks met.
+
+    Args:
+        leaves: By rank, after which batch it leaves the loop.
+        evaluates: Whether each epoch is followed by a loop without backward.
+        monitored: By rank, whether it has a monitor.
+    """
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    monitor = JoinMonitor(folder or None) if (not monitored or monitored[rank]) else None
+    took = []
+    count = [0]
+
+    def counting(own: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            return own(*args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(Channel, "gather", counting(Channel.gather)),
+        mock.patch.object(Channel, "arrive", counting(Channel.arrive)),
+    ):
+        for _ in range(epochs):
+            loader: Iterable[Tensor] = Slow(lengths[rank], stream)
+            if options.get("rebalance") or not stream:
+                loader = list(loader)
+            begin = time.monotonic()
+            with Join([model, optimizer], monitor=monitor, timeout=timedelta(seconds=20), **options) as join:
+                for index, batch in enumerate(join.batches(loader)):
+                    optimizer.zero_grad()
+                    model(batch).sum().backward()
+                    optimizer.step()
+                    time.sleep(BODY)
+                    if leaves and index + 1 == leaves[rank]:
+                        break
+                took.append(time.monotonic() - begin)
+                if evaluates:
+                    with torch.no_grad():
+                        for batch in join.batches(loader):
+                            model(batch)
+    return [] if monitor is None else monitor.epochs, took, count[0]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["sized", "stream"])
+def test_the_numbers_of_each_epoch(workers: Workers, stream: bool, tmp_path: Path) -> None:
+    results = workers.run(3, _train, LENGTHS, {"folder": str(tmp_path / "new"), "stream": stream, "evaluates": True})
+    longest = max(LENGTHS)
+    (epochs, took, _) = results[0]
+    assert len(epochs) == 2  # and no evaluation
+    assert all(theirs == epochs for theirs, *_ in results)
+    for number, epoch in enumerate(epochs):
+        assert (epoch.epoch, epoch.batches, epoch.steps, epoch.even_steps, epoch.steps_to_save) == (number, 8, 6, 3, 3)
+        assert epoch.skew == pytest.approx(6 * 3 / 8)
+        assert epoch.seconds_to_save == pytest.approx(epoch.seconds / 2)
+        for rank, length in zip(epoch.ranks, LENGTHS, strict=True):
+            assert (rank.batches, rank.shadow_steps) == (length, longest - length)
+            assert rank.joined_at == (length if length < longest else None)
+            # On busy cores all takes longer, but for what it sleeps.
+            assert rank.active_seconds >= length * (BODY + READING * stream)
+            assert rank.reading_seconds is not None
+            assert rank.active_seconds - rank.reading_seconds >= length * BODY * 0.99
+            assert rank.reading_seconds >= length * READING * stream
+            assert rank.seconds <= took[number]
+            assert rank.idle_seconds >= (longest - length) * BODY * 0.99
+            assert not rank.left
+        assert epoch.ranks[2].active_seconds == 0
+        assert epoch.idle_share == pytest.approx(epoch.idle_seconds / sum(rank.seconds for rank in epoch.ranks))
+        assert epoch.idle_seconds == pytest.approx(sum(rank.idle_seconds for rank in epoch.ranks))
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["join-report.html"]
+
+
+def _train(rank: int, lengths: tuple[int, ...], options: dict[str, Any]) -> Any:
+    return train(rank, lengths, **options)
+
+
+def test_nothing_is_sent_in_steps(workers: Workers) -> None:
+    met = {}
+    for monitored in (False, True):
+        for length in (3, 9):
+            lengths, monitors = (length, length), (monitored, monitored)
+            found = workers.run(2, _train, lengths, {"epochs": 1, "monitored": monitors})
+            met[length, monitored] = [count for *_, count in found]
+    for length in (3, 9):
+        assert [count + 1 for count in met[length, False]] == met[length, True]
+    assert met[3, True] == met[9, True]
+
+
+def test_a_loop_that_ranks_leave(workers: Workers) -> None:
+    """Rank 1 goes on for longer; nobody knows of the time after its last batch."""
+    options = {"epochs": 1, "leaves": (1, 4), "may_break": True}
+    for epochs, *_ in workers.run(2, _train, (6, 6), options):
+        (epoch,) = epochs
+        assert [(rank.batches, rank.left) for rank in epoch.ranks] == [(1, True), (4, True)]
+        assert epoch.seconds == epoch.ranks[1].active_seconds
+        assert epoch.ranks[0].idle_seconds >= 2 * BODY
+        assert epoch.ranks[1].idle_seconds == 0
+
+
+def test_rebalanced(workers: Workers) -> None:
+    for epochs, *_ in workers.run(2, _train, (9, 1), {"rebalance": True}):
+        assert len(epochs) == 2
+        for epoch in epochs:
+            assert [(rank.batches, rank.given, rank.received) for rank in epoch.ranks] == [(5, 4, 0), (5, 0, 4)]
+            assert (epoch.donated, epoch.donated_bytes, epoch.steps_saved, epoch.steps_to_save) == (4, 4 * 16, 4, 0)
+            assert epoch.skew == pytest.approx(9 * 2 / 10)
+
+
+def test_all_ranks_give_one_or_none(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, _train, (2, 2), {"monitored": (True, False)}):
+        assert "must give Join the same" in outcome.error
+        assert "a monitor" in outcome.error
+
+
+def alone(rank: int, enable: bool) -> Any:
+    model = nn.Linear(1, 1)
+    monitor = JoinMonitor()
+    with Join([torch.optim.SGD(model.parameters(), 0.1)], enable, monitor=monitor) as join:
+        for grad in (True, False):
+            with nullcontext() if grad else torch.no_grad():
+                for _ in join.batches([1, 2, 3]):
+                    time.sleep(BODY)
+    return monitor.epochs
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_one_process(workers: Workers, enable: bool) -> None:
+    (epochs,) = workers.run(1, alone, enable)
+    epoch = epochs[0]
+    # With no model there is no telling what is an evaluation, but by its `no_grad`.
+    assert len(epochs) == 2 - (not enable)
+    assert (epoch.batches, epoch.steps_to_save, epoch.ranks[0].joined_at) == (3, 0, None)
+    assert epoch.seconds >= 3 * BODY
+    assert epoch.idle_share < 0.1
+
+
+def refused(rank: int) -> list[str]:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    found = []
+    for options in (
+        {"enable": False, "monitor": JoinMonitor()},
+        {"monitor": "report.html"},
+        {"monitor": JoinMonitor()},
+    ):
+        try:
+            with Join([model], **options):  # type: ignore[arg-type]
+                model(torch.ones(1))
+        except (JoinValueError, JoinTypeError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_is_refused(workers: Workers) -> None:
+    for found in workers.run(2, refused):
+        for message, part in zip(found, ("with enable=False", "got 'report.html'", "in a plain `for`"), strict=True):
+            assert part in message
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monitor = JoinMonitor(tmp_path / "file" / "report.html")
+    monitor.write()  # nothing
+    monitor.epochs += make_epochs(2, 1)
+    with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training goes on"):
+        monitor.write()
+    with pytest.raises(JoinTypeError, match=r"report is the path of the page .* got True"):
+        JoinMonitor(True)  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""`JoinMonitor`: how uneven the inputs of a loop are, and what that costs."""
+
+import os
+import warnings
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+
+from torch_join._base.errors import JoinTypeError
+from torch_join._control.channel import Channel
+from torch_join._monitor.page import page
+from torch_join._monitor.plot import check_can_draw, draw_timeline
+from torch_join._monitor.records import EpochRecord, RankRecord
+
+_NAME = "join-report.html"
+_Measured = tuple[bool, RankRecord]
+
+
+class JoinMonitor:
+    """Measures what uneven inputs cost, in each loop over `join.batches`, and writes a page that shows it.
+
+    ```python
+    monitor = JoinMonitor("report.html")
+    for epoch in range(epochs):
+        with Join([ddp, optimizer], monitor=monitor) as join:
+            for batch in join.batches(loader):
+                ...
+    print(monitor.epochs[-1])
+    ```
+
+    All ranks give one. A step costs two looks at the clock; at a loop's end the ranks tell each other what they have
+    measured, and the lowest one writes the files. A loop in which no model had a backward, such as an evaluation, is
+    no epoch, nor is one that an error ends.
+
+    Seconds are those of each host's own clock, from where all ranks meet as the loop begins: clocks of different hosts
+    need not agree. They are seconds of Python: work that a GPU has yet to do is not waited for.
+
+    Args:
+        report: Where to write the page: a file that ends in `.html` or `.htm`, or a folder, in which it is called
+            `join-report.html`. It is one file, which loads nothing, and is replaced after each epoch.
+        plot: Where to write a PNG file with a bar per rank, by matplotlib (`pip install 'torch-join[plot]'`).
+
+    Raises:
+        JoinTypeError: `report` or `plot` is no path.
+        JoinValueError: `plot` is given, and matplotlib is missing.
+
+    Attributes:
+        epochs: What all ranks did in each epoch, the same on every rank.
+
+    Limits:
+        An epoch that is resumed in its middle counts from there, and those before are not in the page. A file that
+        cannot be written is warned of.
+    """
+
+    def __init__(self, report: str | PathLike[str] | None = None, *, plot: str | PathLike[str] | None = None) -> None:
+        self._report = None if report is None else _file_of(report)
+        self._plot = None if plot is None else _checked(plot, "plot", "the PNG file to write", "timeline.png")
+        if plot is not None:
+            check_can_draw()
+        self._rebalances = False
+        self.epochs: list[EpochRecord] = []
+
+    def clear(self) -> None:
+        """Forget all epochs: training begins anew."""
+        self.epochs.clear()
+
+    def add_loop(self, mine: RankRecord, channel: Channel, trains: bool, rebalances: bool) -> EpochRecord | None:
+        """Note a loop that has ended; all ranks call this, and tell each other what they have measured.
+
+        Args:
+            mine: What this rank has.
+            channel: The ranks' channel.
+            trains: Whether this rank knows of a backward in the loop.
+            rebalances: Whether batches were rebalanced.
+
+        Returns:
+            What all ranks did, or `None` if none of them trained.
+        """
+        said = channel.gather((trains, mine), of=_Measured)
+        if not any(trained for trained, _ in said):
+            return None
+        record = EpochRecord.of(len(self.epochs), [rank for _, rank in said])
+        self.add(record, rebalances)
+        if channel.rank == 0:
+            self.write()
+        return record
+
+    def add(self, record: EpochRecord, rebalances: bool = False) -> None:
+        """Note an epoch of which a framework's adapter has put together what all ranks did."""
+        self._rebalances = rebalances
+        self.epochs.append(record)
+
+    def write(self, plots: bool = True) -> None:
+        """Write what was asked for, on one rank; a file that was there is replaced in one go."""
+        if not self.epochs:
+            return
+        if self._report is not None:
+            _write(self._report, lambda path: path.write_text(page(self.epochs, self._rebalances), encoding="utf-8"))
+        if self._plot is not None and plots:
+            _write(self._plot, lambda path: draw_timeline(self.epochs, path))
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were in all epochs."""
+        return sum(epoch.steps for epoch in self.epochs)
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written beside `path`, then put in its place; warn if it cannot be, as training goes on."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(beside)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        warnings.warn(f"JoinMonitor cannot write {path}: {error}. Training goes on.", stacklevel=3)
+
+
+def _file_of(report: str | PathLike[str]) -> Path:
+    path = _checked(report, "report", "the page to write, or of its folder", "report.html")
+    return path if path.suffix in (".html", ".htm") else path / _NAME
+
+
+def _checked(path: object, name: str, what: str, example: str) -> Path:
+    if not isinstance(path, (str, PathLike)):
+        raise JoinTypeError(
+            f"{name} is the path of {what}, got {path!r}. Write JoinMonitor({name}={example!r}), or leave `{name}` out."
+        )
+    return Path(path)

@@ -1,0 +1,195 @@
+"""What the ranks did in one epoch, in numbers and in words."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from statistics import fmean
+
+from torch_join._control.codec import closed
+
+# With more ranks, values are logged and written as minimum, mean and maximum.
+MOST_RANKS = 16
+
+
+@closed("rank's epoch")
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank's epoch.
+
+    Attributes:
+        batches: Number of batches that it trained on.
+        shadow_steps: Number of steps that it made without a batch.
+        joined_at: The index of the first of those, `None` if there was none.
+        active_seconds: Seconds from the epoch's start until then, or until its end.
+        seconds: Seconds from the epoch's start to its end, validation left out.
+        given: Number of batches that it gave to other ranks to train on.
+        received: Number of batches of other ranks that it trained on.
+        given_bytes: The bytes of those that it gave.
+        reading_seconds: Seconds from asking for a batch to getting it, of its own batches: what the loader takes, and
+            what rebalancing and meetings at each batch take. `None` where a framework asks.
+        left: Whether it left the epoch by `break`.
+    """
+
+    batches: int
+    shadow_steps: int
+    joined_at: int | None
+    active_seconds: float
+    seconds: float
+    given: int = 0
+    received: int = 0
+    given_bytes: int = 0
+    reading_seconds: float | None = None
+    left: bool = False
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds of the epoch in which it had no batch of its own, and waited for others or served them."""
+        return self.seconds - self.active_seconds
+
+    @property
+    def owned(self) -> int:
+        """Number of its own batches that were trained on, wherever."""
+        return self.batches - self.received + self.given
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One epoch of all ranks.
+
+    Attributes:
+        epoch: Its number.
+        ranks: What each rank did, by rank.
+    """
+
+    epoch: int
+    ranks: tuple[RankRecord, ...]
+
+    @classmethod
+    def of(cls, epoch: int, measured: Sequence[RankRecord]) -> "EpochRecord":
+        """Return the record of a loop of the user's, from what each rank has measured of its own batches in it.
+
+        A rank has joined where another one has trained on more batches. After a `break` nobody knows how long a rank
+        would have been in the loop: then the epoch counts until the last rank's last batch.
+        """
+        steps = max(rank.batches for rank in measured)
+        end = max(rank.active_seconds for rank in measured)
+        left = any(rank.left for rank in measured)
+        ranks = []
+        for rank in measured:
+            shadow_steps = steps - rank.batches
+            joined_at = rank.joined_at if shadow_steps else None
+            seconds = end if left else max(rank.seconds, rank.active_seconds)
+            ranks.append(replace(rank, shadow_steps=shadow_steps, joined_at=joined_at, seconds=seconds))
+        return cls(epoch, tuple(ranks))
+
+    @property
+    def seconds(self) -> float:
+        """How long the epoch took."""
+        return max(rank.seconds for rank in self.ranks)
+
+    @property
+    def rank_seconds(self) -> float:
+        """The seconds of all ranks, added up."""
+        return sum(rank.seconds for rank in self.ranks)
+
+    @property
+    def idle_seconds(self) -> float:
+        """The seconds of all ranks in which they had no batch, added up."""
+        return sum(rank.idle_seconds for rank in self.ranks)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' seconds in which a rank had no batch, from 0 to 1."""
+        return self.idle_seconds / self.rank_seconds if self.rank_seconds else 0.0
+
+    @property
+    def batches(self) -> int:
+        """How many batches all ranks trained on."""
+        return sum(rank.batches for rank in self.ranks)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the epoch had: as many as the longest rank trained on batches."""
+        return max(rank.batches for rank in self.ranks)
+
+    @property
+    def even_steps(self) -> int:
+        """How many steps it would have had with the batches dealt out evenly: their number over that of ranks."""
+        return ceil(self.batches / len(self.ranks))
+
+    @property
+    def skew(self) -> float:
+        """The batches that the longest rank read over the mean of all ranks: 1 where all have as many."""
+        longest = max(rank.owned for rank in self.ranks)
+        return longest * len(self.ranks) / self.batches if self.batches else 1.0
+
+    @property
+    def donated(self) -> int:
+        """How many batches were trained on by another rank than the one that read them."""
+        return sum(rank.given for rank in self.ranks)
+
+    @property
+    def donated_bytes(self) -> int:
+        """The bytes of these."""
+        return sum(rank.given_bytes for rank in self.ranks)
+
+    @property
+    def steps_saved(self) -> int:
+        """How many steps fewer there were than the longest rank has batches, since others trained on some of these."""
+        return max(rank.owned for rank in self.ranks) - self.steps
+
+    @property
+    def steps_to_save(self) -> int:
+        """How many steps fewer even shards, or rebalancing, would have taken."""
+        return self.steps - self.even_steps
+
+    @property
+    def saving(self) -> float:
+        """The share of the epoch's steps that even shards, or rebalancing, would save, from 0 to 1."""
+        return self.steps_to_save / self.steps if self.steps else 0.0
+
+    @property
+    def seconds_to_save(self) -> float:
+        """An estimate of the seconds that these would have taken: each step counts as the mean of the epoch's."""
+        return self.seconds * self.saving
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged, by key."""
+        values: dict[str, float] = {"join/idle_share": self.idle_share, "join/epoch_seconds": self.seconds}
+        values["join/idle_seconds"], values["join/skew"] = self.idle_seconds, self.skew
+        values["join/steps_to_save"], values["join/seconds_to_save"] = self.steps_to_save, self.seconds_to_save
+        for name in ("batches", "shadow_steps", "active_seconds"):
+            by_rank = [getattr(rank, name) for rank in self.ranks]
+            if len(by_rank) <= MOST_RANKS:
+                values.update({f"join/{name}_rank_{rank}": value for rank, value in enumerate(by_rank)})
+            else:
+                values.update({f"join/{name}_{of}": summary(by_rank) for of, summary in _SUMMARIES.items()})
+        if self.donated:
+            values["join/donated"] = self.donated
+            values["join/donated_bytes"] = self.donated_bytes
+            values["join/steps_saved"] = self.steps_saved
+        return values
+
+    def __str__(self) -> str:
+        batches = [rank.batches for rank in self.ranks]
+        few = len(batches) <= MOST_RANKS
+        numbers = ", ".join(map(str, batches)) if few else f"{min(batches)} to {max(batches)}"
+        text = f"Epoch {self.epoch}: {sum(batches)} batches ({numbers} on {len(batches)} rank{'s'[: len(batches) - 1]})"
+        if self.donated:
+            size = self.donated_bytes / 1e6
+            text += f", {self.donated} of them given away ({size:.1f} MB), which saved {self.steps_saved} steps,"
+        joined = [(rank.active_seconds, number) for number, rank in enumerate(self.ranks) if rank.joined_at is not None]
+        if not joined:
+            return f"{text} in {self.seconds:.1f} s, no rank joined."
+        first_to_last = [self._when(number) for _, number in sorted(joined)]
+        if not few and len(first_to_last) > 2:
+            first_to_last = [first_to_last[0], f"{len(first_to_last) - 2} more", first_to_last[-1]]
+        idle = f"{self.idle_share:.0%} of rank-seconds idle"
+        return f"{text} in {self.seconds:.1f} s, {idle}. Joined: {', '.join(first_to_last)}."
+
+    def _when(self, number: int) -> str:
+        rank = self.ranks[number]
+        return f"rank {number} at batch {rank.joined_at} after {rank.active_seconds:.1f} s"
+
+
+_SUMMARIES: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean": fmean, "max": max}

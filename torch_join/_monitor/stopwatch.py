@@ -1,0 +1,53 @@
+"""Measures a loop over `join.batches` on one rank: two looks at the clock in a step, and nothing is sent."""
+
+import time
+
+from torch_join._monitor.records import RankRecord
+
+
+class Stopwatch:
+    """One rank's time in one loop, from when it is made, which is where the ranks meet.
+
+    The clock is the host's. Work that a GPU has yet to do is not waited for.
+
+    Args:
+        first: The number of the loop's first step.
+        given_bytes: How many bytes this rank has given away before.
+    """
+
+    def __init__(self, first: int = 0, given_bytes: int = 0) -> None:
+        self._first, self._given_bytes = first, given_bytes
+        self._batches = self._received = 0
+        self._reading = 0.0
+        self._left = False
+        self._begin = self._asked = time.monotonic()
+
+    def take(self, received: bool) -> None:
+        """This rank gets a batch, which may be another one's."""
+        self._reading += time.monotonic() - self._asked
+        self._batches += 1
+        self._received += received
+
+    def ask(self) -> None:
+        """This rank asks for its next batch, if there is one."""
+        self._asked = time.monotonic()
+
+    def leave(self) -> None:
+        """This rank leaves the loop by `break`."""
+        self._left = True
+        self.ask()
+
+    def stop(self, given: int, given_bytes: int) -> RankRecord:
+        """Return what was measured, in a loop that has ended; what the other ranks did is not known yet."""
+        return RankRecord(
+            batches=self._batches,
+            shadow_steps=0,
+            joined_at=self._first + self._batches,
+            active_seconds=self._asked - self._begin if self._batches else 0.0,
+            seconds=time.monotonic() - self._begin,
+            given=given,
+            received=self._received,
+            given_bytes=given_bytes - self._given_bytes,
+            reading_seconds=self._reading,
+            left=self._left,
+        )
