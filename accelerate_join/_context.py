@@ -86,8 +86,9 @@ def _context(
             stack.enter_context(even_batches_set(accelerator, even_batches))
         with own_loops.begin(accelerator, driver if is_one_loop else None):
             stack.enter_context(context.join)
-        if distributed:
+        if distributed or driver.options.monitor is not None:
             stack.enter_context(loops_replaced(context.iterate, context.note_epoch))
+        if distributed:
             stack.enter_context(context.operations.replacing())
             stack.enter_context(class_replaced(accelerator, context.operations))
         yield context.join

@@ -1,6 +1,7 @@
 """What raises, on all ranks; and the monitor's numbers."""
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,8 +103,10 @@ def test_what_a_step_does_with_others_is_mirrored(workers: Workers) -> None:
     assert [steps for steps, *_ in found] == [[4, 4], [4, 4, 1, 1, 1]]
 
 
-def test_the_monitor(workers: Workers) -> None:
-    found = workers.run(2, run, JoinTrainer, Fit((2, 5), epochs=2), {}, JoinMonitor())
+def test_the_monitor(workers: Workers, tmp_path: Path) -> None:
+    monitor = JoinMonitor(tmp_path / "report.html")
+    found = workers.run(2, run, JoinTrainer, Fit((2, 5), epochs=2), {}, monitor)
+    assert "2 ranks, 2 epochs, 14 batches" in (tmp_path / "report.html").read_text()
     for _, (epochs,), logs in found:
         assert [[rank.batches for rank in epoch.ranks] for epoch in epochs] == [[2, 5], [2, 5]]
         assert [[rank.shadow_steps for rank in epoch.ranks] for epoch in epochs] == [[3, 0], [3, 0]]
