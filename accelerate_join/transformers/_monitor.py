@@ -10,10 +10,11 @@ from transformers.utils import logging
 
 from torch_join import JoinMonitor as CoreMonitor
 from torch_join import JoinTypeError
-from torch_join.integration import Channel, EpochRecord, RankRecord
+from torch_join.integration import Channel, EpochRecord, RankRecord, Rebalancing
 
 _logger = logging.get_logger(__name__)
-_Watched = tuple[Channel, Callable[[dict[str, float]], None]]  # of a run: and what logs values as its trainer does
+# Of a run; the second logs values as its trainer does.
+_Watched = tuple[Channel, Callable[[dict[str, float]], None], Rebalancing]
 
 
 class JoinMonitor(TrainerCallback):
@@ -37,16 +38,18 @@ class JoinMonitor(TrainerCallback):
     """
 
     _joined_at: int | None
+    _watched: _Watched | None
 
     def __init__(self, report: str | PathLike[str] | None = None, *, plot: str | PathLike[str] | None = None) -> None:
         self._monitor = CoreMonitor(report, plot=plot)
         self.epochs: list[EpochRecord] = self._monitor.epochs
-        self._watched: _Watched | None = None
+        self.watch(None)
         self._begin()
 
     def watch(self, watched: _Watched | None) -> None:
         """A run begins, or ends."""
         self._watched = watched
+        self._given_bytes = 0
 
     def note_step(self, joined: bool) -> None:
         """A step of training begins."""
@@ -75,10 +78,19 @@ class JoinMonitor(TrainerCallback):
         seconds = active = self._now() - self._start
         if self._joined_at is not None:
             active = self._joined_time - self._start if self._batches else 0.0
-        channel, log = self._watched
-        mine = RankRecord(self._batches, self._shadow_steps, self._joined_at, active, seconds)
+        channel, log, rebalancing = self._watched
+        given_bytes, self._given_bytes = rebalancing.nbytes - self._given_bytes, rebalancing.nbytes
+        mine = RankRecord(
+            self._batches,
+            self._shadow_steps,
+            self._joined_at,
+            active,
+            seconds,
+            *rebalancing.exchanged,
+            given_bytes,
+        )
         record = EpochRecord(len(self.epochs), tuple(channel.gather(mine, of=RankRecord)))
-        self._monitor.add(record)
+        self._monitor.add(record, rebalancing.enabled)
         if state.is_world_process_zero:
             self._monitor.write()
             _logger.warning(f"JoinMonitor: {record}")

@@ -140,7 +140,7 @@ class Run:
         self._reading[False] = Reading(*where, begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
         for monitor in self._monitors:
-            monitor.watch((self.channel, trainer.log))
+            monitor.watch((self.channel, trainer.log, self._rebalancing))
             stack.callback(monitor.watch, None)
         stack.callback(self.driver.close)
         stack.enter_context(self._operations.replacing())

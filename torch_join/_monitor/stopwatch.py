@@ -17,16 +17,15 @@ class Stopwatch:
 
     def __init__(self, first: int = 0, given_bytes: int = 0) -> None:
         self._first, self._given_bytes = first, given_bytes
-        self._batches = self._received = 0
+        self._batches = 0
         self._reading = 0.0
         self._left = False
         self._begin = self._asked = time.monotonic()
 
-    def take(self, received: bool) -> None:
-        """This rank gets a batch, which may be another one's."""
+    def take(self) -> None:
+        """This rank gets a batch."""
         self._reading += time.monotonic() - self._asked
         self._batches += 1
-        self._received += received
 
     def ask(self) -> None:
         """This rank asks for its next batch, if there is one."""
@@ -37,8 +36,14 @@ class Stopwatch:
         self._left = True
         self.ask()
 
-    def stop(self, given: int, given_bytes: int) -> RankRecord:
-        """Return what was measured, in a loop that has ended; what the other ranks did is not known yet."""
+    def stop(self, given: int, received: int, given_bytes: int) -> RankRecord:
+        """Return what was measured, in a loop that has ended; what the other ranks did is not known yet.
+
+        Args:
+            given: How many batches this rank has given to others in it.
+            received: How many it got.
+            given_bytes: How many bytes it has given away by now.
+        """
         return RankRecord(
             batches=self._batches,
             shadow_steps=0,
@@ -46,7 +51,7 @@ class Stopwatch:
             active_seconds=self._asked - self._begin if self._batches else 0.0,
             seconds=time.monotonic() - self._begin,
             given=given,
-            received=self._received,
+            received=received,
             given_bytes=given_bytes - self._given_bytes,
             reading_seconds=self._reading,
             left=self._left,

@@ -59,6 +59,7 @@ class Rebalancer:
         step: The current step.
         total: What all ranks' batches at the current step count together, where batches are counted.
         donated: How many batches this rank has given away, for steps that are done.
+        received: How many of other ranks' it has trained on, in these.
         lost: How many batches nobody trains on, since they were given to ranks that have left the epoch.
     """
 
@@ -83,7 +84,7 @@ class Rebalancer:
         self._last_ranks: tuple[int, ...] = ()
         self.step = step
         self.meets = meets
-        self.donated = self.lost = 0
+        self.donated = self.received = self.lost = 0
         self.total = 0.0
         self._notices: dict[int, dict[str, Any]] = {}  # of the meeting before the current step
 
@@ -100,7 +101,10 @@ class Rebalancer:
 
     def advance(self, meet: Meet) -> None:
         """Go on to the next step, and plan another one."""
-        self.donated += self._steps.popleft().donated
+        done = self._steps.popleft()
+        share = done.row[self._channel.rank]
+        self.donated += done.donated
+        self.received += share is not None and share.owner != self._channel.rank
         self.step += 1
         self._exchange.wait_until_received(self.step)
         self._settle(meet, self.count())

@@ -38,6 +38,11 @@ class Rebalancing:
         """The bytes that this rank has given away."""
         return self._exchange.nbytes if self._exchange is not None else 0
 
+    @property
+    def exchanged(self) -> tuple[int, int]:
+        """How many batches this rank has given away in the current epoch, or the last one, and how many it got."""
+        return (0, 0) if self.current is None else (self.current.donated, self.current.received)
+
     def begin(
         self,
         channel: Channel,

@@ -399,7 +399,7 @@ class LoopDriver(Driver):
                 while reader.has_next():
                     batch = reader.take()
                     if alone.stopwatch is not None:
-                        alone.stopwatch.take(received=False)
+                        alone.stopwatch.take()
                     yield batch
                     if alone.stopwatch is not None:
                         alone.stopwatch.ask()
@@ -428,7 +428,7 @@ class LoopDriver(Driver):
                     batch = loop.reader.take()
                     self.tail_log.in_window = type(batch) is Window
                 if loop.stopwatch is not None:
-                    loop.stopwatch.take(received=self.share is not None and self.share.owner != self.members.rank)
+                    loop.stopwatch.take()
                 yield batch
                 if loop.stopwatch is not None:
                     loop.stopwatch.ask()
@@ -496,8 +496,7 @@ class LoopDriver(Driver):
         stopwatch, loop.stopwatch = loop.stopwatch, None
         if (monitor := self.options.monitor) is None or stopwatch is None:
             return
-        plan = self._rebalancing.current
-        mine = stopwatch.stop(0 if plan is None else plan.donated, self._rebalancing.nbytes)
+        mine = stopwatch.stop(*self._rebalancing.exchanged, self._rebalancing.nbytes)
         if self.options.enable:
             trains, channel = bool(loop.trains) or not self.tail_log.models(), self.tail_log.channel
         else:
