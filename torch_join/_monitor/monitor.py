@@ -60,10 +60,6 @@ class JoinMonitor:
         self._rebalances = False
         self.epochs: list[EpochRecord] = []
 
-    def clear(self) -> None:
-        """Forget all epochs: training begins anew."""
-        self.epochs.clear()
-
     def add_loop(self, mine: RankRecord, channel: Channel, trains: bool, rebalances: bool) -> EpochRecord | None:
         """Note a loop that has ended; all ranks call this, and tell each other what they have measured.
 
