@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core._monitor.epochs import make_epochs
@@ -47,20 +49,26 @@ def train(
     folder: str = "",
     *,
     epochs: int = 2,
+    passes: int = 1,
     stream: bool = False,
     leaves: tuple[int, ...] = (),
     evaluates: bool = False,
     monitored: tuple[bool, ...] = (),
+    sharded: bool = False,
     **options: Any,
 ) -> tuple[list[EpochRecord], list[float], int]:
     """Return what the monitor has, how long each loop took, and how often ranks met.
 
     Args:
+        passes: How many loops there are in a `with`.
         leaves: By rank, after which batch it leaves the loop.
         evaluates: Whether each epoch is followed by a loop without backward.
         monitored: By rank, whether it has a monitor.
+        sharded: Whether FSDP shards the model.
     """
-    model = DistributedDataParallel(nn.Linear(1, 1))
+    net = nn.Linear(1, 1)
+    model: Any = fully_shard(net, mesh=init_device_mesh("cpu", (len(lengths),))) if sharded else None
+    model = model or DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), 0.001)
     monitor = JoinMonitor(folder or None) if (not monitored or monitored[rank]) else None
     took = []
@@ -83,13 +91,14 @@ def train(
                 loader = list(loader)
             begin = time.monotonic()
             with Join([model, optimizer], monitor=monitor, timeout=timedelta(seconds=20), **options) as join:
-                for index, batch in enumerate(join.batches(loader)):
-                    optimizer.zero_grad()
-                    model(batch).sum().backward()
-                    optimizer.step()
-                    time.sleep(BODY)
-                    if leaves and index + 1 == leaves[rank]:
-                        break
+                for _ in range(passes):
+                    for index, batch in enumerate(join.batches(loader)):
+                        optimizer.zero_grad()
+                        model(batch).sum().backward()
+                        optimizer.step()
+                        time.sleep(BODY)
+                        if leaves and index + 1 == leaves[rank]:
+                            break
                 took.append(time.monotonic() - begin)
                 if evaluates:
                     with torch.no_grad():
@@ -153,8 +162,13 @@ def test_a_loop_that_ranks_leave(workers: Workers) -> None:
         assert epoch.ranks[1].idle_seconds == 0
 
 
+def test_a_sharded_model(workers: Workers) -> None:
+    for epochs, *_ in workers.run(3, _train, LENGTHS, {"sharded": True, "evaluates": True}):
+        assert [[rank.batches for rank in epoch.ranks] for epoch in epochs] == [[*LENGTHS]] * 2
+
+
 def test_rebalanced(workers: Workers) -> None:
-    for epochs, *_ in workers.run(2, _train, (9, 1), {"rebalance": True}):
+    for epochs, *_ in workers.run(2, _train, (9, 1), {"rebalance": True, "epochs": 1, "passes": 2}):
         assert len(epochs) == 2
         for epoch in epochs:
             assert [(rank.batches, rank.given, rank.received) for rank in epoch.ranks] == [(5, 4, 0), (5, 0, 4)]
