@@ -2,7 +2,8 @@
 
 `join.py` is where to begin reading. Below it lie subpackages, each of which imports only those before it: `_base`,
 `_compat`, `_control`, `_monitor`, `_schedule`, `_shadow`, `_collectives`, `_handover`, `_participants`, `_tail`,
-`_lockstep`. Adapters to frameworks import `integration` besides what is here. `_doctor` is `python -m torch_join doctor`.
+`_lockstep`. Adapters to frameworks import `integration` besides what is here.
+`_doctor` is `python -m torch_join doctor`.
 """
 
 from torch_join._base.errors import (
