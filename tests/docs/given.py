@@ -161,7 +161,8 @@ def resuming(rank: int) -> Iterator[Names]:
             for step, (images, _) in enumerate(join.batches(names["loader"])):
                 names["ddp"](images).sum().backward()
                 if step == 0:
-                    saved = {"model": names["ddp"].module.state_dict(), "join": join.state_dict(), "epoch": 0}
+                    states = {"model": names["ddp"].module.state_dict(), "optimizer": names["optimizer"].state_dict()}
+                    saved = {**states, "join": join.state_dict(), "epoch": 0}
         if rank == 1:
             torch.save(saved, names["path"])
         dist.barrier()
@@ -227,6 +228,16 @@ def sharded(rank: int) -> Iterator[Names]:
 
 
 @contextmanager
+def fsdp(rank: int) -> Iterator[Names]:
+    """For a model that is sharded, with its optimizer."""
+    from torch.distributed.fsdp import fully_shard
+
+    with sharded(rank) as names:
+        model = fully_shard(names["model"])
+        yield names | {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+
+@contextmanager
 def lightning(rank: int) -> Iterator[Names]:
     """For Lightning's Trainer, on as many ranks as there are."""
     import lightning.pytorch as pl
@@ -273,7 +284,6 @@ def lightning(rank: int) -> Iterator[Names]:
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "enable_checkpointing": False,
         "use_distributed_sampler": False,
     }
     make = pl.Trainer.__init__
@@ -478,6 +488,7 @@ KINDS: dict[str, Callable[[int], AbstractContextManager[Names]]] = {
     "tokens": tokens,
     "engine": engine,
     "sharded": sharded,
+    "fsdp": fsdp,
     "lightning": lightning,
     "windows": windowed,
     "gan": gan,
