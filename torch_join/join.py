@@ -117,10 +117,10 @@ class Join(TorchJoin):
 
     # A DataLoader's own iterator is one of `Any`.
     @overload
-    def batches(self, loader: DataLoader[T]) -> Iterable[T]: ...
+    def batches(self, loader: DataLoader[T], *, name: str = "") -> Iterable[T]: ...
     @overload
-    def batches(self, loader: Iterable[T]) -> Iterable[T]: ...
-    def batches(self, loader: Iterable[T]) -> Iterable[T]:
+    def batches(self, loader: Iterable[T], *, name: str = "") -> Iterable[T]: ...
+    def batches(self, loader: Iterable[T], *, name: str = "") -> Iterable[T]:
         """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
 
         A length that is certain (of a list, of a `DataLoader` with a sampler of torch's) is exchanged once, and
@@ -128,12 +128,13 @@ class Join(TorchJoin):
 
         Args:
             loader: This rank's batches, which may be none.
+            name: Which loop this is, where an epoch has several: `state_dict` has a place for each name.
 
         Returns:
             This rank's batches, to loop over once. It is no iterator: a progress bar that holds it does not keep
             a loop open that has been left by `break`.
         """
-        return self._driver.batches(loader)
+        return self._driver.batches(loader, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks have trained on: where the loop under way, or the last one, goes on in another job.
@@ -149,7 +150,7 @@ class Join(TorchJoin):
 
         All ranks that have a batch call it at the same step, and wait for each other; those that have run out add
         their part without a call. The batch in hand counts as trained on. After the loop, the next one begins anew;
-        after a `break`, this one goes on.
+        after a `break`, this one goes on. Where an epoch has several loops, give each a name.
 
         Returns:
             The same on all of them: numbers, texts, tensors, and the states of loaders that have a `state_dict`.
@@ -163,6 +164,9 @@ class Join(TorchJoin):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next loop over `batches` go on where `state_dict` was called; all ranks call this.
+
+        With several names it is the next one of that name. Loops of other names are empty until then, since they were
+        over in that epoch. Later each begins anew, in the order that it would have had.
 
         A loader with a `load_state_dict` gets its state back. Another one must yield the batches that it has yielded
         then: as many are skipped as were trained on, without reading them where they come from a sampler. The

@@ -25,7 +25,6 @@ class JoinedLoader(Generic[T]):
         self.__dict__.update(getattr(loader, "__dict__", {}))  # as Fabric's own wrapper, which looks for the sampler
         self._joined_loader, self._joins, self._join_number = loader, joins, number
         self.positions = Resuming(joins.global_rank, joins.world_size)
-        self._join_reader: Reader[T] | None = None  # of the last loop
         self.is_within = False
         self._epochs_before = 0  # that Fabric, which counts them from 0, does not know of
 
@@ -57,14 +56,8 @@ class JoinedLoader(Generic[T]):
 
     def open(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> Reader[T]:
         """Return what reads it in a loop."""
-        self._join_reader, self.is_within = _AheadReader(loader, place, after), False
-        return self._join_reader
-
-    def place(self) -> LoaderPlace | None:
-        """Return where this rank is in it."""
-        if self.positions.loaded is not None or self._join_reader is None:
-            return self.positions.place
-        return self._join_reader.place()
+        self.positions.reader, self.is_within = _AheadReader(loader, place, after), False
+        return self.positions.reader
 
     def tell_epoch(self, loader: Any) -> None:
         """Tell its samplers the epoch: Fabric has, but counts them from 0 in each process."""

@@ -283,6 +283,7 @@ class Joins:
     def _read(self, joined: "JoinedLoader[T]", driver: LoopDriver, loader: Iterable[T]) -> Iterator[T]:
         if (loaded := driver.positions.loaded) is not None:  # by the `Join` of `joining`
             joined.positions.load(loaded)
+            driver.positions.loaded = None
         driver.positions, driver.find_other_place = joined.positions, self._find_place
         is_first = True
         for batch in driver.go_through(loader, joined.open):
@@ -415,7 +416,7 @@ class Joins:
                     " Set it up before the loop."
                 )
         if driver is None:
-            return state_of(gather_objects(joined.place(), "The state of a loader", None), in_loop=False)
+            return state_of(gather_objects(joined.positions.find_place(), "The state of a loader", None), in_loop=False)
         return state_of(driver.gather_places(name, 0 if is_current else joined.number), is_current and driver.in_loop)
 
     def load_loader(self, joined: JoinedLoader[Any], state: dict[str, Any]) -> None:
@@ -425,7 +426,7 @@ class Joins:
 
     def _find_place(self, number: int) -> LoaderPlace | None:
         joined = self._loaders.get(number)
-        return None if joined is None else joined.place()
+        return None if joined is None else joined.positions.find_place()
 
     def save_checkpoint(
         self,

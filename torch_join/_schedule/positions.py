@@ -10,7 +10,8 @@ torch's, numpy's or Python's generator, or from one that is an attribute of the 
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from itertools import islice
@@ -42,6 +43,7 @@ _MOST = 64  # objects in a container
 _SIMPLE = frozenset((bool, bytes, float, int, str, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple))
 _OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # that hold no order
+_NAMES = "give each a name: `join.batches(loader, name=...)`."
 _EVERY = 64  # reads, from one state of a loader that is read ahead to the next
 
 
@@ -73,17 +75,31 @@ class Position:
         # The last two, how many batches had been read before, and what its own generators were then.
         self._states: list[tuple[int, Any, Any]] = []
         self._at_end: LoaderPlace | None = None  # where it is, if nothing was left of it when it was resumed
+        restored: list[Any] = [] if place is None else place.pop("restored", [])
         if place is None or place["over"]:
             self.first = 0
             if place is not None:
-                self._end(place)
+                if differs := self._differs(place):
+                    warnings.warn(
+                        f"The state was written after a loop over another loader than this {type(loader).__name__}"
+                        f" ({differs}), whose order may be another one than without the interruption. Where an epoch"
+                        f" has several loops, {_NAMES}",
+                        stacklevel=2,
+                    )
+                self._end(place, restored)
             self._begun = _drawing(loader)
             iterator = _begin_again(loader) if after or place is not None else iter(loader)
         else:
-            if place["loader"]:
-                _compare(loader, self._size, place["loader"])
+            if differs := self._differs(place):
+                raise JoinValueError(
+                    f"The state was written in a loop over another loader than this {type(loader).__name__}"
+                    f" ({differs}), in which its place would be another one. Resume the loop in which it was written"
+                    f" first, with the same data and seeds. Where an epoch has several loops, {_NAMES}"
+                )
             self.first, self._begun = place["taken"], place["begun"]
             iterator = self._resume(place)
+        if place is not None:
+            restored += [thing for _, thing in _parts(loader)]
         self.iterator: Iterator[Any] = iterator if self._windows is None else self._windows.over(iterator)
 
     def keep(self, read: int) -> None:
@@ -122,13 +138,19 @@ class Position:
             "taken": taken,
             "ended": ended,
             "over": False,
-            "loader": {} if ended else _describe(self._loader, self._size),
+            "loader": _describe(self._loader, self._size, ended),
             "begun": _saved(self._begun),
             "now": _saved(now),
             "epochs": epochs_of([self._loader]),
             "state": state,
             "again": again,  # how many batches to read after the state, and to leave out
         }
+
+    def _differs(self, place: LoaderPlace) -> str:
+        """Return in what the loader is another one than that of a place."""
+        then, now = place["loader"], _describe(self._loader, self._size, place["ended"])
+        other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        return ", ".join(f"{name}: {then.get(name, 'unknown')} then, {now.get(name, 'unknown')} now" for name in other)
 
     def _resume(self, place: LoaderPlace) -> Iterator[Any]:
         loader, taken, state = self._loader, self.first * self._size, place["state"]
@@ -139,7 +161,7 @@ class Position:
                 " loader of the kind that there was when the state was written."
             )
         if state is not None and (place["ended"] or is_finished(state)):
-            self._end(place)
+            self._end(place, [])
             self._at_end = place
             return iter(())
         with _drawn_as(loader, place["begun"]):
@@ -151,9 +173,15 @@ class Position:
             _set_own(loader, place["now"])  # torchdata's draws no base seed here
             return _read_past(iterator, place["again"] * self._size)
 
-    def _end(self, place: LoaderPlace) -> None:
-        """Bring the loader to the end of an epoch, at which the place is: its next iterator is that of the next one."""
+    def _end(self, place: LoaderPlace, restored: Sequence[Any]) -> None:
+        """Bring the loader to the end of an epoch, at which the place is: its next iterator is that of the next one.
+
+        Args:
+            place: The place.
+            restored: Generators that it shares with loaders which have gone on, and may have drawn from them since.
+        """
         loader = self._loader
+        before, now = _own(loader), place["now"]
         # A dataset that applies its state in all iterators of an epoch would be at that end once more.
         if self._stateful and place["state"] is not None and place["epochs"] == [None]:
             with _drawn_as(loader, place["begun"]):
@@ -163,7 +191,9 @@ class Position:
                 else:
                     with resumed_at([loader], place["epochs"], place["taken"]):
                         _read_past(iter(loader), sys.maxsize)
-        _set_own(loader, place["now"])
+        shared = {name for name, thing in _parts(loader) if any(thing is one for one in restored)}
+        kept = {of: {name: state for name, state in before[of].items() if name in shared} for of in before}
+        _set_own(loader, {of: {**now[of], **kept[of]} for of in kept})
 
 
 def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
@@ -174,8 +204,12 @@ def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
 # ------------------------------------------------------------ the loader
 
 
-def _describe(loader: Any, size: int) -> dict[str, int | str]:
-    """Return what must be the same for a number of windows of this size, or a state, to mean the same."""
+def _describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str]:
+    """Return what must be the same for a number of windows of this size, or a state, to mean the same.
+
+    Raises:
+        UnsupportedError: Its order cannot be had again, and the loop has not ended.
+    """
     found: dict[str, int | str] = {} if size == 1 else {"batches in a window": size}
     if isinstance(loader, (list, tuple)):
         found["batches"] = len(loader)
@@ -190,21 +224,9 @@ def _describe(loader: Any, size: int) -> dict[str, int | str]:
     if (shuffle := shuffle_of(loader)) is not None:
         found["the seed of its shuffle"] = shuffle
     for name, part in [] if keeps_place(loader) else _walk(loader)[1]:
-        if (seed := seed_of(part)) is not None:
+        if (seed := None if ended else seed_of(part)) is not None:
             found[f"the seed of {name}"] = seed
     return found
-
-
-def _compare(loader: Iterable[Any], size: int, then: dict[str, int | str]) -> None:
-    now = _describe(loader, size)
-    if other := [name for name in {**then, **now} if then.get(name) != now.get(name)]:
-        numbers = {name: (then.get(name, "unknown"), now.get(name, "unknown")) for name in other}
-        differs = ", ".join(f"{name}: {before} then, {after} now" for name, (before, after) in numbers.items())
-        raise JoinValueError(
-            f"The state was written in a loop over another loader than this {type(loader).__name__} ({differs}), in"
-            " which its place would be another one. Resume the loop in which it was written first, with the same data"
-            " and seeds."
-        )
 
 
 def _skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:

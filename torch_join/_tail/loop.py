@@ -32,7 +32,7 @@ from torch_join._tail import nesting as _nesting
 from torch_join._tail.planned import Planned
 from torch_join._tail.position_exchange import PositionExchange
 from torch_join._tail.reader import Batches, Reader, Unbegun
-from torch_join._tail.resuming import Resuming, check_resumed, state_of
+from torch_join._tail.resuming import OVER, NamedLoops, check_resumed, state_of
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
 from torch_join._tail.step import Step, Telling
 from torch_join._tail.tail import Tail
@@ -41,7 +41,7 @@ from torch_join._tail.tail_log import TailLog
 T = TypeVar("T")
 P = TypeVar("P", bound=Participant)
 
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int]  # of a loop
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
@@ -113,8 +113,9 @@ class LoopDriver(Driver):
         begins_with_loop: Whether all ranks meet only as that loop begins, and not as the `with` does.
         asks: Whether this rank's user has asked for a batch of the loops that it goes through.
         plain_steps: How many steps there were outside of `batches`.
-        positions: Begins loops where a state that was loaded says that they go on.
-        find_other_place: Returns this rank's place in another loader than that of the loop, by a number.
+        positions: Begins loops, of the last one's name, where a state that was loaded says that they go on.
+        find_other_place: Returns this rank's place in another loader than that of the loop, by a number; by default
+            those in loops of other names.
         log_epoch: Is given what a monitor says of a loop that has ended, and its last step's number, in all loops.
     """
 
@@ -133,15 +134,15 @@ class LoopDriver(Driver):
         self._loop: Loop | None = None  # the current one, or the last
         self._clears: list[Clears] = []
         self._unbegun = Unbegun()
-        self.find_other_place: Callable[[int], LoaderPlace | None] = lambda _: None
+        self._named = NamedLoops(*((self.members.rank, self.members.world_size) if options.enable else (0, 1)))
+        self.positions = self._named.current
+        self.find_other_place: Callable[[int], LoaderPlace | None] = self._named.find_others
         self.log_epoch: Callable[[dict[str, float], int], None] = lambda *_: None
-        enabled = options.enable
-        if options.monitor is not None and not enabled and self.members.world_size > 1:
+        if options.monitor is not None and not options.enable and self.members.world_size > 1:
             raise JoinValueError(
                 "monitor= with enable=False: the ranks do not meet, so that nobody knows how uneven their inputs are."
                 " Leave monitor= out."
             )
-        self.positions = Resuming(self.members.rank if enabled else 0, self.members.world_size if enabled else 1)
         self._renew_tail_log()
         self._reset()
         if self.options.enable:
@@ -153,6 +154,7 @@ class LoopDriver(Driver):
         self.tail_log.reset()
         self.step.reset()
         self.tail.reset()
+        self._named.end()
         self.place = Place.OUTSIDE
         self.step_number = self._loops = self.plain_steps = 0
         self._loop = None
@@ -335,16 +337,19 @@ class LoopDriver(Driver):
     def state_dict(self) -> dict[str, Any]:
         """See `Join.state_dict`."""
         if not self.options.enable:
-            return state_of([self._find_place()], self.in_loop)
-        _nesting.check_entered(self, "join.state_dict() was called")
-        return state_of(self.gather_places("join.state_dict()"), self.in_loop)
+            return state_of([self._find_place()], self.in_loop, self._named.name, [self._named.find_others()])
+        call = "join.state_dict()"
+        _nesting.check_entered(self, f"{call} was called")
+        others = cast(list[dict[str, LoaderPlace]], self.gather_places(call, 1) if self._named.find_others() else [])
+        return state_of(self.gather_places(call), self.in_loop, self._named.name, others)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Join.load_state_dict`."""
         if self.in_loop:
             with self._telling:
                 raise JoinError("join.load_state_dict() was called in a loop. Call it before the one that is to go on.")
-        self.positions.load(state)
+        self._named.load(state)
+        self.positions = self._named.current
 
     def gather_places(self, name: str, which: int = 0) -> list[LoaderPlace | None]:
         """Return every rank's place, by rank; all active ranks call this at the same step.
@@ -363,7 +368,7 @@ class LoopDriver(Driver):
             return self.find_other_place(which)
         loop = self._loop
         if self.positions.loaded is not None or loop is None:
-            return self.positions.place
+            return self.positions.find_place()
         plan = self._rebalancing.current
         if loop.source is not None and plan is not None and self.in_loop:
             loop.source.plan = plan.place()
@@ -371,26 +376,31 @@ class LoopDriver(Driver):
 
     # ------------------------------------------------------------ a loop over batches
 
-    def batches(self, loader: Iterable[T]) -> Iterable[T]:
-        return Batches(self._begin_later, loader)
+    def batches(self, loader: Iterable[T], name: str = "") -> Iterable[T]:
+        return Batches(partial(self._begin_later, name=name), loader)
 
-    def _begin_later(self, loader: Iterable[T]) -> Iterator[T]:
+    def _begin_later(self, loader: Iterable[T], name: str) -> Iterator[T]:
         """Go through `loader` from the first `next` on, or from where it should have come to that."""
-        ticket = self._unbegun.add(lambda: self.go_through(loader, asks=False)) if self.options.enable else None
-        return self._in_order(ticket, loader)
+        go_through = partial(self.go_through, loader, name=name)
+        ticket = self._unbegun.add(partial(go_through, asks=False)) if self.options.enable else None
+        return self._in_order(ticket, go_through)
 
-    def _in_order(self, ticket: object, loader: Iterable[T]) -> Iterator[T]:
+    def _in_order(self, ticket: object, go_through: Callable[[], Iterator[T]]) -> Iterator[T]:
         if self.options.enable and not self._unbegun.begin(ticket) and _nesting.is_entered(self):
             with self._telling:
                 raise _nesting.left_behind()
-        yield from self.go_through(loader)
+        yield from go_through()
 
     def go_through(
-        self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]] = Reader, asks: bool = True
+        self,
+        loader: Iterable[T],
+        reader_of: Callable[[Iterable[T]], Reader[T]] = Reader,
+        asks: bool = True,
+        name: str | None = None,
     ) -> Iterator[T]:
         if not self.options.enable:
-            self.step_number = max(0, self.positions.first_step)
-            reader = self.positions.open(loader, reader_of)
+            first, reader = self._open(loader, reader_of, name)
+            self.step_number = max(0, first)
             alone = self._loop = Loop(reader, asked=True, first=self.step_number)
             self.place = Place.LOOP
             if self.options.monitor is not None:
@@ -415,7 +425,7 @@ class LoopDriver(Driver):
             self._measure(alone)
             return
         with self._telling:
-            loop = self._begin_loop(loader, reader_of, asks and self.asks)
+            loop = self._begin_loop(loader, reader_of, asks and self.asks, name)
         if loop is None:
             return
         has_models = bool(self.tail_log.models())
@@ -447,8 +457,20 @@ class LoopDriver(Driver):
                 self._finish_loop()
         self._measure(loop)
 
+    def _open(
+        self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]], name: str | None
+    ) -> tuple[int, Reader[T]]:
+        """Return the first step of a loop, and what reads it; with no name, a front end has chosen its `positions`."""
+        if name is None:
+            return self.positions.first_step, self.positions.open(loader, reader_of)
+        if self._named.begin(name):
+            return OVER, reader_of(())
+        self.positions = positions = self._named.current
+        first, positions.reader = positions.first_step, positions.open(loader, reader_of)
+        return first, positions.reader
+
     def _begin_loop(
-        self, loader: Iterable[Any], reader_of: Callable[[Iterable[Any]], Reader[Any]], asks: bool
+        self, loader: Iterable[Any], reader_of: Callable[[Iterable[Any]], Reader[Any]], asks: bool, name: str | None
     ) -> Loop | None:
         """Begin a loop; all ranks meet. Return `None` if nobody goes through it."""
         _nesting.check_entered(self)
@@ -458,23 +480,22 @@ class LoopDriver(Driver):
             raise _nesting.nested()
         self.meet()
         self._loops += 1
-        first = self.positions.first_step
-        reader = self.positions.open(loader, reader_of)
+        first, reader = self._open(loader, reader_of, name)
         loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
             model.check_can_train(reader.has_next)
         length = None if self.members.meets_late else reader.certain_length()
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
-        begin = length, hyperparameters(self.given), how, given, first
+        begin = length, hyperparameters(self.given), how, given, first, name or ""
         said = self.tail_log.channel.gather(begin, not self.in_loop, _BEGIN)
-        lengths, hyper, ways, everyone, steps = zip(*said, strict=True)
+        lengths, hyper, ways, everyone, steps, loops = zip(*said, strict=True)
         if self.begins_with_loop:
             self.tail.compare_given(everyone)
         compare(hyper, self.members.global_ranks)
         if _ASKS not in ways:
             return None
-        check_resumed(self.members.global_ranks, steps)
+        check_resumed(self.members.global_ranks, steps, loops)
         rebalances = self._rebalancing.enabled
         refused = (_UNASKED, _EMPTY) if rebalances else (_UNASKED,)  # with none, it is to be given some
         _nesting.refuse_unasked(self.members.named(rank for rank, way in enumerate(ways) if way in refused))

@@ -92,6 +92,12 @@ class Reader(Source, Generic[T]):
         """Hold nothing that is to be read any more: the loop is over, or was left."""
         self._iterator = self._position.iterator = iter(())
 
+    def end(self) -> Callable[[], LoaderPlace]:
+        """Return what gives this rank's place behind the loop, whatever is left of it; hold nothing for that."""
+        position, taken = self._position, self.taken
+        position.iterator = iter(())
+        return lambda: {**position.place(taken, taken, True), "left": False, "plan": None}
+
     def certain_length(self) -> int | None:
         """Return the number of batches if the loader can have no other."""
         return len(self._loader) if is_length_certain(self._loader) else None  # type: ignore[arg-type]

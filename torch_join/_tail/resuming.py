@@ -1,4 +1,8 @@
-"""What `Join.state_dict` returns, and the loops that go on from it."""
+"""What `Join.state_dict` returns, and the loops that go on from it.
+
+An epoch may have several loops, each with a name. In the epoch that goes on, those that were over as the state was
+written come before the one that was under way: until that one does, they are empty. From then on they begin anew.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -7,40 +11,55 @@ from torch_join._base.errors import JoinValueError
 from torch_join._schedule.positions import LoaderPlace, end_resumed
 from torch_join._tail.reader import Reader
 
-_VERSION = 1  # of what `state_of` returns
+_VERSION = 2  # of what `state_of` returns
+OVER = -2  # in place of the first step: of a loop that was over
 
 
-def state_of(places: Sequence[LoaderPlace | None], in_loop: bool) -> dict[str, Any]:
+def state_of(
+    places: Sequence[LoaderPlace | None], in_loop: bool, name: str = "", others: Sequence[dict[str, LoaderPlace]] = ()
+) -> dict[str, Any]:
     """Return what a checkpoint says of a loop: every rank's place, and where it goes on.
 
     Args:
         places: By rank; `None` if there was no loop yet.
         in_loop: Whether it is under way.
+        name: What the user calls it.
+        others: By rank and name, the places in other loops, which are over.
     """
     begun = [place for place in places if place is not None]
     over = not in_loop and all(place["ended"] and not place["left"] for place in begun)
     # A rank that has a batch at a step has trained on one in each step before.
     steps = (place["taken"] if place["plan"] is None else place["plan"]["step"] for place in begun)
     step = 0 if over else max(steps, default=0)
-    placed = [None if place is None else {**place, "over": over} for place in places]
-    return {"version": _VERSION, "step": step, "over": over, "places": placed}
+    found = {"version": _VERSION, "name": name, "step": step, "over": over, "places": _placed(places, over)}
+    names = others[0] if others else ()
+    return {**found, "others": {other: _placed([each.get(other) for each in others], True) for other in names}}
+
+
+def _placed(places: Sequence[LoaderPlace | None], over: bool) -> list[LoaderPlace | None]:
+    return [None if place is None else {**place, "over": over} for place in places]
 
 
 class Resuming:
-    """Begins loops where a state that was loaded says that they go on.
+    """Begins the loops of one name where a state that was loaded says that they go on.
 
     Args:
         rank: This rank.
         world_size: How many there are.
+        restored: The generators of loops that have gone on, also of those of other names.
 
     Attributes:
         loaded: The state, until a loop has begun.
+        reader: What reads the last loop.
         plan: Of the loop that has begun, what the state says of batches that are rebalanced.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, restored: list[Any] | None = None) -> None:
         self._rank, self._world_size = rank, world_size
+        self._restored = [] if restored is None else restored
         self.loaded: dict[str, Any] | None = None
+        self.reader: Reader[Any] | None = None
+        self._ended: Callable[[], LoaderPlace] | None = None  # gives the place behind the last loop
         self.plan: dict[str, Any] | None = None
         self._resumed: tuple[Any, LoaderPlace] | None = None  # a loader, and where a loop over it has gone on
 
@@ -75,6 +94,20 @@ class Resuming:
         place = None if self.loaded is None else self.loaded["places"][self._rank]
         return None if place is None else {**place, "left": not place["over"]}
 
+    def find_place(self) -> LoaderPlace | None:
+        """Return this rank's place in the last loop, or where the next one goes on."""
+        if self.loaded is not None:
+            return self.place
+        if self.reader is not None:
+            return self.reader.place()
+        return None if self._ended is None else self._ended()
+
+    def end(self) -> None:
+        """Another loop begins: the last one is over, also where it was left by `break`."""
+        if self.reader is not None:
+            self._ended = self.reader.end()
+            self.reader = None
+
     @property
     def first_step(self) -> int:
         """The first step of the loop that is about to begin; -1 where it begins anew."""
@@ -87,31 +120,99 @@ class Resuming:
             JoinValueError: That is a place in another loader.
         """
         place, self.loaded = self.place, None
-        resumed, self._resumed = self._resumed, None
+        resumed = self._resumed
         after = resumed is not None and resumed[0] is loader
         if resumed is not None and after:
             end_resumed(*resumed)
+            self._resumed = None
         self.plan = None if place is None or place["over"] else place["plan"]
         if place is None:
             return reader_of(loader, None, True) if after else reader_of(loader)
         if not place["over"]:
             self._resumed = loader, place
-        return reader_of(loader, place)
+        return reader_of(loader, {**place, "restored": self._restored})
 
 
-def check_resumed(names: Sequence[int], steps: Sequence[int]) -> None:
-    """Raise if not all ranks have loaded the same state.
+class NamedLoops:
+    """The loops over `batches` by their names: where the last one of each is, and where the next one goes on.
+
+    Args:
+        rank: This rank.
+        world_size: How many there are.
+
+    Attributes:
+        name: That of the loop under way, or of the last one.
+        current: Begins loops of that name.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._ranks = rank, world_size
+        self.name = ""
+        self.current = Resuming(rank, world_size)
+        self._by_name: dict[str, Resuming] = {}
+        self._left_out: set[str] = set()  # that had an empty loop
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See `Resuming.load`."""
+        restored: list[Any] = []
+        found = Resuming(*self._ranks, restored)
+        found.load(state)
+        self.end()
+        self.name, self.current = state["name"], found
+        self._by_name[self.name] = found
+        for name, places in state["others"].items():
+            self._by_name[name] = Resuming(*self._ranks, restored)
+            self._by_name[name].load({**state, "places": places, "step": 0, "over": True})
+
+    def begin(self, name: str) -> bool:
+        """Have the next loop be one of this name; return whether it was over, so that it is empty.
+
+        Raises:
+            JoinValueError: The loop that was under way does not come.
+        """
+        loaded = self.current.loaded
+        if name != self.name and loaded is not None and not loaded["over"]:
+            if name in self._left_out or name not in loaded["others"]:
+                raise JoinValueError(
+                    f"The loop {name!r} {'begins again' if name in self._left_out else 'begins'}, and {self.name!r}, in"
+                    " whose middle the state was written that join.load_state_dict() was given, has not gone on. Load"
+                    " it before the loops of the epoch in which it was written, which have the same names and order."
+                )
+            self._left_out.add(name)
+            return True
+        self._left_out.clear()
+        self.end()
+        self.name, self.current = name, self._by_name.setdefault(name, Resuming(*self._ranks))
+        return False
+
+    def end(self) -> None:
+        """The last loop is over."""
+        self.current.end()
+
+    def find_others(self, _: int = 1) -> dict[str, LoaderPlace]:
+        """Return this rank's places in loops of other names."""
+        places = {name: each.find_place() for name, each in self._by_name.items() if each is not self.current}
+        return {name: place for name, place in places.items() if place is not None}
+
+
+def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[str]) -> None:
+    """Raise if not all ranks have loaded the same state, or begin loops of different names.
 
     Args:
         names: What errors call the ranks.
         steps: By rank, the `first_step` of its loop.
+        loops: By rank, its name.
 
     Raises:
         JoinValueError: They differ.
     """
+    if len({*loops}) > 1:
+        said = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))
+        raise JoinValueError(f"The ranks begin loops of different names ({said}). Begin the same ones in one order.")
     if len({*steps}) > 1:
         ranks = zip(names, steps, strict=True)
-        said = "; ".join(f"rank {name}: {'at none' if step < 0 else f'at step {step}'}" for name, step in ranks)
+        at = {-1: "at none", OVER: "past its end"}
+        said = "; ".join(f"rank {name}: {at.get(step, f'at step {step}')}" for name, step in ranks)
         raise JoinValueError(
             f"A loop goes on at different steps, by the states that ranks gave to join.load_state_dict() ({said}). All"
             " ranks load the same state, before the same loop."
