@@ -28,6 +28,8 @@ def promised(recipe: Recipe) -> str:
         found.append("holds a gradient that no sync has averaged yet")
     if recipe.no_sync and recipe.rest == "goes on" and recipe.model in STRAYS:
         found.append("this rank's share would be lost")
+    if recipe.clears == "data.zero_" and recipe.api == "fsdp2":
+        found.append("nobody can tell whether it was cleared too")  # where the leader's shard is empty
     if recipe.framework.get("manual"):
         found.append("optimizes manually")
     return "|".join(found)

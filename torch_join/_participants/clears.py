@@ -21,6 +21,7 @@ class Clears:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.calls = self.steps = 0
+        self._cleared: list[Tensor] = []  # of a model, by its last call: one that FSDP shards has others at times
         self._before = {"zero_grad": vars(optimizer)["zero_grad"]} if "zero_grad" in vars(optimizer) else {}
         self._zero_grad = self._counted(optimizer.zero_grad)
         # On the object, as LR schedulers do with its `step`: torch has no hook for it.
@@ -35,6 +36,8 @@ class Clears:
     def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
+            if isinstance(self._optimizer, nn.Module):
+                self._cleared = [*self._optimizer.parameters()]
             return zero_grad(*args, **kwargs)
 
         return update_wrapper(Hook(call, copied=zero_grad), zero_grad)
@@ -49,12 +52,13 @@ class Clears:
     def parameters(self) -> list[Tensor]:
         """Return what is cleared."""
         if isinstance(self._optimizer, nn.Module):
-            return list(self._optimizer.parameters())
+            return self._cleared
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def remove(self) -> None:
         """Give the optimizer its method back."""
         self._remove_hook()
+        self._cleared = []
         if vars(self._optimizer).get("zero_grad") is self._zero_grad:
             del vars(self._optimizer)["zero_grad"]
             vars(self._optimizer).update(self._before)

@@ -41,6 +41,7 @@ class Gradients:
         views: Whether gradients share memory with others, or parts of them do not count, so that a version tells of
             these too.
         sparse: The `id` of each parameter whose gradients are sparse.
+        units: For each of `parameters`, which unit it is sharded in.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Gradients:
         clears: Sequence[Clears] = (),
         views: bool = False,
         sparse: frozenset[int] = frozenset(),
+        units: Sequence[int] | None = None,
     ) -> None:
         self.parameters = parameters
         self._are_whole = all(isinstance(p, Tensor) for p in parameters)
         self._sparse = sparse
         self._views = views
+        self._units = [0] * len(parameters) if units is None else units
         self._known: list[Known] = [None] * len(parameters)
         self._measures: Sequence[Measure] = [None] * len(parameters)  # of the same moment; None after a sync
         self._clears = clears
@@ -127,20 +130,40 @@ class Gradients:
         return State(KEPT if _same(norm, before) and _same(total, total_before) else CHANGED, FULL)
 
     def _decide(self, found: list[State]) -> list[State]:
-        """Replace `UNKNOWN` where there is evidence elsewhere; a gradient of several may be cleared in part."""
+        """Replace `UNKNOWN` where there is evidence elsewhere; a gradient of several may be cleared in part.
+
+        Raises:
+            JoinError: There is none in its unit, and the others were cleared without a trace.
+        """
         called: dict[int, bool] = {}  # a parameter may have several that clear it
         for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True):
             if each.calls > calls or each.clears_each_step(*begin):
                 for p in each.parameters():
                     called[id(p)] = called.get(id(p), False) or each.calls > calls
         verdicts = {state.verdict for state in found}
-        kept, cleared = KEPT in verdicts, CLEARED in verdicts
+        of_units: dict[int, set[str]] = {}
+        for unit, state in zip(self._units, found, strict=True):
+            of_units.setdefault(unit, set()).add(state.verdict)
+        leaves_traces = not self._views and any(
+            state.verdict == CLEARED and not is_known(p.grad, before)
+            for p, state, before in zip(self.parameters, found, self._known, strict=True)
+        )
 
-        def decide(holder: Tensor, verdict: str, content: str) -> str:
+        def decide(holder: Tensor, verdict: str, content: str, unit: int) -> str:
             calls_of = [called[id(p)] for p in _parameters(holder) if id(p) in called]
+            has_evidence = (KEPT in of_units[unit]) != (CLEARED in of_units[unit])
+            known = of_units[unit] if has_evidence else verdicts
+            kept, cleared = KEPT in known, CLEARED in known
             if verdict == UNKNOWN:
                 if calls_of:
                     return CLEARED if any(calls_of) else KEPT
+                if cleared and not kept and not has_evidence and holder.grad is not None:
+                    # While a unit is whole (between forward and backward, after an evaluation), the module's
+                    # parameters are others, so that what clears theirs does not come to this shard.
+                    if leaves_traces:
+                        return KEPT
+                    if not _compat.local_part(holder.grad).numel():
+                        raise _unseen(holder)
                 if kept != cleared:
                     return KEPT if kept else CLEARED
                 # What is zero was there when others were cleared. What is not there may be part of an accumulation.
@@ -150,8 +173,10 @@ class Gradients:
             is_cleared = verdict == CHANGED and content == ZERO and (any(calls_of) or (cleared and not kept))
             return CLEARED if is_cleared else verdict
 
-        pairs = zip(self.parameters, found, strict=True)
-        return [state._replace(verdict=decide(holder, state.verdict, state.content)) for holder, state in pairs]
+        return [
+            state._replace(verdict=decide(holder, state.verdict, state.content, unit))
+            for holder, state, unit in zip(self.parameters, found, self._units, strict=True)
+        ]
 
     def raise_if_changed(self, states: Sequence[State], members: Membership) -> None:
         """Raise if one was changed by hand before the next backward accumulates into it.
@@ -263,6 +288,15 @@ class Gradients:
             " zero_grad() of a given optimizer. Give Join the optimizer and call its zero_grad() at the begin of each"
             " accumulation, or run a backward in each of its steps."
         )
+
+
+def _unseen(parameter: Tensor) -> JoinError:
+    """Return the error of an empty shard, where those of other units were cleared without a trace."""
+    return JoinError(
+        f"Gradients were cleared by hand through `.data`, and this rank has nothing of the one of shape"
+        f" {tuple(parameter.shape)}, nor of others in its unit: nobody can tell whether it was cleared too, on ranks"
+        " that have joined. Call the zero_grad() of the optimizer."
+    )
 
 
 def _measure(gradients: Sequence[Tensor | None]) -> list[Measure]:

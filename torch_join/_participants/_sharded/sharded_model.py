@@ -54,10 +54,11 @@ class ShardedModelParticipant(Participant, LoopModel):
         root = _compat_sharded.roots(self.model)[0]
         hook = root.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True)
         self._undo += [hook.remove, self._stop_scaling, self.contents.forget]
-        holders = [holder for unit in self.following.units for holder in unit.holders]
+        found = [(index, holder) for index, unit in enumerate(self.following.units) for holder in unit.holders]
+        holders = [holder for _, holder in found]
         # FSDP1 writes zeros into a flat gradient, again and again, where a part is frozen.
         is_flat = any(not isinstance(holder, Tensor) for holder in holders)
-        self.gradients = Gradients(holders, self.driver.clears, views=is_flat)
+        self.gradients = Gradients(holders, self.driver.clears, views=is_flat, units=[index for index, _ in found])
         left = any(holder.grad is not None for holder in holders)
         self.accumulates = left or any(unit.has_unsynced for unit in self.following.units)
         self.remember()
