@@ -110,11 +110,6 @@ class Loop(Generic[T]):
         if ahead:
             _refuse_backwards(self.owner, ahead, driver.members.name)
 
-    def refuse_to_serve(self, why: BaseException) -> None:
-        """From here on, raise `why` on all ranks where others go on, whose steps this rank would have to follow."""
-        if self.driver is not None:
-            self.driver.tail.refusal = why
-
     @property
     def has_next(self) -> bool:
         """Whether there is a batch that was not asked for; the next one is read for this."""
@@ -288,13 +283,11 @@ def _end_open_loops(error: BaseException | None) -> list[BaseException]:
                 problems.append(found)
 
     for loop in list(_loops.values()):
-        if error is None:
-            loop.refuse_to_serve(
-                JoinError(
-                    "The process ended after it had left a loop that serves others, which these went on with, so that"
-                    f" what it did after the loop was done with old parameters. Call {loop.advice}, or anything else"
-                    " that processes do together, after the loop."
-                )
+        if error is None and loop.driver is not None:  # where others go on, whose steps this rank would have to follow
+            loop.driver.tail.refusal = JoinError(
+                "The process ended after it had left a loop that serves others, which these went on with, so that"
+                f" what it did after the loop was done with old parameters. Call {loop.advice}, or anything else"
+                " that processes do together, after the loop."
             )
         attempt(partial(loop.leave, error))
     if error is None:

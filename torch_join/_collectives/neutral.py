@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -139,28 +140,15 @@ def _options(kind: Any, call: Call, group: dist.ProcessGroup) -> Any:
     return options
 
 
-def _all_reduce(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    return group.allreduce(_neutral(call), _options(dist.AllreduceOptions, call, group))
-
-
-def _all_reduce_coalesced(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    return group.allreduce_coalesced(_neutral(call), _options(dist.AllreduceCoalescedOptions, call, group))
-
-
-def _reduce(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    return group.reduce(_neutral(call), _options(dist.ReduceOptions, call, group))
+def _in_place(method: str, kind: Any, call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    tensors = _blank(call.inputs, call) if call.reduce_op is None else _neutral(call)
+    return getattr(group, method)(tensors, _options(kind, call, group))  # type: ignore[no-any-return]
 
 
 def _reduce_scatter(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
     ours = [call.inputs[group.rank()]]
     options = _options(dist.ReduceScatterOptions, call, group)
     return group.reduce_scatter(_blank(ours, call), [_neutral(call)], options)
-
-
-def _reduce_scatter_single(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    options = _options(dist.ReduceScatterOptions, call, group)
-    outputs, inputs = _blank(call.outputs, call), _neutral(call)
-    return _issue_single(call, group, outputs, inputs, options)
 
 
 def _all_gather(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
@@ -175,15 +163,10 @@ def _all_gather_coalesced(call: Call, group: dist.ProcessGroup) -> dist.Work | N
     return group.allgather_coalesced(outputs, _blank(call.inputs, call), options)
 
 
-def _all_gather_single(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    options = _options(_compat_c10d.AllgatherOptions, call, group)
-    outputs, inputs = _blank(call.outputs, call), _blank(call.inputs, call)
-    return _issue_single(call, group, outputs, inputs, options)
-
-
-def _issue_single(
-    call: Call, group: dist.ProcessGroup, outputs: list[Tensor], inputs: list[Tensor], options: Any
-) -> dist.Work | None:
+def _single(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
+    reduces = call.reduce_op is not None
+    options = _options(dist.ReduceScatterOptions if reduces else _compat_c10d.AllgatherOptions, call, group)
+    outputs, inputs = _blank(call.outputs, call), _neutral(call) if reduces else _blank(call.inputs, call)
     if call.operation.endswith("coalesced"):
         return _compat_c10d.issue(group, call.operation, outputs, inputs, options)
     return _compat_c10d.issue(group, call.operation, outputs[0], inputs[0], options)
@@ -199,10 +182,6 @@ def _scatter(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
     options = _options(dist.ScatterOptions, call, group)
     inputs = [_blank(call.outputs * group.size(), call)] if options.rootRank == group.rank() else []
     return group.scatter(_blank(call.outputs, call), inputs, options)
-
-
-def _broadcast(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    return group.broadcast(_blank(call.inputs, call), _options(dist.BroadcastOptions, call, group))
 
 
 def _all_to_all(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
@@ -234,6 +213,10 @@ def _objects(call: Call, group: dist.ProcessGroup) -> None:
         dist.scatter_object_list([None], None, call.root, group)
 
 
+_all_reduce = partial(_in_place, "allreduce", dist.AllreduceOptions)
+_all_reduce_coalesced = partial(_in_place, "allreduce_coalesced", dist.AllreduceCoalescedOptions)
+_reduce = partial(_in_place, "reduce", dist.ReduceOptions)
+_broadcast = partial(_in_place, "broadcast", dist.BroadcastOptions)
 _REDUCED = "as for the reduce operation"
 _PART = "their part of the reduction over the active ranks"
 _PARTS = "their parts of the reductions over the active ranks"
@@ -245,12 +228,12 @@ ENTRIES = {
         Entry("all_reduce_coalesced", _REDUCED, "the reductions over the active ranks", _all_reduce_coalesced),
         Entry("reduce", _REDUCED, "on the destination: the reduction over the active ranks", _reduce),
         Entry("reduce_scatter", _REDUCED, _PART, _reduce_scatter),
-        Entry("reduce_scatter_single", _REDUCED, _PART, _reduce_scatter_single),
-        Entry("reduce_scatter_single_coalesced", _REDUCED, _PARTS, _reduce_scatter_single),
+        Entry("reduce_scatter_single", _REDUCED, _PART, _single),
+        Entry("reduce_scatter_single_coalesced", _REDUCED, _PARTS, _single),
         Entry("all_gather", "zeros", _GATHERED, _all_gather),
         Entry("all_gather_coalesced", "zeros", _GATHERED, _all_gather_coalesced),
-        Entry("all_gather_single", "zeros", _GATHERED, _all_gather_single),
-        Entry("all_gather_single_coalesced", "zeros", _GATHERED, _all_gather_single),
+        Entry("all_gather_single", "zeros", _GATHERED, _single),
+        Entry("all_gather_single_coalesced", "zeros", _GATHERED, _single),
         Entry("gather", "zeros", f"on the destination: {_GATHERED}", _gather),
         Entry("scatter", "nothing, it receives and forgets", "what the source sends them", _scatter),
         Entry("broadcast", "nothing, it receives and forgets", "what the source sends", _broadcast),

@@ -22,6 +22,7 @@ from torch_join._compat.metrics import is_metric
 from torch_join._control.channel import Channel
 from torch_join._handover.digest import checksums
 from torch_join._handover.handover import hand_over
+from torch_join._handover.replicas import set_own
 
 Unsynced = tuple[nn.Module, Container[str] | None]  # a model, and the names of these buffers; `None`: all are
 Buffers = dict[str, Tensor]
@@ -103,10 +104,8 @@ class UnsyncedBuffers:
             for name, buffer in theirs.items():
                 if TensorSpec.of(buffer).fits(mine.get(name)):
                     mine[name].copy_(buffer)
-                elif hasattr(module, name):
-                    setattr(module, name, buffer)
                 else:
-                    module.register_buffer(name, buffer, name in persistent)
+                    set_own(module, name, buffer, name in persistent)
 
     def _modules(self, all_of_them: bool = False) -> dict[str, tuple[nn.Module, Buffers]]:
         found: dict[str, tuple[nn.Module, Buffers]] = {}

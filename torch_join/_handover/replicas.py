@@ -6,6 +6,7 @@ LR scheduler, GradScaler, anything else    what its `state_dict` returns
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -124,16 +125,16 @@ def _restore_model(captured: Captured, model: nn.Module, restore: Restore, name:
     restore.later(lambda: _set_training(model, state["training"]))
     device = next(iter(parameters.values())).device if parameters else None
     for key in buffers.keys() - state["buffers"].keys():
-        module, own = _owner(model, key)
-        restore.later(lambda module=module, own=own: setattr(module, own, None))  # type: ignore[misc]
+        restore.later(partial(setattr, *_owner(model, key), None))
     for key, slot in state["buffers"].items():
         buffer = restore.tensor(slot, buffers.get(key, MISSING), device)
         if buffer is not buffers.get(key):
-            restore.later(lambda key=key, b=buffer: _set_buffer(model, key, b, key in captured.hints["persistent"]))  # type: ignore[misc]
+            persistent = key in captured.hints["persistent"]
+            restore.later(partial(set_own, *_owner(model, key), buffer, persistent))
     modules = _extra_states(model)
     for key, tree in state["extra"].items():
         value = restore.value(tree, modules[key].get_extra_state(), f"{name}: {key}", device, reuse=False)
-        restore.later(lambda key=key, value=value: modules[key].set_extra_state(value))  # type: ignore[misc]
+        restore.later(partial(modules[key].set_extra_state, value))
 
 
 def _owner(model: nn.Module, key: str) -> tuple[nn.Module, str]:
@@ -141,12 +142,12 @@ def _owner(model: nn.Module, key: str) -> tuple[nn.Module, str]:
     return _inner(model).get_submodule(path), own
 
 
-def _set_buffer(model: nn.Module, key: str, buffer: Tensor, persistent: bool) -> None:
-    module, own = _owner(model, key)
-    if hasattr(module, own):
-        setattr(module, own, buffer)
+def set_own(module: nn.Module, name: str, buffer: Tensor, persistent: bool) -> None:
+    """Set a buffer of a module, or register it where there is none."""
+    if hasattr(module, name):
+        setattr(module, name, buffer)
     else:
-        module.register_buffer(own, buffer, persistent)
+        module.register_buffer(name, buffer, persistent)
 
 
 def _set_training(model: nn.Module, training: dict[str, bool]) -> None:

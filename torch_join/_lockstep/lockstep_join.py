@@ -101,7 +101,7 @@ class LockstepJoin(Lockstep):
                 inside.remove()
 
     def shadow_forward(self) -> Tensor:
-        self.driver.derive(self._model, "forward")
+        self._model.mirror("forward", None)
         self._in_pieces = self.driver.follow(self.active_ranks)
         output = self._model.take_output()
         if not self._in_pieces:
@@ -204,7 +204,7 @@ class LockstepJoin(Lockstep):
         if self.joined and self._in_pieces:
             self._listening_to(backward)  # which follows
         else:
-            self.driver.derive(self._model, "backward", partial(self._listening_to, backward))
+            self._model.mirror("backward", partial(self._listening_to, backward))
         if not counts:
             return True
         _compat.wait_for_device(parameters[0].device.type, self._watch)

@@ -21,7 +21,7 @@ class LockstepModelParticipant(Participant):
     """A `DistributedDataParallel` model whose steps all ranks run.
 
     That there is a forward, and a backward, each rank knows from the meeting before the step: these records are
-    derived, see `StepDriver.derive`. An active rank whose forward comes to no loss answers its backward too.
+    derived, and no rank announces them. An active rank whose forward comes to no loss answers its backward too.
 
     Attributes:
         shadow: What runs in place of the model's step.

@@ -138,10 +138,6 @@ class StepDriver(Driver):
         backwards.in_pieces = in_pieces or backwards.in_pieces
         return backwards.in_pieces
 
-    def derive(self, participant: Participant, kind: str, payload: Any = None) -> None:
-        """Answer what every rank knows from the meeting to come next, and nobody announces."""
-        participant.mirror(kind, payload)
-
     def leave_tail(self) -> None:
         """All ranks have come to the end of what each evaluates, some before the others."""
         for each in self.tail_log.participants:
