@@ -128,7 +128,7 @@ class Lockstep:
         self._compare([known for *_, known in everyone], end is None or end > first_step)
         active_ranks.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
         active_ranks.counted, active_ranks.total = count, math.fsum(theirs for _, theirs, *_ in everyone)
-        active_ranks.check_termination(self.channel.rank, self._throws)
+        active_ranks.check_termination()
         return [value for _, _, value, _ in everyone]
 
     def rebalance(self, rebalancing: Rebalancing, source: Source, length: int | None, **options: Any) -> None:

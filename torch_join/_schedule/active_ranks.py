@@ -16,18 +16,32 @@ from torch_join._control.channel import Channel
 from torch_join._schedule.plan import Share
 
 
-class KnownActiveRanks:
-    """The ends announced so far; `None` while a rank has not come to its end.
+class ExchangedActiveRanks:
+    """Which ranks have a batch, as they tell each other between steps.
+
+    Args:
+        channel: Where they do.
+        throws: Whether to raise on all ranks when the first one runs out.
+        first_step: Where the epoch begins.
 
     Attributes:
         step: The current step.
         active_ranks: The ranks that have a batch at it; asked for many times in a step, so it is kept.
+        counted, total: What this rank's batch counts, where batches are counted, and all of the step once it has heard.
     """
 
-    def __init__(self, world_size: int, first_step: int = 0) -> None:
+    def __init__(self, channel: Channel, throws: bool, first_step: int = 0) -> None:
+        self._channel = channel
+        self._throws = throws
         self.active_ranks: tuple[int, ...] = ()
-        self._ends: list[int | None] = [None] * world_size
+        self._ends: list[int | None] = [None] * channel.world_size  # `None` while a rank has not come to its end
+        self._has_to_meet = self._is_meeting = False
+        self._lock = threading.RLock()  # another thread may look whether the step is the last one
+        self._notices: dict[int, dict[str, Any]] = {}
+        self.counted = self.total = 0.0
         self.go_to(first_step)
+        meet = weakref.WeakMethod(self.meet)
+        channel.before_meeting = lambda: (now := meet()) and now()
 
     def go_to(self, step: int) -> None:
         """Go on to a step."""
@@ -47,6 +61,7 @@ class KnownActiveRanks:
     @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last in which any rank has a batch."""
+        self.meet()
         return all(end is not None and end <= self.step + 1 for end in self._ends) and bool(self.active_ranks)
 
     def joined(self, rank: int) -> bool:
@@ -62,48 +77,19 @@ class KnownActiveRanks:
         ends = [float("inf") if end is None else end for end in self._ends]
         return ends[rank] == max(ends)
 
-    def check_termination(self, rank: int, throws: bool) -> None:
-        """Raise on every rank, if `throws`, where some rank has a batch at the current step and another has none.
+    def check_termination(self) -> None:
+        """Raise on every rank, if it is to throw, where some rank has a batch at the current step and another has none.
 
         Raises:
             EarlyTerminationError: So it is.
         """
-        if throws and 0 < len(self.active_ranks) < len(self._ends):
-            raise early_termination(rank, self.joined(rank))
-
-
-class ExchangedActiveRanks(KnownActiveRanks):
-    """Which ranks have a batch, as they tell each other between steps.
-
-    Args:
-        channel: Where they do.
-        throws: Whether to raise on all ranks when the first one runs out.
-        first_step: Where the epoch begins.
-
-    Attributes:
-        counted, total: What this rank's batch counts, where batches are counted, and all of the step once it has heard.
-    """
-
-    def __init__(self, channel: Channel, throws: bool, first_step: int = 0) -> None:
-        super().__init__(channel.world_size, first_step)
-        self._channel = channel
-        self._throws = throws
-        self._has_to_meet = self._is_meeting = False
-        self._lock = threading.RLock()  # another thread may look whether the step is the last one
-        self._notices: dict[int, dict[str, Any]] = {}
-        self.counted = self.total = 0.0
-        meet = weakref.WeakMethod(self.meet)
-        channel.before_meeting = lambda: (now := meet()) and now()
+        if self._throws and self.in_tail:
+            raise early_termination(self._channel.rank, self.joined(self._channel.rank))
 
     @property
     def in_tail(self) -> bool:
         """Whether some rank has no batch at the current step while another has one."""
         return 0 < len(self.active_ranks) < self._channel.world_size
-
-    @property
-    def is_last_step(self) -> bool:
-        self.meet()
-        return super().is_last_step
 
     def arrive(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
         """Go on to the next step, and say this rank's part; see `Lockstep.arrive`."""
@@ -154,7 +140,7 @@ class ExchangedActiveRanks(KnownActiveRanks):
         result = self._channel.wait()
         self.announce({rank: notice["end"] for rank, notice in result.notices.items() if "end" in notice})
         self.total, self._notices = result.total, result.notices
-        self.check_termination(self._channel.rank, self._throws)
+        self.check_termination()
 
 
 @dataclass(frozen=True)
