@@ -154,7 +154,7 @@ class LoopDriver(Driver):
         self.tail_log.reset()
         self.step.reset()
         self.tail.reset()
-        self._named.end()
+        self._named.current.end()
         self.place = Place.OUTSIDE
         self.step_number = self._loops = self.plain_steps = 0
         self._loop = None

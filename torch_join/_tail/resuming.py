@@ -157,7 +157,7 @@ class NamedLoops:
         restored: list[Any] = []
         found = Resuming(*self._ranks, restored)
         found.load(state)
-        self.end()
+        self.current.end()
         self.name, self.current = state["name"], found
         self._by_name[self.name] = found
         for name, places in state["others"].items():
@@ -181,13 +181,9 @@ class NamedLoops:
             self._left_out.add(name)
             return True
         self._left_out.clear()
-        self.end()
+        self.current.end()
         self.name, self.current = name, self._by_name.setdefault(name, Resuming(*self._ranks))
         return False
-
-    def end(self) -> None:
-        """The last loop is over."""
-        self.current.end()
 
     def find_others(self, _: int = 1) -> dict[str, LoaderPlace]:
         """Return this rank's places in loops of other names."""
