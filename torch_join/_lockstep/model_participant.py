@@ -1,19 +1,17 @@
 """A DDP model in a loop that a framework runs: its forward and backward are shadowed, and need no announcement."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from torch_join._compat import ddp as _compat
 from torch_join._participants._gradients.pieces import FIRED, Pieces
+from torch_join._participants._gradients.watch import Watch
 from torch_join._participants.participant import Driver, Participant
 from torch_join._shadow.buffer_news import Buffer, take
-from torch_join._shadow.lost_hooks import noticed
 from torch_join._shadow.model_shadow import ModelShadow
 
 
@@ -75,17 +73,13 @@ class LockstepModelParticipant(Participant):
             task = _compat.backward_in_progress()
             self._pieces.came(place)
 
-        ends: list[Callable[[], None]] = []
-        for place, parameter in enumerate(self.shadow.parameters):
-            if parameter.requires_grad:
-                hook, end = noticed(parameter, partial(came, place))
-                ends += [get_gradient_edge(parameter).node.register_prehook(hook).remove, end]
+        watch = Watch(self.shadow.parameters)
+        watch.begin(came)
         try:
             yield
         finally:
             self._pieces.reset()
-            for end in ends:
-                end()
+            watch.end()
 
     def before_collective(self, ddps: bool) -> None:
         self._pieces.before_collective(ddps)
