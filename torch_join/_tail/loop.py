@@ -403,7 +403,7 @@ class LoopDriver(Driver):
             self.step_number = max(0, first)
             alone = self._loop = Loop(reader, asked=True, first=self.step_number)
             self.place = Place.LOOP
-            if self.options.monitor is not None:
+            if self.options.monitor is not None and first != OVER:
                 alone.stopwatch = Stopwatch(alone.first)
             try:
                 while reader.has_next():
@@ -508,7 +508,7 @@ class LoopDriver(Driver):
         self.tail_log.parting.begin_loop(self.tail_log.channel)
         for model in self.tail_log.models():
             model.begin_loop()
-        if self.options.monitor is not None:
+        if self.options.monitor is not None and first != OVER:
             loop.stopwatch = Stopwatch(loop.first, given_bytes)
         return loop
 
