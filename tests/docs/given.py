@@ -510,6 +510,10 @@ def kind_of(page: str) -> str:
 
 def run(rank: int, page: str, code: str, kind: str, folder: str) -> None:
     """Run a snippet on this rank."""
+    before = Path.cwd()
     os.chdir(folder)
-    with KINDS[kind](rank) as names:
-        exec(compile(code, page, "exec"), names)
+    try:
+        with KINDS[kind](rank) as names:
+            exec(compile(code, page, "exec"), names)
+    finally:
+        os.chdir(before)

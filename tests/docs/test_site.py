@@ -14,10 +14,7 @@ import pytest
 from tests.docs.snippets import DOCS, pages
 from tests.support.browser import browser, complaints, open_file, overflow
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="no Sphinx here"),
-    pytest.mark.xdist_group("site"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="no Sphinx here")
 WIDTHS = (400, 1400)
 
 

@@ -8,7 +8,9 @@ import ctypes
 import gc
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +25,7 @@ from lightning_join import DDPJoinStrategy
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.front_ends.fabric import fabric_of
 from tests.support.workers import Workers
-from torch_join import Join
+from torch_join import Join, JoinMonitor
 
 EPOCHS = int(os.environ.get("TORCH_JOIN_SOAK_EPOCHS", 1000))
 WARM = 50  # epochs, in which caches fill
@@ -58,9 +60,11 @@ def model() -> nn.Module:
 def plain(rank: int, epochs: int, look: Callable[[], None]) -> None:
     ddp = DistributedDataParallel(model())
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-3)
-    batches = loader(rank)
+    batches, monitor = loader(rank), JoinMonitor()
     for epoch in range(epochs):
-        with Join([ddp, optimizer], rebalance=epoch % 10 == 9) as join:
+        # The monitor keeps a record of each epoch, as it says.
+        monitor = JoinMonitor() if epoch % 100 == 0 else monitor
+        with Join([ddp, optimizer], rebalance=epoch % 10 == 9, monitor=monitor) as join:
             for (x,) in join.batches(batches):
                 optimizer.zero_grad()
                 ddp(x).sum().backward()
@@ -167,18 +171,36 @@ def slope(values: list[float]) -> float:
     return above / sum((place - middle) ** 2 for place in range(len(values)))
 
 
+def check(name: str, rank: int, seen: list[list[float]]) -> None:
+    """Check that nothing has grown since the first epochs."""
+    columns = {what: list(column) for what, column in zip(WHAT, zip(*seen[WARM:], strict=True), strict=True)}
+    found = {what: slope(column) for what, column in columns.items()}
+    print(f"\n{name}, rank {rank}, each epoch:", ", ".join(f"{what} {value:+.2g}" for what, value in found.items()))
+    grown = {what: value * (len(seen) - WARM) for what, value in found.items()}
+    assert grown.pop("memory in MB") < _MOST, f"memory grows by {1e6 * found['memory in MB']:.0f} bytes each epoch"
+    # A thread of autograd's or the loader's may end a moment later, now and then.
+    assert max(map(abs, grown.values())) < 0.5, found
+    assert all(median(columns[what][:9]) == median(columns[what][-9:]) for what in grown), found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", FRONT_ENDS)
 def test_nothing_grows(workers: Workers, name: str) -> None:
     for rank, seen in enumerate(workers.run(2, watch, name, EPOCHS, deadline=60 + 2.0 * EPOCHS, store="tcp")):
-        columns = {what: list(column) for what, column in zip(WHAT, zip(*seen[WARM:], strict=True), strict=True)}
-        found = {what: slope(column) for what, column in columns.items()}
-        print(f"\n{name}, rank {rank}, each epoch:", ", ".join(f"{what} {value:+.2g}" for what, value in found.items()))
-        grown = {what: value * (EPOCHS - WARM) for what, value in found.items()}
-        assert grown.pop("memory in MB") < _MOST, f"memory grows by {1e6 * found['memory in MB']:.0f} bytes each epoch"
-        # A thread of autograd's or the loader's may end a moment later, now and then.
-        assert max(map(abs, grown.values())) < 0.5, found
-        assert all(columns[what][0] == columns[what][-1] for what in grown), found
+        check(name, rank, seen)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_leak_is_noticed(leaks: bool) -> None:
+    files, rows = [], []
+    for epoch in range(WARM + 20):
+        if leaks or epoch == 0:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+        rows.append([0.0, 0.0, float(len([*Path("/proc/self/fd").iterdir()])), 0.0, 0.0])
+    for file in files:
+        os.close(file)
+    with pytest.raises(AssertionError, match="open files") if leaks else nullcontext():
+        check("leaking", 0, rows)
 
 
 def test_growth_is_noticed() -> None:
