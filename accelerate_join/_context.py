@@ -277,10 +277,9 @@ class AcceleratorContext:
         if reader is not None and reader.pulling:  # a loop over something that holds it, such as a zip
             yield from own_iter(loader)
         else:
-            is_at_end = _positions.begins_at_its_end(loader)
             counts = self._driver.members.count is not None
-            with _positions.noting(loader) as note_batch:
-                for batch in self._driver.go_through(loader, partial(PreparedReader, own_iter, counts, is_at_end)):
+            with _positions.going_through(self._accelerator, loader, own_iter) as (iterate, is_at_end, note_batch):
+                for batch in self._driver.go_through(loader, partial(PreparedReader, iterate, counts, is_at_end)):
                     note_batch()
                     yield batch
 

@@ -8,7 +8,7 @@ cannot be exchanged: `__class__` is a property that tells the wrapped loader's.)
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from typing import Any, TypeAlias, get_args
@@ -31,7 +31,7 @@ from torch_join import JoinError, UnsupportedError
 from torch_join.integration import Begin, Count, LoaderPlace, Reader, draws_exactly, refuse_position, setting
 
 _KINDS = get_args(PreparedLoader)
-_Iter: TypeAlias = Callable[[Any], Iterator[Any]]
+Iterate: TypeAlias = Callable[[Any], Iterator[Any]]
 
 
 class PreparedReader(Reader[Any]):
@@ -47,7 +47,7 @@ class PreparedReader(Reader[Any]):
         prepared: The loader.
     """
 
-    def __init__(self, own_iter: _Iter, counts: bool, is_at_end: bool, loader: PreparedLoader) -> None:
+    def __init__(self, own_iter: Iterate, counts: bool, is_at_end: bool, loader: PreparedLoader) -> None:
         self.prepared = loader
         # What is dispatched is on a device when it comes to a process, but for the main one.
         self._unplaced: deque[Any] | None = deque() if counts and type(loader) is not DataLoaderDispatcher else None
@@ -197,7 +197,7 @@ def _samples_in_last_round(samples: Any, shard: Any) -> int:
 
 @contextmanager
 def loops_replaced(
-    iterate: Callable[[_Iter, PreparedLoader], Iterator[Any]], note_epoch: Callable[[Any], None]
+    iterate: Callable[[Iterate, PreparedLoader], Iterator[Any]], note_epoch: Callable[[Any], None]
 ) -> Iterator[None]:
     """Within, each loop over one of Accelerate's loaders goes through `iterate`, also over one that is made later.
 
@@ -206,7 +206,7 @@ def loops_replaced(
         note_epoch: Is told of each other loader, before a loop over it.
     """
 
-    def iterates(own_iter: _Iter) -> _Iter:
+    def iterates(own_iter: Iterate) -> Iterate:
         def __iter__(loader: PreparedLoader) -> Iterator[Any]:  # noqa: N807
             if type(loader) is DataLoaderDispatcher:
                 _refuse_distributed_sampler(loader.batch_sampler, loader.state.num_processes)
@@ -264,11 +264,37 @@ def batch_sampler(loader: PreparedLoader) -> Any:
     return loader.sampler if sampler is None else sampler
 
 
+def drawn_from(loader: PreparedLoader) -> DataLoader[Any]:
+    """Return all that the order of `loader` is drawn from, without what deals out and skips."""
+    own: DataLoader[Any] = copy.copy(loader.base_dataloader)
+    sampler, dataset = batch_sampler(loader), loader.dataset
+    while isinstance(sampler, (BatchSamplerShard, SkipBatchSampler)):
+        sampler = sampler.batch_sampler
+    if isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    name = "sampler" if own.batch_sampler is None else "batch_sampler"
+    # `DataLoader.__setattr__` refuses these. One that skips has no `batch_size` of its own.
+    vars(own).update({"dataset": dataset, name: sampler, "batch_size": getattr(sampler, "batch_size", own.batch_size)})
+    return own
+
+
+def known_as(loader: PreparedLoader, loaders: Sequence[PreparedLoader]) -> PreparedLoader:
+    """Return which of the `loaders` this is, or is the rest of: see `skip_first_batches`."""
+    if any(each is loader for each in loaders):
+        return loader
+    return next((each for each in loaders if _source(each) is _source(loader)), loader)
+
+
+def _source(loader: PreparedLoader) -> Any:
+    own = drawn_from(loader)
+    return own.dataset if isinstance(own.dataset, IterableDataset) else batch_sampler(own)
+
+
 def _not_negative(own_len: Callable[[Any], int]) -> Callable[[Any], int]:
     return lambda skipping: max(0, own_len(skipping))
 
 
-def _checking(own_iter: _Iter) -> _Iter:
+def _checking(own_iter: Iterate) -> Iterate:
     def __iter__(shard: Any) -> Iterator[Any]:  # noqa: N807
         _refuse_distributed_sampler(shard.batch_sampler, shard.num_processes)
         if shard.batch_size is not None and type(shard.batch_sampler) is not BatchSampler:

@@ -7,7 +7,7 @@ that needs no other process: a script may have the main process alone save.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,13 +15,12 @@ from weakref import WeakKeyDictionary
 import accelerate
 import torch
 from accelerate.utils import load as load_file
-from torch import Tensor
 
 from accelerate_join import _compat
-from accelerate_join._loaders import batch_sampler, deals_out
+from accelerate_join._loaders import Iterate, deals_out, drawn_from, known_as
 from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import gather_objects, setting
+from torch_join.integration import Order, gather_objects, global_kept, set_own, setting
 
 _MARK = "join_world_size"  # in a loader's state that one process has written for all
 # Where a save was made: the epochs of all loaders, and the step within the current loop. It is alike on all processes.
@@ -30,34 +29,31 @@ When = tuple[list[int], int]
 
 @dataclass
 class _Begun:
-    """A loop over a loader: its epoch, the states of its generators, and whether this process has had a batch."""
+    """A loop over a loader: its epoch and its order, whether it is over, and whether this process has had a batch."""
 
     iteration: int
-    generators: list[Tensor]
+    order: Order
+    is_over: bool = False
     has_batch: bool = False
-    left_with: list[Tensor] = field(default_factory=list)
 
 
 _begun: WeakKeyDictionary[Any, _Begun] = WeakKeyDictionary()
-_has_no_rest: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # where the next loop goes on
 
 
 @contextmanager
-def noting(loader: PreparedLoader) -> Iterator[Callable[[], None]]:
-    """Put around a loop over `loader`; gives what is to be called with each batch."""
-    loop = _begun[loader] = _Begun(getattr(loader, "iteration", 0), _states(loader))
+def going_through(
+    accelerator: accelerate.Accelerator, loader: PreparedLoader, own_iter: Iterate
+) -> Iterator[tuple[Iterate, bool, Callable[[], None]]]:
+    """Put around a loop over `loader`; it is in the order that it had where a checkpoint was written in its middle.
 
-    def note_batch() -> None:
-        loop.has_batch = True
+    Args:
+        accelerator: That has prepared it.
+        loader: What is gone through; the rest of a prepared one, maybe.
+        own_iter: What Accelerate goes through it with.
 
-    try:
-        yield note_batch
-    finally:
-        loop.left_with = _states(loader)
-
-
-def begins_at_its_end(loader: PreparedLoader) -> bool:
-    """Whether this process has no batch left of the epoch in which a checkpoint was written; asked for once.
+    Returns:
+        What takes the place of `own_iter`; whether this process has no batch left; what to call with each batch.
 
     Raises:
         JoinError: The state that was loaded is another process's.
@@ -69,7 +65,16 @@ def begins_at_its_end(loader: PreparedLoader) -> bool:
             " them in their loader. Use accelerate_join.Accelerator, or call load_state in the context, where each"
             " process gets its own."
         )
-    return _has_no_rest.pop(loader, False)
+    known = known_as(loader, _compat.loaders(accelerator))
+    place = _loaded.pop(known, None) or {"amid": False, "has_no_rest": False}
+    order = Order(drawn_from(loader), place["order"] if place["amid"] and not place["has_no_rest"] else None)
+    loop = _begun[known] = _Begun(getattr(known, "iteration", 0), order)
+
+    def note_batch() -> None:
+        loop.has_batch = True
+
+    yield lambda loader: order.go_through(own_iter(loader)), place["has_no_rest"], note_batch
+    loop.is_over = True
 
 
 def epochs(accelerator: accelerate.Accelerator) -> list[int]:
@@ -113,10 +118,11 @@ def saved(
         return
 
     loaders = _compat.loaders(accelerator)
+    last = None if loader is None else known_as(loader, loaders)
     record = {
         "when": (epochs(accelerator), -1) if when is None else when,
         "world_size": accelerator.num_processes,
-        "places": [_place_of(each, each is loader) for each in loaders],
+        "places": [_place_of(each, each is last) for each in loaders],
     }
     leads = leads if when is not None else accelerator.is_main_process
     on_node = accelerator.project_configuration.save_on_each_node and accelerator.is_local_main_process
@@ -185,8 +191,7 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
         known = [each for each in places if each is not None]
         mine = next((each for each in known if not any(place and place["has_no_rest"] for place in each)), known[0])
         mine = [
-            place and {**place, "generators": None} if is_own else place
-            for is_own, place in zip(own, mine, strict=True)
+            place and {**place, "order": None} if is_own else place for is_own, place in zip(own, mine, strict=True)
         ]
     for loader, place in zip(loaders, mine, strict=True):
         if place is not None:
@@ -200,16 +205,13 @@ def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
         return None
     iteration = getattr(loader, "iteration", 0)
     is_stateful = _is_stateful(loader)
-    amid = iteration == begun.iteration and not is_last
+    is_in_it = iteration == begun.iteration  # Accelerate counts no epoch whose rest was gone through
+    amid = is_in_it and not is_last and not begun.is_over
     has_no_rest = amid and is_stateful and (bool(loader.end_of_dataloader) or not begun.has_batch)
-    now = _states(loader)
-    generators: list[Tensor] | None = begun.generators if amid and not has_no_rest else now
-    if begun.left_with and not all(map(torch.equal, begun.left_with, now)):
-        generators = None  # somebody else has drawn from them since
     state = {name: value for name, value in loader.dl_state_dict.items() if name != _MARK} if is_stateful else None
     return {
-        "iteration": iteration + (is_last and iteration == begun.iteration),
-        "generators": generators,
+        "iteration": iteration + (is_in_it and not amid),
+        "order": begun.order.place(not amid or has_no_rest),
         "state": deepcopy(state),
         "amid": amid,
         "has_no_rest": has_no_rest,
@@ -223,10 +225,11 @@ def _go_to(loader: PreparedLoader, place: dict[str, Any]) -> None:
         loader.load_state_dict(deepcopy(place["state"]))
         loader.dl_state_dict = place["state"]  # for a save before its next batch
         if place["has_no_rest"] or not place["amid"]:
-            loader.base_dataloader.state_dict()  # draws, as it comes to its end, what the generators have drawn already
-    for generator, state in zip(generators(loader), place["generators"] or [], strict=False):
-        generator.set_state(state)
-    _has_no_rest[loader] = place["has_no_rest"]
+            with global_kept():
+                loader.base_dataloader.state_dict()  # draws, as it comes to its end, what has been drawn already
+    if "begun" in (place["order"] or {}):
+        set_own(drawn_from(loader), place["order"]["begun"])
+    _loaded[loader] = place
 
 
 def _file(folder: str, rank: int) -> Path:
@@ -235,17 +238,3 @@ def _file(folder: str, rank: int) -> Path:
 
 def _is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
-
-
-def generators(loader: PreparedLoader) -> list[torch.Generator]:
-    """Return what the order of `loader` is drawn from, where that is no state of its own."""
-    sampler = batch_sampler(loader)
-    found = [getattr(loader, "synchronized_generator", None)]
-    while sampler is not None:
-        found.append(getattr(sampler, "generator", None))
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-
-def _states(loader: PreparedLoader) -> list[Tensor]:
-    return [generator.get_state() for generator in generators(loader)]

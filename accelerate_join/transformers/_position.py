@@ -5,15 +5,17 @@ follows from the epoch's number. Elsewhere the random states of the epoch's begi
 how often it has been gone through.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import load as load_file
-from torch import Tensor
 
-from accelerate_join._positions import generators
+from accelerate_join._loaders import drawn_from
 from torch_join import UnsupportedError
+from torch_join.integration import Order
 
 
 class Position:
@@ -28,20 +30,17 @@ class Position:
         self.passes, self.taken = 0, 0
         self._passes_before = 0  # those that Trainer does not count, of a stream
         self._is_over = False  # whether that was the last one
-        self._loader: Any = None
-        self._begun: list[Tensor] = []
+        self._order: Order | None = None
         self._pending: dict[str, Any] | None = None
 
-    def begin(self, loader: Any) -> None:
-        """Begin a pass; one that is resumed in the order that it had."""
+    def begin(self, loader: DataLoaderShard, batches: Iterator[Any]) -> Iterator[Any]:
+        """Begin a pass; return its batches. One that is resumed is in the order that it had."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            for generator, state in zip(_sources(loader), pending["random"], strict=False):
-                generator.set_state(state)
-        elif self._loader is not None:
+        if pending is None and self._order is not None:
             self.passes, self.taken = self.passes + 1, 0
-        self._loader, self._is_over = loader, False
-        self._begun = _states(loader)
+        self._is_over = False
+        self._order = Order(drawn_from(loader), pending and pending["order"])
+        return self._order.go_through(batches)
 
     def pass_of(self, epoch: int) -> int:
         """Return the number of the pass that Trainer counts as this epoch."""
@@ -57,14 +56,14 @@ class Position:
 
     def save(self, folder: str, rank: int, world_size: int) -> None:
         """Write the place into a checkpoint."""
-        if self._loader is None:
+        if self._order is None:
             return
         over = self._is_over
         place = {
             "world_size": world_size,
             "passes": self.passes + over,
             "taken": 0 if over else self.taken,
-            "random": _states(self._loader) if over else self._begun,
+            "order": self._order.place(over),
         }
         torch.save(place, _file(folder, rank))
 
@@ -89,11 +88,3 @@ class Position:
 
 def _file(folder: str, rank: int) -> Path:
     return Path(folder) / f"join_position_{rank}.bin"
-
-
-def _sources(loader: Any) -> list[torch.Generator]:
-    return [torch.default_generator, *generators(loader)]
-
-
-def _states(loader: Any) -> list[Tensor]:
-    return [source.get_state() for source in _sources(loader)]

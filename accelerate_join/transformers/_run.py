@@ -184,9 +184,8 @@ class Run:
         """Return this rank's batches, and for as long as other ranks have some a batch without rows."""
         if not self._begins.pop(loader.trains, False):
             return loader.own_batches()  # for a callback, perhaps of one rank, or for Trainer, which counts tokens
-        if loader.trains:
-            self.position.begin(loader.loader)
-        return self._reading[loader.trains].go_through(loader)
+        batches = self._reading[loader.trains].go_through(loader)
+        return self.position.begin(loader.loader, batches) if loader.trains else batches
 
     def _on_epoch_begin(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         control = own(*args, **kwargs)

@@ -1,19 +1,21 @@
 """Training interrupted in an uneven epoch and resumed with new objects: each sample once per epoch, the same bits."""
 
 import io
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import webdataset as wds
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import sampler as torchdata
 
 from accelerate_join import Accelerator
@@ -64,6 +66,32 @@ class Stream(IterableDataset[Tensor]):
             yield torch.tensor(self.numbers[(index + self.epoch) % len(self.numbers)])
 
 
+class Drawn(Sampler[int]):
+    """An order that is drawn from numpy's generator, and from one that the sampler holds."""
+
+    def __init__(self, data: Samples, rank: int) -> None:
+        self.count, self.own = len(data), random.Random(rank)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.own.sample(np.random.permutation(self.count).tolist(), self.count)
+
+
+class Shuffled(Stream):
+    """A stream in an order that a generator of its own draws."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.own = numbers, np.random.default_rng(3)
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from map(torch.tensor, self.own.permutation(self.numbers))
+
+
 def tars(numbers: list[int], folder: str, rank: int) -> str:
     """Write two shards of a rank's samples; return their pattern."""
     pattern = f"{folder}/rank{rank}-{{0..1}}.tar"
@@ -93,7 +121,7 @@ def make_loader(accelerator: Any, case: Case, rank: int, folder: str) -> Any:
     length = case.lengths[rank]
     numbers = [1000 * rank + index for index in range(2 * length - (length > 1))]
     generator = torch.Generator().manual_seed(rank)
-    options: dict[str, Any] = {"use_stateful_dataloader": True, "batch_size": 2, "num_workers": case.workers}
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": case.workers}
     data: Any = Samples(numbers)
     if case.kind.startswith("shared"):  # which Accelerate shards
         everything = Samples([*range(SHARED)])
@@ -107,15 +135,17 @@ def make_loader(accelerator: Any, case: Case, rank: int, folder: str) -> Any:
         data = data.decode().to_tuple("pth").map(first)
     elif case.kind == "stream":
         data = Stream(numbers)
+    elif "shuffled" in case.kind:
+        data = Shuffled(numbers)
     else:
         if case.kind == "hf-map":
             data = datasets.Dataset.from_dict({"number": numbers}).with_format("torch")
             options["collate_fn"] = number_of
         sampler = torchdata.RandomSampler if case.kind == "stateful" else RandomSampler
         if numbers:
-            options["sampler"] = sampler(data, generator=generator)
-        if case.kind == "plain":
-            options["use_stateful_dataloader"] = False
+            drawn = Drawn(data, rank) if "drawn" in case.kind else sampler(data, generator=generator)
+            options["sampler"] = drawn
+    options["use_stateful_dataloader"] = "plain" not in case.kind
     loader: Any = DataLoaderShard(data, device=accelerator.device, **options)
     accelerator.register_for_checkpointing(loader)
     return loader
@@ -145,6 +175,7 @@ def train(rank: int, case: Case, folder: str, place: str | None, saves: bool) ->
     options = {"gradient_accumulation_steps": case.accumulate, "dataloader_config": config}
     with accelerator_of(rank, Accelerator, **options) as accelerator:
         torch.manual_seed(7)
+        np.random.seed(rank)
         net = torch.nn.Linear(1, 2, dtype=torch.float64)
         optimizer = torch.optim.Adam(net.parameters(), 1e-2)
         model, optimizer = accelerator.prepare(net, optimizer)
@@ -162,7 +193,8 @@ def train(rank: int, case: Case, folder: str, place: str | None, saves: bool) ->
             batches, done = loader, progress.step if epoch == progress.epoch else 0
             if "plain" in case.kind and done:
                 batches = accelerator.skip_first_batches(loader, done)
-                assert case.way != "with" or len(batches) >= 0  # of a rank that has fewer than are skipped, too
+                # Of a rank that has fewer than are skipped, too.
+                assert "shuffled" in case.kind or case.way != "with" or len(batches) >= 0
             for step, numbers in enumerate(join(batches), start=done):
                 seen.append((epoch, step, numbers.tolist()))
                 with accelerator.accumulate(model):
@@ -198,6 +230,7 @@ def whole_and_resumed(rank: int, case: Case, folder: str, places: list[str]) -> 
 
 
 KINDS = ["hf-map", "hf-stream", "webdataset", "stateful", "map", "stream", "plain"]
+KINDS += ["drawn", "plain-drawn", "plain-shuffled"]
 KINDS += ["shared", "shared-seedable", "shared-plain"]
 PLACES = ["in-0-1", "in-0-3", "in-0-5", "in-0-8", "in-1-0", "in-1-3", "in-1-6", "in-1-8", "after-0", "after-1"]
 

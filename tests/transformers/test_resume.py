@@ -1,5 +1,6 @@
 """Trainings interrupted in an uneven epoch and resumed by new trainers: each sample once per epoch, the same bits."""
 
+import random
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import TrainingArguments
 
 import tests.support.front_ends.transformers  # noqa: F401  without it, version 4 does not resume on CPUs
@@ -54,6 +56,33 @@ class Stream(IterableDataset[dict[str, Any]]):
             yield {"number": self.numbers[(index + self.epoch) % len(self.numbers)]}
 
 
+class Shuffled(Stream):
+    """A stream in an order that a generator of its own draws."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.own = numbers, np.random.default_rng(3)
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in self.own.permutation(self.numbers).tolist():
+            yield {"number": number}
+
+
+class Drawn(Sampler[int]):
+    """An order that is drawn from numpy's generator, and from one that the sampler holds."""
+
+    def __init__(self, data: Samples, rank: int) -> None:
+        self.count, self.own = len(data), random.Random(rank)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.own.sample(np.random.permutation(self.count).tolist(), self.count))
+
+
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -76,11 +105,13 @@ class Noting(JoinTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        if self.case.kind != "loader":
+        if self.case.kind not in ("loader", "drawn"):
             return super().get_train_dataloader()
         data: Any = self.train_dataset
         if not len(data):
             return DataLoader(data, 2)
+        if self.case.kind == "drawn":
+            return DataLoader(data, 2, sampler=Drawn(data, self.args.process_index))
         return DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(self.args.process_index))
 
 
@@ -94,6 +125,8 @@ def data_of(case: Case, rank: int) -> Any:
     if case.kind == "hf-stream":
         data = datasets.Dataset.from_dict({"number": [-1, -1, *numbers]}).to_iterable_dataset(num_shards=2)
         return data.filter(lambda row: row["number"] >= 0)
+    if case.kind == "shuffled-stream":
+        return Shuffled(numbers)
     return Stream(numbers) if case.kind == "stream" else Samples(numbers)
 
 
@@ -135,15 +168,15 @@ def whole_and_resumed(rank: int, case: Case, steps: list[int]) -> list[Any]:
         return found
 
 
+KINDS = ["map", "hf-map", "loader", "drawn", "unseeded", "stream", "shuffled-stream", "hf-stream", "shared"]
+KINDS += ["shared-unseeded"]
 STEPS = [1, 4, 7, 9, 10, 13, 17, 18, 23]
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("lengths", [(0, 4, 9), (9, 0, 4), (4, 9, 0)], ids=str)
-@pytest.mark.parametrize(
-    "kind", ["map", "hf-map", "loader", "unseeded", "stream", "hf-stream", "shared", "shared-unseeded"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_was_left(workers: Workers, kind: str, lengths: tuple[int, ...], accumulate: int) -> None:
     case = Case(kind, lengths, accumulate)
     steps = sorted({step // accumulate for step in STEPS} - {0})

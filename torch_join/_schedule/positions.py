@@ -8,27 +8,33 @@ The contract relied on: a `DataLoader` draws its base seed, and then asks its sa
 torch's, numpy's or Python's generator, or from one that is an attribute of the loader or of something that it holds.
 """
 
-import random
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy, deepcopy
-from itertools import islice
-from types import FunctionType, ModuleType
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from torch_join._base.errors import JoinValueError
+from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._schedule.drawing import (
+    drawing,
+    drawn_as,
+    own_drawing,
+    parts_of,
+    reuses_workers,
+    saved_drawing,
+    set_drawing,
+    set_own,
+    walk,
+)
 from torch_join._schedule.stateful import (
     begin_anew,
     check_order,
     epochs_of,
     is_finished,
-    is_stateful,
     keeps_place,
     resumed_at,
     seed_of,
@@ -38,11 +44,6 @@ from torch_join._schedule.stateful import (
 # What `Position.place` returns: of plain types and tensors, if the loader's own state is. Whether it is `over`, so that
 # what comes next is another loop, is set by whoever knows it of all ranks.
 LoaderPlace = dict[str, Any]
-_DEPTH = 3  # of objects in objects
-_MOST = 64  # objects in a container
-_SIMPLE = frozenset((bool, bytes, float, int, str, type(None)))
-_CONTAINERS = frozenset((dict, list, tuple))
-_OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # that hold no order
 _NAMES = "give each a name: `join.batches(loader, name=...)`."
 _EVERY = 64  # reads, from one state of a loader that is read ahead to the next
 
@@ -79,7 +80,7 @@ class Position:
         if place is None or place["over"]:
             self.first = 0
             if place is not None:
-                if differs := self._differs(place):
+                if differs := _differs(loader, self._size, place):
                     warnings.warn(
                         f"The state was written after a loop over another loader than this {type(loader).__name__}"
                         f" ({differs}), whose order may be another one than without the interruption. Where an epoch"
@@ -87,19 +88,14 @@ class Position:
                         stacklevel=2,
                     )
                 self._end(place, restored)
-            self._begun = _drawing(loader)
+            self._begun = drawing(loader)
             iterator = _begin_again(loader) if after or place is not None else iter(loader)
         else:
-            if differs := self._differs(place):
-                raise JoinValueError(
-                    f"The state was written in a loop over another loader than this {type(loader).__name__}"
-                    f" ({differs}), in which its place would be another one. Resume the loop in which it was written"
-                    f" first, with the same data and seeds. Where an epoch has several loops, {_NAMES}"
-                )
+            _check_same(loader, self._size, place, f" Where an epoch has several loops, {_NAMES}")
             self.first, self._begun = place["taken"], place["begun"]
             iterator = self._resume(place)
         if place is not None:
-            restored += [thing for _, thing in _parts(loader)]
+            restored += [thing for _, thing in parts_of(loader)]
         self.iterator: Iterator[Any] = iterator if self._windows is None else self._windows.over(iterator)
 
     def keep(self, read: int) -> None:
@@ -109,7 +105,7 @@ class Position:
                 state = deepcopy(self._loader.state_dict())
             except Exception as error:  # for whoever asks for a place
                 state = error
-            self._states = [*self._states[-1:], (read, state, _own(self._loader))]
+            self._states = [*self._states[-1:], (read, state, own_drawing(self._loader))]
 
     def place(self, taken: int, read: int, ended: bool) -> LoaderPlace:
         """Return where this rank stands: what can be given to another `Position`, in another process.
@@ -124,7 +120,7 @@ class Position:
         """
         if self._at_end is not None:
             return self._at_end
-        state, again, now = None, 0, _own(self._loader)
+        state, again, now = None, 0, own_drawing(self._loader)
         if self._stateful and read > taken:
             read, state, now = next(found for found in reversed(self._states) if found[0] <= taken)
             again = taken - read
@@ -133,24 +129,18 @@ class Position:
         elif self._stateful:
             state = deepcopy(self._loader.state_dict())
         if not ended:
-            check_order(self._loader, self._stateful, _parts(self._loader))
+            check_order(self._loader, self._stateful, parts_of(self._loader))
         return {
             "taken": taken,
             "ended": ended,
             "over": False,
             "loader": _describe(self._loader, self._size, ended),
-            "begun": _saved(self._begun),
-            "now": _saved(now),
+            "begun": saved_drawing(self._begun),
+            "now": saved_drawing(now),
             "epochs": epochs_of([self._loader]),
             "state": state,
             "again": again,  # how many batches to read after the state, and to leave out
         }
-
-    def _differs(self, place: LoaderPlace) -> str:
-        """Return in what the loader is another one than that of a place."""
-        then, now = place["loader"], _describe(self._loader, self._size, place["ended"])
-        other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-        return ", ".join(f"{name}: {then.get(name, 'unknown')} then, {now.get(name, 'unknown')} now" for name in other)
 
     def _resume(self, place: LoaderPlace) -> Iterator[Any]:
         loader, taken, state = self._loader, self.first * self._size, place["state"]
@@ -164,13 +154,13 @@ class Position:
             self._end(place, [])
             self._at_end = place
             return iter(())
-        with _drawn_as(loader, place["begun"]):
+        with drawn_as(loader, place["begun"]):
             if state is None:
                 return _skip(loader, taken, place["begun"]["reuses"])
             loader.load_state_dict(deepcopy(state))  # it may go on changing it
             with resumed_at([loader], place["epochs"], taken):
                 iterator = iter(loader)
-            _set_own(loader, place["now"])  # torchdata's draws no base seed here
+            set_own(loader, place["now"])  # torchdata's draws no base seed here
             return _read_past(iterator, place["again"] * self._size)
 
     def _end(self, place: LoaderPlace, restored: Sequence[Any]) -> None:
@@ -181,24 +171,66 @@ class Position:
             restored: Generators that it shares with loaders which have gone on, and may have drawn from them since.
         """
         loader = self._loader
-        before, now = _own(loader), place["now"]
+        before, now = own_drawing(loader), place["now"]
         # A dataset that applies its state in all iterators of an epoch would be at that end once more.
         if self._stateful and place["state"] is not None and place["epochs"] == [None]:
-            with _drawn_as(loader, place["begun"]):
+            with drawn_as(loader, place["begun"]):
                 loader.load_state_dict(deepcopy(place["state"]))
                 if hasattr(loader, "next_iter_state"):
                     iter(loader)  # torchdata's begins anew at once
                 else:
                     with resumed_at([loader], place["epochs"], place["taken"]):
                         _read_past(iter(loader), sys.maxsize)
-        shared = {name for name, thing in _parts(loader) if any(thing is one for one in restored)}
+        shared = {name for name, thing in parts_of(loader) if any(thing is one for one in restored)}
         kept = {of: {name: state for name, state in before[of].items() if name in shared} for of in before}
-        _set_own(loader, {of: {**now[of], **kept[of]} for of in kept})
+        set_own(loader, {of: {**now[of], **kept[of]} for of in kept})
 
 
 def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
     """Prepare a loader for the first loop after one that has gone on at a place."""
     begin_anew([loader], place["epochs"])
+
+
+class Order:
+    """The order of one loop over a loader in which a framework finds its place in its own way.
+
+    Args:
+        loader: All that draws the order.
+        place: What `place` returned of the loop that goes on, or of the one before; by default this is another one.
+    """
+
+    def __init__(self, loader: Any, place: LoaderPlace | None = None) -> None:
+        self._loader, self._place, self._begun = loader, place, drawing(loader)
+
+    def go_through(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the framework's batches, the first of which is not read yet.
+
+        Raises:
+            JoinValueError: The place is one in another loader.
+            UnsupportedError: Nobody can have the order again that there was.
+        """
+        place, first = self._place, list[Any]()
+        if place is not None and place["ended"]:
+            set_drawing(self._loader, place["begun"])
+            self._begun = drawing(self._loader)
+        elif place is not None:
+            if "refused" in place:
+                raise UnsupportedError(place["refused"])
+            _check_same(self._loader, 1, place)
+            self._begun = place["begun"]
+            with drawn_as(self._loader, place["begun"]):
+                first += islice(batches, 1)
+        yield from chain(first, batches)
+
+    def place(self, ended: bool) -> LoaderPlace:
+        """Return what draws the order, of plain types and tensors; where the loop has `ended`, what draws the next."""
+        if ended:
+            return {"ended": True, "begun": saved_drawing(drawing(self._loader))}
+        try:
+            check_order(self._loader, keeps_place(self._loader), parts_of(self._loader))
+            return {"ended": False, "loader": _describe(self._loader, 1), "begun": saved_drawing(self._begun)}
+        except UnsupportedError as error:  # a framework writes more than places, and goes on elsewhere as well
+            return {"ended": False, "refused": str(error)}
 
 
 # ------------------------------------------------------------ the loader
@@ -223,10 +255,26 @@ def _describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | st
             found["workers"] = loader.num_workers
     if (shuffle := shuffle_of(loader)) is not None:
         found["the seed of its shuffle"] = shuffle
-    for name, part in [] if keeps_place(loader) else _walk(loader)[1]:
+    for name, part in [] if keeps_place(loader) else walk(loader)[1]:
         if (seed := None if ended else seed_of(part)) is not None:
             found[f"the seed of {name}"] = seed
     return found
+
+
+def _differs(loader: Any, size: int, place: LoaderPlace) -> str:
+    """Return in what the loader is another one than that of a place."""
+    then, now = place["loader"], _describe(loader, size, place["ended"])
+    other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return ", ".join(f"{name}: {then.get(name, 'unknown')} then, {now.get(name, 'unknown')} now" for name in other)
+
+
+def _check_same(loader: Any, size: int, place: LoaderPlace, advice: str = "") -> None:
+    if differs := _differs(loader, size, place):
+        raise JoinValueError(
+            f"The state was written in a loop over another loader than this {type(loader).__name__} ({differs}), in"
+            " which its place would be another one. Resume the loop in which it was written first, with the same data"
+            f" and seeds.{advice}"
+        )
 
 
 def _skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
@@ -255,7 +303,7 @@ def _skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
 def _begin_again(loader: Any) -> Iterator[Any]:
     """Return an iterator over a loader's next epoch; new workers that stay draw no base seed, as the old ones did."""
     generator = getattr(loader, "generator", None)
-    if generator is None or not _reuses(loader, now=False):
+    if generator is None or not reuses_workers(loader, now=False):
         return iter(loader)
     before = torch.default_generator.get_state()
     loader.generator = None
@@ -264,12 +312,6 @@ def _begin_again(loader: Any) -> Iterator[Any]:
     finally:
         loader.generator = generator
         torch.default_generator.set_state(before)
-
-
-def _reuses(loader: Any, now: bool = True) -> bool:
-    """Whether a loader's next epoch is read by the workers of the one before, `now` or where these were of this job."""
-    stays = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
-    return stays and not is_stateful(loader) and (loader._iterator is not None) is now
 
 
 def _read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
@@ -302,149 +344,3 @@ class _Rest:
 
     def __len__(self) -> int:
         return max(0, len(self._sampler) - self._skipped)  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------ what draws an order
-
-
-def _drawing(loader: Any) -> dict[str, Any]:
-    """Return the states of all that an order may be drawn from; numpy's as it gives it."""
-    return {**_global(), **_own(loader), "reuses": _reuses(loader)}
-
-
-def _global() -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    return {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": of_numpy}
-
-
-def _own(loader: Any) -> dict[str, Any]:
-    """Return the states of the loader's own generators, and the epochs that its samplers are told."""
-    own, told = {}, {}
-    for name, thing in _parts(loader):
-        if (state := _state_of(thing)) is None:
-            told[name] = thing.epoch
-        else:
-            own[name] = state
-    return {"own": own, "told": told}
-
-
-def told_epochs(loader: Any, begun: dict[str, Any]) -> list[tuple[Any, int]]:
-    """Return the samplers, and whatever else has an epoch, and which one that was as a loop began."""
-    return [(thing, begun["told"][name]) for name, thing in _parts(loader) if name in begun["told"]]
-
-
-@contextmanager
-def _drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
-    """Set within, for all that an order may be drawn from, what was returned by `_drawing`."""
-    before = _global()
-    for thing, epoch in told_epochs(loader, begun):
-        if has_epoch(thing):
-            thing.set_epoch(epoch)
-    _set_own(loader, begun)
-    _set_global(begun)
-    try:
-        yield
-    finally:
-        _set_global(before)
-
-
-def _set_global(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"].cpu())
-    random.setstate(_as_given(states["python"]))
-    if states["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(_as_given(states["numpy"]))
-
-
-def _set_own(loader: Any, states: dict[str, Any]) -> None:
-    for name, thing in _parts(loader):
-        if name in states["own"]:
-            _set_state(thing, states["own"][name])
-        elif name in states["told"] and not has_epoch(thing):
-            thing.epoch = states["told"][name]  # which it counts itself
-
-
-def _saved(begun: dict[str, Any]) -> dict[str, Any]:
-    """Return what was drawn from in types that a checkpoint may have: tensors, of integers of 64 bits, for arrays."""
-
-    def save(state: Any) -> Any:
-        if isinstance(state, dict):
-            return {name: save(part) for name, part in state.items()}
-        if type(state) is tuple and len(state) < _MOST:
-            return tuple(map(save, state))
-        return torch.from_numpy(state.astype("int64")) if hasattr(state, "astype") else state
-
-    return {name: save(state) for name, state in begun.items()}
-
-
-def _as_given(state: Any) -> Any:
-    """Return a generator's state as it takes it: what was an array may be numbers in a tuple."""
-    if isinstance(state, dict):
-        return {name: _as_given(part) for name, part in state.items()}
-    if isinstance(state, (list, tuple)):
-        return tuple(map(_as_given, state))
-    # What was of 64 bits without a sign may be negative.
-    return tuple(number % 2**64 for number in state.tolist()) if isinstance(state, Tensor) else state
-
-
-def _parts(loader: Any) -> list[tuple[str, Any]]:
-    """Return the generators, and what has an epoch, among what a loader holds, by name."""
-    return _walk(loader)[0]
-
-
-def _walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Return, by name, what `_parts` does, and all else that a loader holds."""
-    found: list[tuple[str, Any]] = []
-    others: list[tuple[str, Any]] = []
-    level, seen = [("loader", loader)], {id(loader)}
-    for _ in range(_DEPTH + 1):
-        deeper: list[tuple[str, Any]] = []
-        for name, thing in level:
-            held = getattr(thing, "__dict__", {})
-            if type(held.get("epoch")) is int or (hasattr(thing, "set_epoch") and has_epoch(thing)):
-                found.append((name, thing))
-            parts = [*held.items()]
-            for key, part in parts:
-                kind = type(part)
-                if kind in _SIMPLE or id(part) in seen:
-                    continue
-                seen.add(id(part))
-                if kind in _CONTAINERS:  # the stages of a pipeline, say
-                    within = part.items() if kind is dict else enumerate(part)
-                    parts += [(f"{key}.{place}", one) for place, one in within] if len(part) <= _MOST else []
-                elif _state_of(part) is not None:
-                    found.append((f"{name}.{key}", part))
-                elif not isinstance(part, _OTHERS):
-                    deeper.append((f"{name}.{key}", part))
-        others += level
-        level = deeper
-    return found, others
-
-
-def has_epoch(thing: Any) -> bool:
-    """Whether something, such as a sampler, is told which epoch it is."""
-    return callable(getattr(type(thing), "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int)
-
-
-def _state_of(thing: Any) -> Any:
-    """Return the state of a generator; `None` of anything else."""
-    if isinstance(thing, torch.Generator):
-        return thing.get_state()
-    if isinstance(thing, random.Random):
-        return None if isinstance(thing, random.SystemRandom) else thing.getstate()
-    if (numpy := sys.modules.get("numpy")) is None:
-        return None
-    if isinstance(thing, numpy.random.RandomState):
-        return thing.get_state()
-    return thing.bit_generator.state if isinstance(thing, numpy.random.Generator) else None
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state.cpu())
-    elif isinstance(generator, random.Random):
-        generator.setstate(_as_given(state))
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = _as_given(state)
-    else:
-        generator.set_state(_as_given(state))

@@ -1,0 +1,184 @@
+"""What the order of a loop over a loader is drawn from: kept as the loop begins, saved, and set again.
+
+That is torch's, numpy's and Python's generator, and whatever the loader holds: generators, and what has an epoch.
+"""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from torch_join._schedule.stateful import is_stateful
+
+_DEPTH = 3  # of objects in objects
+_MOST = 64  # objects in a container
+_SIMPLE = frozenset((bool, bytes, float, int, str, type(None)))
+_CONTAINERS = frozenset((dict, list, tuple))
+_OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # that hold no order
+
+
+def drawing(loader: Any) -> dict[str, Any]:
+    """Return the states of all that an order may be drawn from; numpy's as it gives it."""
+    return {**_global(), **own_drawing(loader), "reuses": reuses_workers(loader)}
+
+
+def _global() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    return {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": of_numpy}
+
+
+def own_drawing(loader: Any) -> dict[str, Any]:
+    """Return the states of the loader's own generators, and the epochs that its samplers are told."""
+    own, told = {}, {}
+    for name, thing in parts_of(loader):
+        if (state := _state_of(thing)) is None:
+            told[name] = thing.epoch
+        else:
+            own[name] = state
+    return {"own": own, "told": told}
+
+
+def told_epochs(loader: Any, begun: dict[str, Any]) -> list[tuple[Any, int]]:
+    """Return the samplers, and whatever else has an epoch, and which one that was as a loop began."""
+    return [(thing, begun["told"][name]) for name, thing in parts_of(loader) if name in begun["told"]]
+
+
+@contextmanager
+def drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
+    """Set within, for all that an order may be drawn from, what was returned by `drawing`."""
+    with global_kept():
+        for thing, epoch in told_epochs(loader, begun):
+            if has_epoch(thing):
+                thing.set_epoch(epoch)
+        set_drawing(loader, begun)
+        yield
+
+
+def set_drawing(loader: Any, states: dict[str, Any]) -> None:
+    """Set all that an order may be drawn from, but epochs that others tell, to what was returned by `drawing`."""
+    set_own(loader, states)
+    _set_global(states)
+
+
+@contextmanager
+def global_kept() -> Iterator[None]:
+    """Set torch's, numpy's and Python's generator back to what they were, whatever is drawn from them within."""
+    before = _global()
+    try:
+        yield
+    finally:
+        _set_global(before)
+
+
+def _set_global(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"].cpu())
+    random.setstate(_as_given(states["python"]))
+    if states["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(_as_given(states["numpy"]))
+
+
+def set_own(loader: Any, states: dict[str, Any]) -> None:
+    for name, thing in parts_of(loader):
+        if name in states["own"]:
+            _set_state(thing, states["own"][name])
+        elif name in states["told"] and not has_epoch(thing):
+            thing.epoch = states["told"][name]  # which it counts itself
+
+
+def reuses_workers(loader: Any, now: bool = True) -> bool:
+    """Whether a loader's next epoch is read by the workers of the one before, `now` or where these were of this job."""
+    stays = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
+    return stays and not is_stateful(loader) and (loader._iterator is not None) is now
+
+
+def saved_drawing(begun: dict[str, Any]) -> dict[str, Any]:
+    """Return what was drawn from in types that a checkpoint may have: tensors, of integers of 64 bits, for arrays."""
+
+    def save(state: Any) -> Any:
+        if isinstance(state, dict):
+            return {name: save(part) for name, part in state.items()}
+        if type(state) is tuple and len(state) < _MOST:
+            return tuple(map(save, state))
+        return torch.from_numpy(state.astype("int64")) if hasattr(state, "astype") else state
+
+    return {name: save(state) for name, state in begun.items()}
+
+
+def _as_given(state: Any) -> Any:
+    """Return a generator's state as it takes it: what was an array may be numbers in a tuple."""
+    if isinstance(state, dict):
+        return {name: _as_given(part) for name, part in state.items()}
+    if isinstance(state, (list, tuple)):
+        return tuple(map(_as_given, state))
+    # What was of 64 bits without a sign may be negative.
+    return tuple(number % 2**64 for number in state.tolist()) if isinstance(state, Tensor) else state
+
+
+def parts_of(loader: Any) -> list[tuple[str, Any]]:
+    """Return the generators, and what has an epoch, among what a loader holds, by name."""
+    return walk(loader)[0]
+
+
+def walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Return, by name, what `parts_of` does, and all else that a loader holds."""
+    found: list[tuple[str, Any]] = []
+    others: list[tuple[str, Any]] = []
+    level, seen = [("loader", loader)], {id(loader)}
+    for _ in range(_DEPTH + 1):
+        deeper: list[tuple[str, Any]] = []
+        for name, thing in level:
+            held = getattr(thing, "__dict__", {})
+            if type(held.get("epoch")) is int or (hasattr(thing, "set_epoch") and has_epoch(thing)):
+                found.append((name, thing))
+            parts = [*held.items()]
+            for key, part in parts:
+                kind = type(part)
+                if kind in _SIMPLE or id(part) in seen:
+                    continue
+                seen.add(id(part))
+                if kind in _CONTAINERS:  # the stages of a pipeline, say
+                    within = part.items() if kind is dict else enumerate(part)
+                    parts += [(f"{key}.{place}", one) for place, one in within] if len(part) <= _MOST else []
+                elif _state_of(part) is not None:
+                    found.append((f"{name}.{key}", part))
+                elif not isinstance(part, _OTHERS):
+                    deeper.append((f"{name}.{key}", part))
+        others += level
+        level = deeper
+    return found, others
+
+
+def has_epoch(thing: Any) -> bool:
+    """Whether something, such as a sampler, is told which epoch it is."""
+    return callable(getattr(type(thing), "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int)
+
+
+def _state_of(thing: Any) -> Any:
+    """Return the state of a generator; `None` of anything else."""
+    if isinstance(thing, torch.Generator):
+        return thing.get_state()
+    if isinstance(thing, random.Random):
+        return None if isinstance(thing, random.SystemRandom) else thing.getstate()
+    if (numpy := sys.modules.get("numpy")) is None:
+        return None
+    if isinstance(thing, numpy.random.RandomState):
+        return thing.get_state()
+    return thing.bit_generator.state if isinstance(thing, numpy.random.Generator) else None
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        generator.setstate(_as_given(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = _as_given(state)
+    else:
+        generator.set_state(_as_given(state))
