@@ -21,7 +21,7 @@ def browser(width: int = 1200, height: int = 900) -> Iterator[Any]:
     if chromium is None or driver is None:
         assert not os.environ.get("CI"), "no Chromium, or no chromedriver, in CI"
         pytest.skip("no Chromium and chromedriver here")
-    from selenium import webdriver
+    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium here")
 
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
