@@ -259,7 +259,7 @@ class AcceleratorContext:
         self.join = _Join(things, enable, **options)
         self._driver = driver_of(self.join)
         self._driver.tail.changes_freely = progress
-        self._driver.log_epoch = lambda values, step: accelerator.log(values, step=step)
+        self._driver.log_epoch = lambda values, _: accelerator.log(values)
         if enable:
             self.operations = self._driver.add(partial(Operations, accelerator, progress))
             self._driver.log_epoch = self.operations.log_epoch

@@ -92,9 +92,12 @@ class Operations(ActiveOperations, Participant):
             self.announce_open(_CALL, ("log", args, kwargs))
         self._call("log", args, kwargs)
 
-    def log_epoch(self, values: dict[str, float], step: int) -> None:
-        """Log what a monitor says of a loop that has ended; all ranks call this."""
-        self._call("log", (values,), {"step": step})
+    def log_epoch(self, values: dict[str, float], _: int) -> None:
+        """Log what a monitor says of a loop that has ended, without a step; all ranks call this.
+
+        A step beyond the user's own would have W&B drop what the user logs later.
+        """
+        self._call("log", (values,), {})
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Have each rank write its part of a checkpoint, in the state of the active ranks.

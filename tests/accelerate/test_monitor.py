@@ -72,7 +72,7 @@ def test_the_numbers_of_each_epoch(workers: Workers, tmp_path: Path, how: str) -
     batches = [2, 2, 2] if how == "left" else [*LENGTHS]
     assert [[rank.batches for rank in epoch.ranks] for epoch in epochs] == [batches, batches]
     assert all(rank.left == (how == "left") for epoch in epochs for rank in epoch.ranks)
-    assert [step for _, step in logged] == [max(batches) - 1, 2 * max(batches) - 1]
+    assert [step for _, step in logged] == [None, None]  # W&B drops values of earlier steps
     for (values, _), epoch in zip(logged, epochs, strict=True):
         assert values == pytest.approx(epoch.metrics())
     assert f"3 ranks, 2 epochs, {2 * sum(batches)} batches" in (tmp_path / "report.html").read_text()
@@ -115,4 +115,4 @@ def test_loaders_that_are_prepared(workers: Workers, world_size: int, within: bo
 def test_one_process(workers: Workers, tmp_path: Path) -> None:
     ((epochs, logged),) = workers.run(1, train, (3,), str(tmp_path), "loop")
     assert [(epoch.batches, epoch.steps_to_save) for epoch in epochs] == [(3, 0), (3, 0)]
-    assert [step for _, step in logged] == [2, 5]
+    assert [step for _, step in logged] == [None, None]
