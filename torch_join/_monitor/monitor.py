@@ -1,10 +1,10 @@
 """`JoinMonitor`: how uneven the inputs of a loop are, and what that costs."""
 
-import os
 import warnings
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch_join._base.errors import JoinTypeError
 from torch_join._control.channel import Channel
@@ -48,8 +48,9 @@ class JoinMonitor:
         epochs: What all ranks did in each epoch, the same on every rank.
 
     Limits:
-        An epoch that is resumed in its middle counts from there, and those before are not in the page. A file that
-        cannot be written is warned of.
+        An epoch that is resumed in its middle counts from there, and those before are not in the page. Where the
+        number of ranks changes, the page shows the epochs with as many as the last one. A file that cannot be written
+        is warned of. Of several process groups each one's lowest rank writes: give each group its own file.
     """
 
     def __init__(self, report: str | PathLike[str] | None = None, *, plot: str | PathLike[str] | None = None) -> None:
@@ -58,6 +59,7 @@ class JoinMonitor:
         if plot is not None:
             check_can_draw()
         self._rebalances = False
+        self._unwritten: set[Path] = set()  # that were warned of
         self.epochs: list[EpochRecord] = []
 
     def add_loop(self, mine: RankRecord, channel: Channel, trains: bool, rebalances: bool) -> EpochRecord | None:
@@ -88,12 +90,22 @@ class JoinMonitor:
 
     def write(self, plots: bool = True) -> None:
         """Write what was asked for, on one rank; a file that was there is replaced in one go."""
-        if not self.epochs:
+        epochs = [epoch for epoch in self.epochs if len(epoch.ranks) == len(self.epochs[-1].ranks)]
+        if not epochs:
             return
         if self._report is not None:
-            _write(self._report, lambda path: path.write_text(page(self.epochs, self._rebalances), encoding="utf-8"))
+            self._try(self._report, lambda path: path.write_text(page(epochs, self._rebalances), encoding="utf-8"))
         if self._plot is not None and plots:
-            _write(self._plot, lambda path: draw_timeline(self.epochs, path))
+            self._try(self._plot, lambda path: draw_timeline(epochs, path))
+
+    def _try(self, path: Path, write: Callable[[Path], object]) -> None:
+        """Have a file written; warn, once, if it cannot be, as training goes on."""
+        try:
+            _replace(path, write)
+        except Exception as error:
+            if path not in self._unwritten:
+                self._unwritten.add(path)
+                warnings.warn(f"JoinMonitor cannot write {path}: {error}. Training goes on.", stacklevel=3)
 
     @property
     def steps(self) -> int:
@@ -101,23 +113,18 @@ class JoinMonitor:
         return sum(epoch.steps for epoch in self.epochs)
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written beside `path`, then put in its place; warn if it cannot be, as training goes on."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write(beside)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        warnings.warn(f"JoinMonitor cannot write {path}: {error}. Training goes on.", stacklevel=3)
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written beside `path`, in a folder of its own, then put in its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".join-report-", dir=path.parent) as folder:
+        beside = Path(folder) / path.name
+        write(beside)
+        beside.replace(path)
 
 
 def _file_of(report: str | PathLike[str]) -> Path:
     path = _checked(report, "report", "the page to write, or of its folder", "report.html")
-    return path if path.suffix in (".html", ".htm") else path / _NAME
+    return path if path.suffix.lower() in (".html", ".htm") else path / _NAME
 
 
 def _checked(path: object, name: str, what: str, example: str) -> Path:
@@ -125,4 +132,4 @@ def _checked(path: object, name: str, what: str, example: str) -> Path:
         raise JoinTypeError(
             f"{name} is the path of {what}, got {path!r}. Write JoinMonitor({name}={example!r}), or leave `{name}` out."
         )
-    return Path(path)
+    return Path(path).absolute()

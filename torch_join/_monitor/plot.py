@@ -1,7 +1,7 @@
 """A bar per rank that shows when it was active and joined, as a PNG file by matplotlib."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 
 from torch_join._base.errors import JoinValueError
@@ -12,16 +12,18 @@ _BARS = {_ACTIVE: "active", _JOINED: "joined"}
 
 
 def check_can_draw() -> None:
-    """Raise if there is no matplotlib.
+    """Raise if there is no matplotlib that works.
 
     Raises:
-        JoinValueError: There is none; naming what to install.
+        JoinValueError: There is none, or it cannot be imported; naming what to install.
     """
-    if find_spec("matplotlib") is None:
+    try:
+        import_module("matplotlib.figure")
+    except Exception as error:
         raise JoinValueError(
-            "JoinMonitor(plot=...) draws with matplotlib, which is not installed: `pip install 'torch-join[plot]'`,"
-            " or leave `plot` out."
-        )
+            f"JoinMonitor(plot=...) draws with matplotlib, which cannot be imported ({error}):"
+            " `pip install 'torch-join[plot]'`, or leave `plot` out."
+        ) from error
 
 
 def draw_timeline(epochs: Sequence[EpochRecord], path: Path) -> None:

@@ -231,7 +231,24 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     monitor = JoinMonitor(tmp_path / "file" / "report.html")
     monitor.write()  # nothing
     monitor.epochs += make_epochs(2, 1)
+    with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training goes on") as warned:
+        monitor.write()
+        monitor.write()
+    assert len(warned) == 1
+    monitor = JoinMonitor("no such\0path.html")
+    monitor.epochs += make_epochs(2, 1)
     with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training goes on"):
         monitor.write()
     with pytest.raises(JoinTypeError, match=r"report is the path of the page .* got True"):
         JoinMonitor(True)  # type: ignore[arg-type]
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monitor = JoinMonitor("Report.HTML")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monitor.epochs += [*make_epochs(2, 1), *make_epochs(3, 2)]  # of another number of ranks
+    monitor.write()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Report.HTML", "elsewhere"]
+    assert "3 ranks, 2 epochs" in (tmp_path / "Report.HTML").read_text()

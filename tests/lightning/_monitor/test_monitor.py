@@ -1,6 +1,7 @@
 """JoinMonitor: numbers of each epoch, logged, said and drawn."""
 
 import csv
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit, Module, buil
 from tests.support.run import Batch
 from tests.support.workers import Workers
 from torch_join import JoinTypeError, JoinValueError
-from torch_join._monitor import plot as _plot
 from torch_join.integration import EpochRecord, RankRecord
 
 SECONDS, VALIDATION = 0.03, 0.25
@@ -174,7 +174,7 @@ def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPat
         JoinMonitor(reshard_above=30)
     with pytest.raises(JoinTypeError, match=r"got True. Write JoinMonitor\(plot='timeline.png'\)"):
         JoinMonitor(plot=True)  # type: ignore[arg-type]
-    monkeypatch.setattr(_plot, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(JoinValueError, match=r"pip install 'torch-join\[plot\]'"):
         JoinMonitor("timeline.png")
     JoinMonitor()
