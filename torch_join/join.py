@@ -106,6 +106,7 @@ class Join(TorchJoin):
         traceback: TracebackType | None,
     ) -> None:
         if not self._driver.options.enable:
+            self._driver.finish_alone(value)
             return
         try:
             self._driver.finish(value)

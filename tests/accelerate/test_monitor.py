@@ -112,7 +112,9 @@ def test_loaders_that_are_prepared(workers: Workers, world_size: int, within: bo
         assert [[rank.batches for rank in epoch.ranks] for epoch in epochs] == [batches, batches]
 
 
-def test_one_process(workers: Workers, tmp_path: Path) -> None:
-    ((epochs, logged),) = workers.run(1, train, (3,), str(tmp_path), "loop")
-    assert [(epoch.batches, epoch.steps_to_save) for epoch in epochs] == [(3, 0), (3, 0)]
+@pytest.mark.parametrize("how", ["loop", "left"])
+def test_one_process(workers: Workers, tmp_path: Path, how: str) -> None:
+    ((epochs, logged),) = workers.run(1, train, (3,), str(tmp_path), how)
+    batches = 2 if how == "left" else 3
+    assert [(epoch.batches, epoch.steps_to_save) for epoch in epochs] == [(batches, 0), (batches, 0)]
     assert [step for _, step in logged] == [None, None]

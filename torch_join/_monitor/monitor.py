@@ -30,7 +30,7 @@ class JoinMonitor:
 
     All ranks give one. A step costs two looks at the clock; at a loop's end the ranks tell each other what they have
     measured, and the lowest one writes the files. A loop in which no model had a backward, such as an evaluation, is
-    no epoch, nor is one that an error ends.
+    no epoch, nor is one without batches, nor one that an error ends.
 
     Seconds are those of each host's own clock, from where all ranks meet as the loop begins: clocks of different hosts
     need not agree. They are seconds of Python: work that a GPU has yet to do is not waited for.
@@ -72,10 +72,10 @@ class JoinMonitor:
             rebalances: Whether batches were rebalanced.
 
         Returns:
-            What all ranks did, or `None` if none of them trained.
+            What all ranks did, or `None` if none of them trained, or had a batch.
         """
         said = channel.gather((trains, mine), of=_Measured)
-        if not any(trained for trained, _ in said):
+        if not (any(trained for trained, _ in said) and any(rank.batches for _, rank in said)):
             return None
         record = EpochRecord.of(len(self.epochs), [rank for _, rank in said])
         self.add(record, rebalances)

@@ -68,18 +68,16 @@ class EpochRecord:
     def of(cls, epoch: int, measured: Sequence[RankRecord]) -> "EpochRecord":
         """Return the record of a loop of the user's, from what each rank has measured of its own batches in it.
 
-        A rank has joined where another one has trained on more batches. After a `break` nobody knows how long a rank
-        would have been in the loop: then the epoch counts until the last rank's last batch.
+        A rank has joined where another one has trained on more batches. The epoch ends with the last rank's last
+        batch: the handover after it is no part of it.
         """
         steps = max(rank.batches for rank in measured)
         end = max(rank.active_seconds for rank in measured)
-        left = any(rank.left for rank in measured)
         ranks = []
         for rank in measured:
             shadow_steps = steps - rank.batches
             joined_at = rank.joined_at if shadow_steps else None
-            seconds = end if left else max(rank.seconds, rank.active_seconds)
-            ranks.append(replace(rank, shadow_steps=shadow_steps, joined_at=joined_at, seconds=seconds))
+            ranks.append(replace(rank, shadow_steps=shadow_steps, joined_at=joined_at, seconds=end))
         return cls(epoch, tuple(ranks))
 
     @property

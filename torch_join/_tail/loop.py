@@ -232,6 +232,14 @@ class LoopDriver(Driver):
             self._rebalancing.close()
             self.tail_log.channel.close(meets=self._rebalancing.enabled)
 
+    def finish_alone(self, error: BaseException | None) -> None:
+        """Measure the last loop, if it was left and not by an error, where ranks do not meet."""
+        # A context in a generator ends by a `GeneratorExit`, after a `break`.
+        if self._loop is not None and (error is None or isinstance(error, GeneratorExit)):
+            self._measure(self._loop)
+        elif self._loop is not None:
+            self._loop.stopwatch = None
+
     def leave(self) -> None:
         """Leave nothing behind: participants and the tap refer to this, and it to the group, with its threads."""
         self.step.reset()
@@ -399,6 +407,8 @@ class LoopDriver(Driver):
         name: str | None = None,
     ) -> Iterator[T]:
         if not self.options.enable:
+            if self.place is not Place.LOOP:
+                self.finish_alone(None)
             first, reader = self._open(loader, reader_of, name)
             self.step_number = max(0, first)
             alone = self._loop = Loop(reader, asked=True, first=self.step_number)
@@ -418,7 +428,6 @@ class LoopDriver(Driver):
                 reader.leave()
                 if alone.stopwatch is not None:
                     alone.stopwatch.leave()
-                self._measure(alone)
                 raise
             finally:
                 self.place = Place.ENDED

@@ -1,6 +1,7 @@
 """`JoinMonitor` in plain loops: numbers of loops whose sleeps and batches are known, and what is no epoch."""
 
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -127,9 +128,9 @@ def test_the_numbers_of_each_epoch(workers: Workers, stream: bool, tmp_path: Pat
             assert rank.active_seconds - rank.reading_seconds >= length * BODY * 0.99
             assert rank.reading_seconds >= length * READING * stream
             assert rank.seconds <= took[number]
-            assert rank.idle_seconds >= (longest - length) * BODY * 0.99
+            assert rank.idle_seconds >= (longest - length) * BODY * 0.9  # by the longest rank's clock
             assert not rank.left
-        assert epoch.ranks[2].active_seconds == 0
+        assert epoch.ranks[2].active_seconds == epoch.ranks[1].idle_seconds == 0
         assert epoch.idle_share == pytest.approx(epoch.idle_seconds / sum(rank.seconds for rank in epoch.ranks))
         assert epoch.idle_seconds == pytest.approx(sum(rank.idle_seconds for rank in epoch.ranks))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["join-report.html"]
@@ -204,6 +205,32 @@ def test_one_process(workers: Workers, enable: bool) -> None:
     assert epoch.idle_share < 0.1
 
 
+def alone_with_errors(rank: int, enable: bool) -> Any:
+    monitor = JoinMonitor()
+    for batches, leaves, fails in (
+        ([], False, False),
+        ([1], False, True),
+        ([1, 2], True, False),
+        ([1, 2, 3], False, False),
+    ):
+        try:
+            with Join([torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)], enable, monitor=monitor) as join:
+                for _ in join.batches(batches):
+                    if fails:
+                        raise KeyError
+                    if leaves:
+                        break
+        except KeyError:
+            pass
+    return monitor.epochs
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_one_process_without_batches_or_with_an_error(workers: Workers, enable: bool) -> None:
+    (epochs,) = workers.run(1, alone_with_errors, enable)
+    assert [(epoch.batches, epoch.ranks[0].left) for epoch in epochs] == [(1, True), (3, False)]
+
+
 def refused(rank: int) -> list[str]:
     model = DistributedDataParallel(nn.Linear(1, 1))
     found = []
@@ -231,10 +258,11 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     monitor = JoinMonitor(tmp_path / "file" / "report.html")
     monitor.write()  # nothing
     monitor.epochs += make_epochs(2, 1)
-    with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training goes on") as warned:
+    with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training goes on"):
         monitor.write()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         monitor.write()
-    assert len(warned) == 1
     monitor = JoinMonitor("no such\0path.html")
     monitor.epochs += make_epochs(2, 1)
     with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training goes on"):
