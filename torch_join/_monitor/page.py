@@ -12,7 +12,7 @@ _TITLE = "What uneven inputs cost"
 # So that a page of a long job has less than a megabyte.
 _MOST_ROWS = 128  # of ranks; with more, each row is the mean of as many neighbours as it takes
 _MOST_EPOCHS = 200  # in the timeline, and to choose from: the newest ones
-_MOST_CELLS = 8000  # of one row in one epoch there
+_MOST_CELLS = 6000  # of one row in one epoch there
 _MOST_LISTED = 500  # epochs in the table: the newest ones
 _UNITS = 1000  # of the drawing's width, for a mean epoch
 _ROW = 10  # its height for a rank, of which 8 are the bar
@@ -262,7 +262,9 @@ class _Columns:
         size = len(ranks) / of
 
         def mean(values: Iterable[float | None]) -> float:
-            value = round(sum(value or 0 for value in values) / size, 2)
+            value = sum(value or 0 for value in values) / size
+            # Three digits are enough to divide by one another.
+            value = round(value, 2) if value >= 1 else float(f"{value:.3g}")
             return int(value) if value == int(value) else value
 
         found = [mean(rank.batches for rank in ranks), mean(rank.active_seconds for rank in ranks)]

@@ -1,6 +1,8 @@
 """The report in a browser: its numbers, narrow and wide, and how large it is for long jobs."""
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from tests.core._monitor.epochs import make_epochs
 from tests.support.browser import browser, complaints, open_file, overflow
 from torch_join import JoinMonitor
+from torch_join.integration import EpochRecord
 
 
 def write(folder: Path, ranks: int, epochs: int, donates: bool = False) -> Path:
@@ -89,3 +92,29 @@ def test_it_loads_nothing(tmp_path: Path) -> None:
     assert not re.findall(r"""(?:src|href)=|url\(|@import|https?:|fetch\(|\$\{[a-z_]+\}""", text.split("<script>")[0])
     assert "fetch(" not in text
     assert "://" not in text
+
+
+def test_a_page_of_a_long_job(tmp_path: Path) -> None:
+    """With numbers of six digits; without a browser."""
+    monitor = JoinMonitor(tmp_path / "report.html")
+    for epoch in make_epochs(40, 200, donates=True):
+        ranks = [
+            replace(
+                rank,
+                batches=100_003 + rank.batches,
+                active_seconds=33_712.34 + rank.batches / 7,
+                reading_seconds=3_371.23,
+            )
+            for rank in epoch.ranks
+        ]
+        monitor.epochs.append(EpochRecord.of(epoch.epoch, ranks))
+    monitor.write()
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+def test_short_times_keep_their_digits(tmp_path: Path) -> None:
+    monitor = JoinMonitor(tmp_path / "report.html")
+    monitor.epochs += make_epochs(3, 1, step=0.000_2)
+    monitor.write()
+    data = json.loads((tmp_path / "report.html").read_text().split('id="data">')[1].split("</script>")[0])
+    assert [cells[1:3] for cells in data["whole"]] == [[0, 0.004], [0.002, 0.002], [0.004, 0]]
