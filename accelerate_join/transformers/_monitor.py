@@ -92,9 +92,12 @@ class JoinMonitor(TrainerCallback):
         record = EpochRecord(len(self.epochs), tuple(channel.gather(mine, of=RankRecord)))
         self._monitor.add(record, rebalancing.enabled)
         if state.is_world_process_zero:
-            self._monitor.write()
+            self._monitor.write_in_time()
             _logger.warning(f"JoinMonitor: {record}")
         log(record.metrics())
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._monitor.write_rest()
 
     def _begin(self) -> None:
         self._batches = self._shadow_steps = 0

@@ -136,7 +136,7 @@ class JoinMonitor(Callback):
         self._monitor.add(record, rebalances)
         rank_zero_info(f"JoinMonitor: {record}")
         if trainer.is_global_zero:
-            self._monitor.write(plots=False)
+            self._monitor.write_in_time(plots=False)
             for logger in trainer.loggers:
                 logger.log_metrics(record.metrics(), step=_compat.epoch_end_step(trainer))
         if record.saving > self._reshard_above and not self._warned:

@@ -1,7 +1,9 @@
 """`JoinMonitor`: how uneven the inputs of a loop are, and what that costs."""
 
+import time
 import warnings
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +15,7 @@ from torch_join._monitor.plot import check_can_draw, draw_timeline
 from torch_join._monitor.records import EpochRecord, RankRecord
 
 _NAME = "join-report.html"
+_SECONDS, _SHARE = 1.0, 0.01  # that writing may take, of the time since the monitor was made
 _Measured = tuple[bool, RankRecord]
 
 
@@ -37,7 +40,8 @@ class JoinMonitor:
 
     Args:
         report: Where to write the page: a file that ends in `.html` or `.htm`, or a folder, in which it is called
-            `join-report.html`. It is one file, which loads nothing, and is replaced after each epoch.
+            `join-report.html`. It is one file, which loads nothing, and is replaced after each epoch, or less often
+            where that takes more than a second and one percent of the time; in the end it has all epochs.
         plot: Where to write a PNG file with a bar per rank, by matplotlib (`pip install 'torch-join[plot]'`).
 
     Raises:
@@ -60,6 +64,8 @@ class JoinMonitor:
             check_can_draw()
         self._rebalances = False
         self._unwritten: set[Path] = set()  # that were warned of
+        self._made, self._spent = time.monotonic(), 0.0
+        self._at_exit: Finalize | None = None  # where something is yet to be written
         self.epochs: list[EpochRecord] = []
 
     def add_loop(self, mine: RankRecord, channel: Channel, trains: bool, rebalances: bool) -> EpochRecord | None:
@@ -80,7 +86,7 @@ class JoinMonitor:
         record = EpochRecord.of(len(self.epochs), [rank for _, rank in said])
         self.add(record, rebalances)
         if channel.rank == 0:
-            self.write()
+            self.write_in_time()
         return record
 
     def add(self, record: EpochRecord, rebalances: bool = False) -> None:
@@ -88,15 +94,32 @@ class JoinMonitor:
         self._rebalances = rebalances
         self.epochs.append(record)
 
+    def write_in_time(self, plots: bool = True) -> None:
+        """Write, or where that has taken its share of the time, do so after a later epoch or as the process ends."""
+        if self._spent <= _SECONDS + _SHARE * (time.monotonic() - self._made):
+            self.write(plots)
+        elif self._at_exit is None:
+            self._at_exit = Finalize(None, self.write, exitpriority=0)
+
+    def write_rest(self) -> None:
+        """Write what was put off, if there is something: training ends."""
+        if self._at_exit is not None:
+            self.write()
+
     def write(self, plots: bool = True) -> None:
         """Write what was asked for, on one rank; a file that was there is replaced in one go."""
         epochs = [epoch for epoch in self.epochs if len(epoch.ranks) == len(self.epochs[-1].ranks)]
         if not epochs:
             return
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+            self._at_exit = None
+        begin = time.monotonic()
         if self._report is not None:
             self._try(self._report, lambda path: path.write_text(page(epochs, self._rebalances), encoding="utf-8"))
         if self._plot is not None and plots:
             self._try(self._plot, lambda path: draw_timeline(epochs, path))
+        self._spent += time.monotonic() - begin
 
     def _try(self, path: Path, write: Callable[[Path], object]) -> None:
         """Have a file written; warn, once, if it cannot be, as training goes on."""

@@ -12,7 +12,7 @@ MOST_RANKS = 16
 
 
 @closed("rank's epoch")
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankRecord:
     """One rank's epoch.
 
@@ -52,7 +52,7 @@ class RankRecord:
         return self.batches - self.received + self.given
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EpochRecord:
     """One epoch of all ranks.
 

@@ -1,5 +1,6 @@
 """`JoinMonitor` in plain loops: numbers of loops whose sleeps and batches are known, and what is no epoch."""
 
+import multiprocessing
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.core._monitor.epochs import make_epochs
 from tests.support.workers import Workers
 from torch_join import Join, JoinMonitor, JoinTypeError, JoinValueError
+from torch_join._monitor import monitor as _monitor
 from torch_join.integration import Channel, EpochRecord
 
 BODY, READING = 0.04, 0.02  # seconds of sleep, of a step
@@ -269,6 +271,24 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
         monitor.write()
     with pytest.raises(JoinTypeError, match=r"report is the path of the page .* got True"):
         JoinMonitor(True)  # type: ignore[arg-type]
+
+
+def test_writing_takes_its_share_of_the_time(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=write_often, args=(tmp_path / "report.html",))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert "2 ranks, 12 epochs" in (tmp_path / "report.html").read_text()
+
+
+def write_often(path: Path) -> None:
+    monitor, counted = JoinMonitor(path), 0
+    with mock.patch.object(_monitor, "_SECONDS", -1.0):  # all is put off
+        for record in make_epochs(2, 12):
+            monitor.add(record)
+            monitor.write_in_time()
+            counted += path.exists()
+    assert not counted
 
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
