@@ -171,6 +171,14 @@ def test_versions(version: str, standing: str, verdict: str) -> None:
     assert bool(finding.remedy) == (verdict != "ok")
 
 
+@pytest.mark.parametrize(
+    ("package", "version", "verdict"),
+    [("lightning", "1.0", "warning"), ("python", "3.13.99", "ok"), ("python", "3.9.1", "failed")],
+)
+def test_versions_of_other_packages(package: str, version: str, verdict: str) -> None:
+    assert versions.judge_versions([{"torch_join": __version__, package: version}]).verdict == verdict
+
+
 @pytest.mark.parametrize(("package", "verdict"), [("torch_join", "failed"), ("torch", "warning")])
 def test_versions_that_differ_between_ranks(package: str, verdict: str) -> None:
     said = {"torch_join": __version__, "torch": "2.13.0"}
@@ -195,6 +203,18 @@ def test_the_doctor_knows_what_the_docs_say_was_tested() -> None:
     json.dumps(said)
 
 
+def test_another_program_listens_at_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        finding = connections.STORE.run(Job())
+        assert f"127.0.0.1:{other.getsockname()[1]}" in finding.text
+    assert (finding.verdict, finding.remedy) == ("failed", "Choose another MASTER_PORT, on all ranks.")
+
+
 def test_names_that_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("lightning", "pytorch_lightning", "accelerate", "transformers", "deepspeed"):
         (tmp_path / package).mkdir()
@@ -204,7 +224,7 @@ def test_names_that_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert said is not None
     assert [name for name, problem in said.items() if not problem] == ["torch"]
     finding = names.judge_names([said, None])
-    assert finding.verdict == "failed"
+    assert finding.verdict == "warning"  # it may be installed, and not used
     assert "rank 0: " in finding.text
     assert "accelerate" in finding.text
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from torch_join._base.errors import name_ranks
 from torch_join._doctor.job import Job, LateError, within
 from torch_join._doctor.report import Finding
@@ -64,7 +66,7 @@ class Check:
 
     def _attempt(self, job: Job) -> dict[str, Any]:
         try:
-            return {"value": within(self.seconds, lambda: self.act(job))}
+            return {"value": within(self.seconds, lambda: self._act_on_device(job))}
         except LateError as error:
             return {"late": str(error), "stack": error.stack}
         except Exception as error:
@@ -72,7 +74,14 @@ class Check:
                 "error": f"{type(error).__name__}: {error}",
                 "is_others": type(error).__name__ == "PeerFailedError",
                 "stack": traceback.format_exception(error),
+                "remedy": getattr(error, "remedy", ""),
             }
+
+    def _act_on_device(self, job: Job) -> Any:
+        """Act on the job's device: each check has a thread of its own, and each thread a current device."""
+        if job.device.type != "cpu":
+            torch.get_device_module(job.device).set_device(job.device)
+        return self.act(job)
 
     def _conclude(
         self, outcomes: Mapping[int, dict[str, Any]], ranks: Sequence[int], missing: Mapping[int, str]
@@ -90,6 +99,7 @@ class Check:
         texts += [f"{name_ranks(who)}: {error}" for error, who in [*errors.items()][:_MOST_ERRORS]]
         stacks = {str(rank): outcome["stack"] for rank, outcome in outcomes.items() if "stack" in outcome}
         remedy = f"Find out why {name_ranks(missing)} ended or stopped." if missing and self.needs else self.remedy
+        remedy = next((own for outcome in outcomes.values() if (own := outcome.get("remedy"))), remedy)
         return Finding(self.name, "failed", "; ".join(texts), remedy, {"stacks": stacks}, is_broken=True)
 
 

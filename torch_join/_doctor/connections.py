@@ -17,6 +17,7 @@ from torch_join._doctor.report import Finding
 
 _TIMES = 20  # what is measured is a median of so many
 _MEETS_WITHIN = 30.0  # seconds, for all ranks to have begun
+_REACHES_WITHIN = timedelta(seconds=15)  # torch tries for up to twice as long
 _GROUP_TIMEOUT = timedelta(seconds=30)
 
 
@@ -35,7 +36,7 @@ def _milliseconds(act: Callable[[], object]) -> float:
 def reach_store(job: Job) -> dict[str, Any]:
     """Connect to the store, and see that all ranks have."""
     if job.store is None:
-        job.reach_store(timedelta(seconds=_MEETS_WITHIN))
+        job.reach_store(_REACHES_WITHIN)
     store, key = job.store, f"doctor/time/{job.rank}"
     assert store is not None
     store.set(key, "")
@@ -68,11 +69,15 @@ def add_up(job: Job) -> dict[str, Any]:
     """Begin the process group, unless there is one, and add up a tensor over all ranks."""
     there = torch.accelerator.device_count()
     kind = torch.accelerator.current_accelerator() if there else None  # where there is none, older torch (2.6) raises
-    choice = "cpu" if kind is None or there < job.local_world_size else kind.type
-    if len({*job.share("choice", choice, _MEETS_WITHIN)}) > 1 or dist.get_default_backend_for_device(choice) == "gloo":
+    if kind is None or dist.get_default_backend_for_device(kind.type) == "gloo":
+        kind, there = None, 0
+    own = _name_device() if there == 1 and job.local_world_size > 1 else ""
+    has_one = job.share("only device", own, _MEETS_WITHIN).count(own) == 1 and bool(own)
+    choice = "cpu" if kind is None or not (has_one or there >= job.local_world_size) else kind.type
+    if len({*job.share("choice", choice, _MEETS_WITHIN)}) > 1:
         choice = "cpu"
     if choice != "cpu":
-        job.device = torch.device(choice, job.local_rank)
+        job.device = torch.device(choice, 0 if has_one else job.local_rank)
         torch.get_device_module(job.device).set_device(job.device)
     if not dist.is_initialized():
         dist.init_process_group(
@@ -106,6 +111,11 @@ def add_up(job: Job) -> dict[str, Any]:
     }
 
 
+def _name_device() -> str:
+    """Name the only visible device, so that no other on any host has that name; nothing where none is known."""
+    return str(getattr(torch.cuda.get_device_properties(0), "uuid", "")) if torch.cuda.is_available() else ""
+
+
 def judge_backend(said: Sequence[dict[str, Any]]) -> Finding:
     """Report the devices, the backend, and how long an all-reduce takes."""
     names = sorted({each["name"] for each in said})
@@ -117,7 +127,9 @@ def judge_backend(said: Sequence[dict[str, Any]]) -> Finding:
     if len(versions) > 1:
         return Finding("backend", "warning", text, "Install the same NCCL on all hosts.", data)
     if said[0]["device"] == "cpu" and any(each["there"] for each in said):
-        text += ". Some host has fewer accelerators than ranks, so that all ranks are on CPUs"
+        text += ". All ranks are on CPUs, since some host has fewer accelerators than ranks: those were not tried"
+        remedy = "Start as many ranks on each host as it has accelerators, by torchrun, which sets LOCAL_WORLD_SIZE."
+        return Finding("backend", "warning", text, remedy, data)
     return Finding("backend", "ok", text, data=data)
 
 
@@ -125,7 +137,7 @@ BACKEND = Check(
     "backend",
     add_up,
     judge_backend,
-    seconds=20.0,
+    seconds=40.0,  # those that wait for others give up after 30, and say what for
     needs="store",
     remedy=(
         "This is torch's own process group, which no training runs without: name the interface between the hosts in"

@@ -57,6 +57,18 @@ def within(seconds: float, act: Callable[[], T]) -> T:
     return run_polling(begin, look)
 
 
+class SetupError(Exception):
+    """The environment of the job is wrong.
+
+    Attributes:
+        remedy: What to do.
+    """
+
+    def __init__(self, text: str, remedy: str) -> None:
+        super().__init__(text)
+        self.remedy = remedy
+
+
 @dataclass
 class Job:
     """This process, as a rank of several.
@@ -83,18 +95,36 @@ class Job:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> "Job | None":
-        """Return what torchrun's variables say, if they are there."""
+        """Return what torchrun's variables say, if they are there.
+
+        Raises:
+            SetupError: They are no numbers, or no rank of that world size.
+        """
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
             return None
-        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local_rank = int(environment.get("LOCAL_RANK", rank))
-        return cls(rank, world_size, local_rank, int(environment.get("LOCAL_WORLD_SIZE", world_size)))
+        rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        if rank >= world_size:
+            raise SetupError(f"RANK is {rank}, and WORLD_SIZE {world_size}", "Number the ranks from 0.")
+        _number(environment, "MASTER_PORT")
+        local_rank = _number(environment, "LOCAL_RANK", rank)
+        return cls(rank, world_size, local_rank, _number(environment, "LOCAL_WORLD_SIZE", world_size))
 
     def reach_store(self, timeout: timedelta) -> None:
-        """Connect to the store that torchrun hosts, or else rank 0, which waits for nobody there."""
+        """Connect to the store that torchrun hosts, or else rank 0, which waits for nobody there.
+
+        Raises:
+            SetupError: Another program has the port.
+            ConnectionError: The store is not reached in time: torch tries once more, for half as long.
+        """
         hosts = self.rank == 0 and os.environ.get(OUTSIDE) != "True"
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=timeout)
+        try:
+            store = dist.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=timeout)
+        except Exception as error:
+            if "EADDRINUSE" in str(error):
+                text = f"another program listens at {self.where} (EADDRINUSE)"
+                raise SetupError(text, "Choose another MASTER_PORT, on all ranks.") from error
+            raise ConnectionError(f"cannot reach the store at {self.where}: {error}") from error
         self.store = dist.PrefixStore(f"torch_join/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
     @property
@@ -155,6 +185,13 @@ class Job:
     def _reached(self) -> dist.Store:
         assert self.store is not None
         return self.store
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    said = environment.get(name, "" if default is None else str(default))
+    if not said.isdecimal():
+        raise SetupError(f"{name} is {said!r}", f"Set {name} to a whole number, as torchrun does.")
+    return int(said)
 
 
 def note_end(store: dist.Store, rank: int, how: str) -> None:

@@ -115,13 +115,13 @@ def _time_steps(
         starts = []
         for batch in batches if join is None else join.batches(batches):
             if job.device.type != "cpu":
-                torch.accelerator.synchronize()
+                torch.accelerator.synchronize(job.device)
             starts.append(time.perf_counter())
             optimizer.zero_grad()
             loss_of(ddp(batch)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         if job.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(job.device)
         return 1000 * (time.perf_counter() - starts[_WARM_UP]) / (len(starts) - _WARM_UP)
 
 

@@ -46,6 +46,10 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
 def judge_versions(ranks: Sequence[Mapping[str, str] | None]) -> Finding:
     """Report how the versions stand, and where ranks have different ones."""
     said = [each for each in ranks if each is not None]
@@ -57,7 +61,12 @@ def judge_versions(ranks: Sequence[Mapping[str, str] | None]) -> Finding:
             texts.append(f"{name} {', '.join(versions)} (differs between ranks)")
             remedies.append(f"Install one version of {name} on all hosts.")
         elif name in TESTED:
-            standings[name] = standing = standing_of(versions[0], **TESTED[name])
+            tested = TESTED[name]["tested"]
+            if name == "python":  # whose patch releases change nothing here
+                standing = standing_of(_minor(versions[0]), TESTED[name]["lowest"], [*map(_minor, tested)])
+            else:
+                standing = standing_of(versions[0], **TESTED[name])
+            standings[name] = standing
             texts.append(f"{name} {versions[0]} ({standing})")
             if standing == "older than supported":
                 remedies.append(f"Upgrade {name}: at least {TESTED[name]['lowest']} is needed.")
@@ -65,8 +74,10 @@ def judge_versions(ranks: Sequence[Mapping[str, str] | None]) -> Finding:
                 remedies.append(f"The newest {name} that was tested is {TESTED[name]['tested'][-1]}.")
         else:
             texts.append(f"{name} {versions[0]}")
-    failed = "older than supported" in standings.values() or standings.get("torch_join") == "differs"
-    warns = {"newer than any tested", "differs"} & {*standings.values()}
+    failed = (
+        "older than supported" in map(standings.get, ["python", "torch"]) or standings.get("torch_join") == "differs"
+    )
+    warns = {"newer than any tested", "older than supported", "differs"} & {*standings.values()}
     data = {"ranks": [*ranks], "standings": standings}
     verdict = "failed" if failed else "warning" if warns else "ok"
     return Finding("versions", verdict, ", ".join(texts), " ".join(remedies), data)  # type: ignore[arg-type]
