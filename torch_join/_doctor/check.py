@@ -99,7 +99,7 @@ class Check:
         texts += [f"{name_ranks(who)}: {error}" for error, who in [*errors.items()][:_MOST_ERRORS]]
         stacks = {str(rank): outcome["stack"] for rank, outcome in outcomes.items() if "stack" in outcome}
         remedy = f"Find out why {name_ranks(missing)} ended or stopped." if missing and self.needs else self.remedy
-        remedy = next((own for outcome in outcomes.values() if (own := outcome.get("remedy"))), remedy)
+        remedy = next((told for outcome in outcomes.values() if (told := outcome.get("remedy"))), remedy)
         return Finding(self.name, "failed", "; ".join(texts), remedy, {"stacks": stacks}, is_broken=True)
 
 

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -16,6 +18,9 @@ _RANKS = 3
 _LONGER = 30.0  # seconds, to start and to end, besides the checks
 _ENDS_WITHIN = 3.0  # after rank 0
 _LOOKS_EVERY = 0.05
+PARENT = "TORCH_JOIN_DOCTOR_PARENT"  # the process that has started this rank
+UNUSED = "TORCH_JOIN_DOCTOR_UNUSED"  # what the environment says of a job that was not asked
+SAID = 3  # a rank's exit code where a check has failed and it has said so: Python ends with 1 by itself
 
 
 def launch(is_json: bool, seconds: float) -> int:
@@ -33,27 +38,50 @@ def launch(is_json: bool, seconds: float) -> int:
         "LOCAL_WORLD_SIZE": str(_RANKS),
         "TORCHELASTIC_RESTART_COUNT": "0",
         OUTSIDE: "True",
+        PARENT: str(os.getpid()),
+        UNUSED: ", ".join(_job_around(os.environ)),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     command = [sys.executable, "-m", "torch_join", "doctor", *(["--json"] if is_json else [])]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(_RANKS)
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`
     try:
+        for rank in range(_RANKS):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
         code = _wait(processes, store, time.monotonic() + seconds + _LONGER)
     finally:
         for process in processes:
             process.kill()
         for process in processes:
             process.wait()
-    if code in (0, 1):
-        return code
+    if code in (0, SAID):
+        return int(code == SAID)
     text = "rank 0 did not come to its end" if code is None else f"rank 0 ended with {name_of(code)}"
     finding = Finding("ranks", "failed", text, "What it has written to stderr says more.", is_broken=True)
     about = {"torch_join": __version__, "world_size": _RANKS, "seconds": None}
     print(document([finding], about) if is_json else finding.line)
     return 1
+
+
+def _job_around(environment: Mapping[str, str]) -> list[str]:
+    """Return what says that there is a job of several ranks, of which this process does not know its own."""
+    sizes = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    found = [f"{name}={environment[name]}" for name in sizes if environment.get(name, "1") not in ("", "0", "1")]
+    return [*found, *(f"{name}={environment[name]}" for name in ("MASTER_ADDR",) if name in environment)]
+
+
+def leave_with_parent() -> None:
+    """End this rank without a word when what has started it has gone."""
+    if (parent := os.environ.get(PARENT)) is None:
+        return
+
+    def look() -> None:
+        while str(os.getppid()) == parent:
+            time.sleep(10 * _LOOKS_EVERY)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def _wait(processes: "list[subprocess.Popen[bytes]]", store: dist.Store, deadline: float) -> int | None:

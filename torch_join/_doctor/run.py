@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch_join import __version__
 from torch_join._doctor import connections, names, training, versions
 from torch_join._doctor.check import Check
-from torch_join._doctor.job import Job, within
-from torch_join._doctor.launch import launch
+from torch_join._doctor.job import Job, SetupError, within
+from torch_join._doctor.launch import PARENT, SAID, UNUSED, launch, leave_with_parent
 from torch_join._doctor.report import Finding, document, verdict_of
 
 CHECKS = [
@@ -30,15 +31,21 @@ _END_SECONDS = 5.0  # for the end of the process group
 
 def examine(is_json: bool) -> int:
     """Run all checks as a rank of the job that there is, or of one that is started; return the exit code."""
-    job = Job.of_environment(os.environ)
+    try:
+        job = Job.of_environment(os.environ)
+    except SetupError as error:
+        setup = Finding("setup", "failed", str(error), error.remedy, is_broken=True)
+        print(document([setup], {"torch_join": __version__}) if is_json else setup.line)
+        return 1
     if job is None:
         return launch(is_json, sum(check.seconds for check in CHECKS))
+    leave_with_parent()
     begin = time.monotonic()
     if job.local_rank == 0:
         job.importing = names.start()
     with _own_stdout() as out:
         findings = []
-        for finding in run(job, CHECKS):
+        for finding in _until_told(run(job, CHECKS), job):
             findings.append(finding)
             if job.rank == 0 and not is_json:
                 print(finding.line, file=out, flush=True)
@@ -54,11 +61,40 @@ def examine(is_json: bool) -> int:
         if is_well and dist.is_initialized():
             with contextlib.suppress(Exception):
                 within(_END_SECONDS, lambda: dist.destroy_process_group())
-        code = int(verdict_of(findings) == "failed")
+        code = (SAID if PARENT in os.environ else 1) if verdict_of(findings) == "failed" else 0
         sys.stderr.flush()
         if not is_well:
             os._exit(code)  # a thread of a check, or of the backend, may never end
     return code
+
+
+class _ToldToEndError(BaseException):
+    """A launcher has told this rank to end, as where another one has died."""
+
+
+def _until_told(findings: Iterator[Finding], job: Job) -> Iterator[Finding]:
+    """Yield findings; on rank 0, where a launcher ends this process, also what was not done."""
+    if unused := os.environ.get(UNUSED):
+        text = f"this machine was checked, and not the job around it ({unused})"
+        yield Finding(
+            "job", "warning", text, "Start it with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+        )
+    names_left = [check.name for check in CHECKS]
+
+    def end(*_: object) -> None:
+        raise _ToldToEndError
+
+    before = signal.signal(signal.SIGTERM, end) if job.rank == 0 else None
+    try:
+        for finding in findings:
+            names_left.remove(finding.name)
+            yield finding
+    except _ToldToEndError:
+        text = "the launcher has ended this rank: another one has died, or it was told to stop"
+        yield from (Finding(name, "not run", text, is_broken=True) for name in names_left)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def run(job: Job, checks: Sequence[Check]) -> Iterator[Finding]:
