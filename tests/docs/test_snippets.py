@@ -20,6 +20,8 @@ def run_program(workers: Workers, program: Program, folder: Path) -> None:
     if template := program.said("in"):
         code = fill(TEMPLATES[template], code)
     kind = program.said("given") or kind_of(program.snippets[0].page)
+    if kind == "transformers":
+        pytest.importorskip("transformers")
     outcomes = workers.outcomes(2, run, program.name, code, kind, str(folder))
     if error := program.said("raises"):
         assert all(error in outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
