@@ -46,6 +46,7 @@ from torch_join._handover import optimizers as _optimizers
 from torch_join._handover import replicas as _replicas
 from torch_join._handover import transfer as _transfer
 from torch_join._handover.state import Capture
+from torch_join._monitor import monitor as _monitor
 from torch_join._participants.ddp_model import ModelParticipant
 from torch_join._participants.hook import Hook
 from torch_join._schedule import batch_exchange as _exchange
@@ -460,6 +461,11 @@ def total_norm() -> Callable[..., Any]:
 def with_total_norm(norm: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Within, torch clips by another norm of all gradients."""
     return mock.patch.object(clip_grad, "_get_total_norm", norm)
+
+
+def reports_put_off() -> AbstractContextManager[Any]:
+    """Have a monitor write no page before the end."""
+    return mock.patch.object(_monitor, "_SECONDS", -1.0)
 
 
 def remove_launcher(fabric: Any) -> None:

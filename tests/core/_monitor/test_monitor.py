@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core._monitor.epochs import make_epochs
+from tests.support import inside
 from tests.support.workers import Workers
 from torch_join import Join, JoinMonitor, JoinTypeError, JoinValueError
-from torch_join._monitor import monitor as _monitor
 from torch_join.integration import Channel, EpochRecord
 
 BODY, READING = 0.04, 0.02  # seconds of sleep, of a step
@@ -283,7 +283,7 @@ def test_writing_takes_its_share_of_the_time(tmp_path: Path) -> None:
 
 def write_often(path: Path) -> None:
     monitor, counted = JoinMonitor(path), 0
-    with mock.patch.object(_monitor, "_SECONDS", -1.0):  # all is put off
+    with inside.reports_put_off():
         for record in make_epochs(2, 12):
             monitor.add(record)
             monitor.write_in_time()
