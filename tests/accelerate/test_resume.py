@@ -1,7 +1,6 @@
 """Training interrupted in an uneven epoch and resumed with new objects: each sample once per epoch, the same bits."""
 
 import io
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,11 @@ import webdataset as wds
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import sampler as torchdata
 
 from accelerate_join import Accelerator
+from tests.support.batches import Drawn
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 
@@ -64,19 +64,6 @@ class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         for index in range(len(self.numbers)):
             yield torch.tensor(self.numbers[(index + self.epoch) % len(self.numbers)])
-
-
-class Drawn(Sampler[int]):
-    """An order that is drawn from numpy's generator, and from one that the sampler holds."""
-
-    def __init__(self, data: Samples, rank: int) -> None:
-        self.count, self.own = len(data), random.Random(rank)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.own.sample(np.random.permutation(self.count).tolist(), self.count)
 
 
 class Shuffled(Stream):

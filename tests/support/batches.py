@@ -1,9 +1,11 @@
 """The batches of a `Run` as data sets, of the epoch in which one begins to read them."""
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sized
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from tests.support.run import Batch, Place, Run
@@ -49,3 +51,28 @@ def loader_of(run: Run, rank: int, epoch: Callable[[], int], iterable: bool, mak
     if iterable:
         return make(Stream(data, epoch), batch_size=None)
     return make(data, batch_size=1, sampler=Places(data, epoch), collate_fn=itemgetter(0))
+
+
+class Drawn(Sampler[int]):
+    """An order that is drawn from numpy's generator, and from one that the sampler holds.
+
+    Args:
+        data: What the order is of.
+        rank: What the sampler's own generator begins with.
+        eagerly: Whether all of it is drawn where the iterator is made.
+    """
+
+    def __init__(self, data: Sized, rank: int, eagerly: bool = False) -> None:
+        self.count, self.own, self.eagerly = len(data), random.Random(rank), eagerly
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._draw()) if self.eagerly else self._lazily()
+
+    def _draw(self) -> list[int]:
+        return self.own.sample(np.random.permutation(self.count).tolist(), self.count)
+
+    def _lazily(self) -> Iterator[int]:
+        yield from self._draw()

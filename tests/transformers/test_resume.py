@@ -1,6 +1,5 @@
 """Trainings interrupted in an uneven epoch and resumed by new trainers: each sample once per epoch, the same bits."""
 
-import random
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import TrainingArguments
 
 import tests.support.front_ends.transformers  # noqa: F401  without it, version 4 does not resume on CPUs
 from accelerate_join.transformers import JoinTrainer
+from tests.support.batches import Drawn
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 
@@ -70,19 +70,6 @@ class Shuffled(Stream):
             yield {"number": number}
 
 
-class Drawn(Sampler[int]):
-    """An order that is drawn from numpy's generator, and from one that the sampler holds."""
-
-    def __init__(self, data: Samples, rank: int) -> None:
-        self.count, self.own = len(data), random.Random(rank)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.own.sample(np.random.permutation(self.count).tolist(), self.count))
-
-
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +98,7 @@ class Noting(JoinTrainer):
         if not len(data):
             return DataLoader(data, 2)
         if self.case.kind == "drawn":
-            return DataLoader(data, 2, sampler=Drawn(data, self.args.process_index))
+            return DataLoader(data, 2, sampler=Drawn(data, self.args.process_index, eagerly=True))
         return DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(self.args.process_index))
 
 
