@@ -68,15 +68,17 @@ def test_a_job_that_is_not_asked(tmp_path: Path) -> None:
     assert "SLURM_NTASKS=4" in check["text"]
 
 
-def test_it_leaves_no_process(tmp_path: Path) -> None:
-    """Also where it is told to end; the ranks have its standard error, which ends with the last of them."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_it_leaves_no_process(number: signal.Signals) -> None:
+    """The ranks write to the same pipe, which ends with the last of them; they say nothing of what has gone."""
     command = [sys.executable, "-m", "torch_join", "doctor"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     assert "all 3 ranks reach it" in process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
+    assert [line for line in said.splitlines() if line.startswith(("failed", "not run"))] == []
 
 
 def test_the_ranks_of_a_job_without_any_framework(tmp_path: Path) -> None:

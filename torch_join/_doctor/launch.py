@@ -71,17 +71,22 @@ def _job_around(environment: Mapping[str, str]) -> list[str]:
     return [*found, *(f"{name}={environment[name]}" for name in ("MASTER_ADDR",) if name in environment)]
 
 
-def leave_with_parent() -> None:
-    """End this rank without a word when what has started it has gone."""
-    if (parent := os.environ.get(PARENT)) is None:
-        return
-
-    def look() -> None:
-        while str(os.getppid()) == parent:
-            time.sleep(10 * _LOOKS_EVERY)
+def end_without_parent() -> None:
+    """End this rank without a word if what has started it has gone: what it finds then is of that."""
+    if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
         os._exit(1)
 
-    threading.Thread(target=look, daemon=True).start()
+
+def watch_parent() -> None:
+    """Do so from now on, wherever this rank waits."""
+
+    def look() -> None:
+        while True:
+            end_without_parent()
+            time.sleep(10 * _LOOKS_EVERY)
+
+    if PARENT in os.environ:
+        threading.Thread(target=look, daemon=True).start()
 
 
 def _wait(processes: "list[subprocess.Popen[bytes]]", store: dist.Store, deadline: float) -> int | None:

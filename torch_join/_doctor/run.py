@@ -14,7 +14,7 @@ from torch_join import __version__
 from torch_join._doctor import connections, names, training, versions
 from torch_join._doctor.check import Check
 from torch_join._doctor.job import Job, SetupError, within
-from torch_join._doctor.launch import PARENT, SAID, UNUSED, launch, leave_with_parent
+from torch_join._doctor.launch import PARENT, SAID, UNUSED, end_without_parent, launch, watch_parent
 from torch_join._doctor.report import Finding, document, verdict_of
 
 CHECKS = [
@@ -39,7 +39,7 @@ def examine(is_json: bool) -> int:
         return 1
     if job is None:
         return launch(is_json, sum(check.seconds for check in CHECKS))
-    leave_with_parent()
+    watch_parent()
     begin = time.monotonic()
     if job.local_rank == 0:
         job.importing = names.start()
@@ -47,6 +47,7 @@ def examine(is_json: bool) -> int:
         findings = []
         for finding in _until_told(run(job, CHECKS), job):
             findings.append(finding)
+            end_without_parent()
             if job.rank == 0 and not is_json:
                 print(finding.line, file=out, flush=True)
             elif job.store is None and finding.verdict == "failed":  # nobody else hears of it
