@@ -129,7 +129,8 @@ class Workers:
             by_connection = {self._connections[rank]: rank for rank in missing}
             ready = wait(list(by_connection), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                raise DeadlineError(self._stacks(missing, deadline))
+                ended = [f"rank {rank} ended: {one.error or 'well'}" for rank, one in sorted(outcomes.items())]
+                raise DeadlineError("\n".join([self._stacks(missing, deadline), *ended]))
             for connection in ready:
                 rank = by_connection[connection]  # type: ignore[index]
                 try:
