@@ -174,11 +174,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def values_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return what this rank has of each: of a `DTensor` its shard, of a sparse tensor its values, detached."""
-    found: list[Tensor | None] = []
-    for tensor in tensors:
-        part = getattr(tensor, "_local_tensor", tensor)
-        found.append(None if part is None else (part.coalesce().values() if part.is_sparse else part).detach())
-    return found
+    parts = (None if tensor is None else local_part(tensor) for tensor in tensors)
+    return [None if p is None else (p.coalesce().values() if p.is_sparse else p).detach() for p in parts]
 
 
 def expect_gradients(ddp: DistributedDataParallel, output: Tensor) -> None:

@@ -176,12 +176,9 @@ def group_sizes(model: nn.Module) -> list[int]:
 
 def meshes(model: nn.Module) -> list[Any]:
     """Return the meshes over which `fully_shard` has sharded parts of `model`, without other dimensions."""
-    found = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in param_groups(module):
-                found[id(group.mesh_info.mesh)] = group.mesh_info.mesh
-    return list(found.values())
+    sharded = (module for module in model.modules() if isinstance(module, FSDPModule))
+    found = [group.mesh_info.mesh for module in sharded for group in param_groups(module)]
+    return list({id(mesh): mesh for mesh in found}.values())
 
 
 def root_mesh(mesh: Any) -> Any:

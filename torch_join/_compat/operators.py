@@ -229,11 +229,7 @@ def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
     """
     if caller is None or caller.f_code is _ENGINE:
         return operation == "all_reduce"
-    while caller is not None and caller.f_code is not _ENGINE:
-        if any(isinstance(value, dist.GradBucket) for value in caller.f_locals.values()):
-            return True
-        caller = caller.f_back
-    return False
+    return any(isinstance(value, dist.GradBucket) for each in _callers(caller) for value in each.f_locals.values())
 
 
 def differentiates(caller: FrameType | None) -> bool:

@@ -293,9 +293,8 @@ class ModelParticipant(Participant, LoopModel):
         if not self.ddp.broadcast_buffers:
             sync_norms(self.ddp, source, self.members.group)
         if deferred is not None and not self.members.last_joiner:
-            self.mirror(
-                "forward", (True, True, 0, deferred, None)
-            )  # DDP averages in the next backward, in whichever loop
+            # DDP averages in the next backward, in whichever loop.
+            self.mirror("forward", (True, True, 0, deferred, None))
         self._settle(states_of(runs, len(self._parameters)), source, accumulates)
         self._others.reset()
         self._shadowed.forget()

@@ -18,11 +18,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 @cache
 def _untraced() -> Callable[..., Any]:
     # Made when it is needed: dynamo takes long to import, and torch's optimizers have done so by then.
-    return torch.compiler.disable(_call)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return call(*args, **kwargs)
+    return untraced(lambda call, args, kwargs: call(*args, **kwargs))
 
 
 def untraced(call: Callable[..., Any]) -> Callable[..., Any]:

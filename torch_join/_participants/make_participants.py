@@ -32,18 +32,16 @@ def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[st
     engines = of_engines(joinables)
     sharded = {id(thing) for thing in joinables if holds_shards(thing)}
     if sharded:
-        from torch_join._participants._sharded.make_sharded import (
-            make_sharded_participants,  # FSDP takes long to import
-        )
+        # FSDP takes long to import.
+        from torch_join._participants._sharded.make_sharded import make_sharded_participants
 
         participants += make_sharded_participants(driver, joinables)
     for thing in joinables:
         if id(thing) in sharded:
             continue
         if is_engine(thing):
-            from torch_join._participants._deepspeed.loop_engine import (
-                LoopEngineParticipant,  # DeepSpeed takes long to import
-            )
+            # DeepSpeed takes long to import.
+            from torch_join._participants._deepspeed.loop_engine import LoopEngineParticipant
 
             participants.append(LoopEngineParticipant(driver, len(participants), thing))
         if id(thing) in engines:

@@ -107,25 +107,19 @@ class ModelShadow:
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run the backward of what `forward` or `no_loss` has returned: this rank contributes nothing new."""
-        with ExitStack() as stack:
-            stack.enter_context(self.step(shadow=True))
-            if self._finds_unused:
-                stack.enter_context(using_nothing(self.ddp, self.parameters, self._connected(), self.accumulated))
+        with self.around_backward(in_pieces=False):
             run()
-        if self.ddp.require_backward_grad_sync:
-            self.accumulated = False
 
     @contextmanager
-    def in_pieces(self) -> Iterator[None]:
-        """Put around the backwards of several `zero_of`, which together are that of one step."""
+    def around_backward(self, in_pieces: bool) -> Iterator[None]:
+        """Put around a backward; or, `in_pieces`, around those of several `zero_of`, together that of one step."""
         with ExitStack() as stack:
             stack.enter_context(self.step(shadow=True))
             if self._finds_unused:
-                # What the forward's graph does not lead to would count as ready at once.
-                with torch.enable_grad():
-                    _compat.expect_gradients(self.ddp, self._zero_of(self._firing()))
-                connected = self._connected()
-                stack.enter_context(using_nothing(self.ddp, self.parameters, connected, self.accumulated))
+                if in_pieces:  # what the forward's graph does not lead to would count as ready at once
+                    with torch.enable_grad():
+                        _compat.expect_gradients(self.ddp, self._zero_of(self._firing()))
+                stack.enter_context(using_nothing(self.ddp, self.parameters, self._connected(), self.accumulated))
             yield
         if self.ddp.require_backward_grad_sync:
             self.accumulated = False
@@ -254,10 +248,8 @@ class ModelShadow:
 
     def unfrozen(self) -> list[str]:
         """Return the names of the parameters that require a gradient and did not when the model was wrapped."""
-        known = {*map(id, self.parameters)}
-        named = self.ddp.module.named_parameters()
-        new = [name for name, p in named if p.requires_grad and id(p) not in known]
-        return [name for name in new if name not in self.ddp.parameters_to_ignore]
+        named, ignored = self.ddp.module.named_parameters(), self.ddp.parameters_to_ignore
+        return [name for name, p in named if p.requires_grad and id(p) not in self._ids and name not in ignored]
 
 
 class _PlaceholderModule(nn.Module):

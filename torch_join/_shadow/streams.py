@@ -5,7 +5,7 @@ at the end of a backward the current stream waits for those of all nodes that ad
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from torch_join._base.attributes import setting
+
 
 def accumulators(parameters: Sequence[Tensor]) -> list[Any]:
     """Return the nodes that add to the gradients of parameters, of frozen ones too; DDP keeps them."""
     nodes = []
     for parameter in parameters:
-        trains = parameter.requires_grad
-        try:
-            nodes.append(get_gradient_edge(parameter.requires_grad_()).node)
-        finally:
-            parameter.requires_grad_(trains)
+        with setting(parameter, requires_grad=True):
+            nodes.append(get_gradient_edge(parameter).node)
     return nodes
 
 
@@ -42,11 +41,7 @@ def streams_waiting(nodes: Sequence[Any]) -> Iterator[None]:
         if (own := torch.accelerator.current_stream(device)) != current[device]:
             own.wait_stream(current[device])
 
-    handles = []
-    try:
+    with ExitStack() as stack:
         for node in nodes:
-            handles.append(node.register_prehook(partial(wait, node.variable.device)))
+            stack.callback(node.register_prehook(partial(wait, node.variable.device)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -21,9 +21,8 @@ from torch_join._control.processes import Process
 
 POST, FAIL, CAME, ADD, ASK, ANSWER, UP, DOWN, CALL, PLACE = range(10)  # kinds of messages
 _POST = struct.Struct("<QI")  # until which record, and bytes of the name that follows, and the value after it
-_BARRIER = struct.Struct(
-    "<QIHH"
-)  # number, how many have come, bytes of their sum, and of the set of ranks, that follow
+# Number, how many have come, bytes of their sum, and of the set of ranks, that follow.
+_BARRIER = struct.Struct("<QIHH")
 _BEAT_BYTES = _BARRIER.size
 # Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
 SUMS, GATHERS = 1 << 62, 1 << 63

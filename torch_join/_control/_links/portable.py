@@ -18,7 +18,6 @@ class PortableLinks(Links):
     def _open(self) -> None:
         self._came = threading.Condition(self.lock)
         self._seen = 0  # messages, at the last read
-        self._selector = selectors.DefaultSelector()
         self._bell, self._hears = socket.socketpair()
         self._bell.setblocking(False)
         self._hears.setblocking(False)
@@ -34,7 +33,6 @@ class PortableLinks(Links):
         self._wake()
 
     def _close_files(self) -> None:
-        self._selector.close()
         self._bell.close()
         self._hears.close()
 
@@ -70,13 +68,13 @@ class PortableLinks(Links):
 
     def _forward(self) -> None:
         while not self._closing:
-            with self.lock:
-                wanted = {self._hears: selectors.EVENT_READ}
-                for link in self._by_file.values():
-                    writes = selectors.EVENT_WRITE if link.outgoing else 0
-                    wanted[link.socket] = selectors.EVENT_READ | writes
-            self._ask_for(wanted)
-            found = self._selector.select(self._pause)
+            with selectors.PollSelector() as selector:  # which has no file: a new one costs little
+                selector.register(self._hears, selectors.EVENT_READ)
+                with self.lock:
+                    for link in self._by_file.values():
+                        writes = selectors.EVENT_WRITE if link.outgoing else 0
+                        selector.register(link.socket, selectors.EVENT_READ | writes)
+                found = selector.select(self._pause)
             self._pause = None
             with self.lock:
                 if self._closing:
@@ -90,14 +88,3 @@ class PortableLinks(Links):
                         self._hears.recv(4096)
                 self._receive_all([each for each, events in links if events & selectors.EVENT_READ])
             self._look_at_ended()
-
-    def _ask_for(self, wanted: dict[socket.socket, int]) -> None:
-        for key in [*self._selector.get_map().values()]:
-            if key.fileobj not in wanted:
-                self._selector.unregister(key.fileobj)
-        registered = self._selector.get_map()
-        for one, events in wanted.items():
-            if one not in registered:
-                self._selector.register(one, events)
-            elif registered[one].events != events:
-                self._selector.modify(one, events)

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from torch_join._base.attributes import replace
+from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import finite
 from torch_join._compat import deepspeed as _compat
 from torch_join._control.codec import foreign
@@ -141,12 +141,8 @@ class EngineEvents:
 
     def inside(self, run: Callable[[], Any]) -> Any:
         """Run what joined ranks run too: its collectives, and the events in it, they know of."""
-        self.is_inside = True
-        try:
-            with self._participant.tail_log.own_collectives():
-                return run()
-        finally:
-            self.is_inside = False
+        with setting(self, is_inside=True), self._participant.tail_log.own_collectives():
+            return run()
 
     @contextmanager
     def leaving_out(self, counts_nothing: bool) -> Iterator[None]:
@@ -190,11 +186,8 @@ class EngineEvents:
 
     def _of_module(self, phase: int, module: Any) -> tuple[int, int, list[tuple[int, bool]]]:
         # Not by DeepSpeed's own number: it counts through all engines that a process has made.
-        return (
-            phase,
-            self._places[id(module)],
-            [(self._number(p), dangles) for p, dangles in _compat.externals_of(module)],
-        )
+        externals = [(self._number(p), dangles) for p, dangles in _compat.externals_of(module)]
+        return phase, self._places[id(module)], externals
 
     # ------------------------------------------------------------ on a joined rank
 

@@ -65,10 +65,8 @@ class LoopEngineParticipant(Participant, LoopModel):
         self._events.replace(engine, "_backward_prologue", self._prologue)
         self._events.replace(engine, "coalesce_grad_reduction", self._coalescing)
         self._events.replace(engine, "step", partial(self._stepping, True))
-        boundary = "set_gradient_accumulation_boundary"
-        self._events.announce_calls(
-            engine, boundary, "boundary", lambda is_boundary: bool(is_boundary)
-        )  # Accelerate names it
+        boundary = "set_gradient_accumulation_boundary"  # whose argument Accelerate names
+        self._events.announce_calls(engine, boundary, "boundary", lambda is_boundary: bool(is_boundary))
         self._events.announce_calls(engine, "zero_grad", "zero_grad", partial(self._of_clearing, True))
         if hasattr(optimizer, "zero_grad"):  # else it evaluates
             self._events.replace(optimizer, "step", partial(self._stepping, False))  # as Fabric does
@@ -240,11 +238,8 @@ class LoopEngineParticipant(Participant, LoopModel):
 
     def closing_message(self) -> tuple[Options, list[bool], list[bool]]:
         trains = [parameter.requires_grad for parameter in self._events.parameters]
-        return (
-            _compat.options_of(self.engine),
-            trains,
-            [module.training for module in self.engine.module.modules()],
-        )
+        modes = [module.training for module in self.engine.module.modules()]
+        return _compat.options_of(self.engine), trains, modes
 
     def close(self, message: tuple[Options, list[bool], list[bool]], source: int) -> None:
         options, trains, modes = message

@@ -41,9 +41,7 @@ class Pieces:
     kinds: ClassVar[dict[str, Any]] = {FIRED: list[int]}  # which parameters, by place
 
     def __init__(self, participant: Participant, shadow: ModelShadow) -> None:
-        self._participant = weakref.proxy(
-            participant
-        )  # a circle would keep the model, and its process group, after the loop
+        self._participant = weakref.proxy(participant)  # a circle would keep the model, and its group, after the loop
         self._shadow = shadow
         self._came: list[int] = []  # the parameters whose gradients have come, since the last record
         self.under_way = False
@@ -139,7 +137,7 @@ class Pieces:
         self._due = set(self._shadow.firing)
         self._output = run_all if _compat.delays_all_reduce(self._shadow.ddp) else None
         self._is_open = True
-        self._around.enter_context(self._shadow.in_pieces())
+        self._around.enter_context(self._shadow.around_backward(in_pieces=True))
 
     def mirror(self, places: list[int]) -> None:
         """Run what the active ranks have run since the last piece: the gradients of these parameters have come."""

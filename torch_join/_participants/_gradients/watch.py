@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from torch_join._base.attributes import setting
 from torch_join._compat import ddp as _compat
 from torch_join._shadow.lost_hooks import noticed
 
@@ -43,10 +44,9 @@ class Watch:
             return
         self.is_on = True
         for place, parameter in enumerate(self._parameters):
-            trained = parameter.requires_grad
-            node = get_gradient_edge(parameter.requires_grad_(True)).node
-            hook, end = noticed(parameter, partial(before, place))
-            parameter.requires_grad_(trained)
+            with setting(parameter, requires_grad=True):
+                node = get_gradient_edge(parameter).node
+                hook, end = noticed(parameter, partial(before, place))
             self._ends += [node.register_prehook(hook).remove, end]
             self._nodes.append(node)
 

@@ -87,9 +87,6 @@ class ClippingParticipant(Participant):
         self.announce("clip", (which, float(max_norm), foreach))
         with self.tail_log.own_collectives():
             self._own_scale(given, max_norm, total_norm, foreach)
-        self._remember()
-
-    def _remember(self) -> None:
         for model in self._sharded:
             model.remember()
 

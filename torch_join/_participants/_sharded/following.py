@@ -1,17 +1,18 @@
 """Each gather and reduction of a sharded model's units: announced on an active rank, followed on a joined one."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._compat import fsdp as _compat
 from torch_join._control.codec import foreign
 from torch_join._participants.participant import Participant
-from torch_join._shadow._sharded.unit import Gather, Reduction, undo_all
+from torch_join._shadow._sharded.unit import Gather, Reduction
 from torch_join._shadow._sharded.units import is_first_generation, units_of
 
 
@@ -52,7 +53,10 @@ class Following:
 
     def watch(self) -> Callable[[], None]:
         """Announce from now on; return what ends that."""
-        return undo_all([unit.watch(index, self) for index, unit in enumerate(self.units)])
+        ends = ExitStack()
+        for index, unit in enumerate(self.units):
+            ends.callback(unit.watch(index, self))
+        return ends.close
 
     def reach_joined_state(self) -> None:
         """Bring each unit, on a rank that is no longer active and at the end, to the state that the others are in."""
@@ -92,12 +96,8 @@ class Following:
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        self.reduces = True
-        try:
-            with self._participant.tail_log.own_collectives():
-                yield
-        finally:
-            self.reduces = False
+        with setting(self, reduces=True), self._participant.tail_log.own_collectives():
+            yield
 
     @property
     def model_parallel_groups(self) -> list[list[int]]:

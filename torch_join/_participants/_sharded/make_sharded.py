@@ -1,6 +1,6 @@
 """The parts of sharded models and of what belongs to them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,23 +46,19 @@ def make_sharded_participants(driver: Driver, joinables: Sequence[Any]) -> list[
 
 def _refuse_copies(joinables: Sequence[Any]) -> None:
     for thing in joinables:
-        if isinstance(thing, nn.Module) and holds_shards(thing) and any(_is_trained_shard(thing)):
+        if not (isinstance(thing, nn.Module) and holds_shards(thing)):
+            continue
+        is_average, by_others = isinstance(thing, AveragedModel), not is_sharded_model(thing)
+        if by_others and not is_average and any(_compat.is_shard(p) and p.requires_grad for p in thing.parameters()):
             raise UnsupportedError(
                 f"{type(thing).__name__} is sharded by tensor parallelism alone: all ranks of a group compute each"
                 " batch together, and one that has run out of batches could not compute its part of the others'. Give"
                 " the ranks of a group the same batches, and leave Join out; or shard the model by fully_shard over"
                 " other ranks as well, whose batches may be uneven."
             )
-        is_copy = isinstance(thing, AveragedModel) or not is_sharded_model(thing)
-        if isinstance(thing, nn.Module) and holds_shards(thing) and is_copy:
+        if by_others or is_average:
             raise UnsupportedError(
                 f"{type(thing).__name__} holds sharded parameters that are not trained themselves (of an AveragedModel,"
                 " for example): ranks that have joined would not update their part of it. Leave it out, and update it"
                 " after the loop, on all ranks."
             )
-
-
-def _is_trained_shard(model: nn.Module) -> Iterator[bool]:
-    """Yield, of a model that FSDP has not sharded and that is no copy, whether its parts are trained."""
-    if not (is_sharded_model(model) or isinstance(model, AveragedModel)):
-        yield from (_compat.is_shard(p) and p.requires_grad for p in model.parameters())

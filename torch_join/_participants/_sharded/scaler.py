@@ -55,7 +55,8 @@ class ShardedScalerParticipant(Participant):
         self.announce(kind, (place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]))
         with self.tail_log.own_collectives():
             found = self._own[kind](optimizer)
-        self._remember()
+        for model in self._sharded:
+            model.remember()
         return found
 
     def _update_announced(self, new_scale: Any = None) -> None:
@@ -63,10 +64,6 @@ class ShardedScalerParticipant(Participant):
             self.announce("update", None if new_scale is None else float(new_scale))
         with self.tail_log.own_collectives():
             self._update(new_scale)
-
-    def _remember(self) -> None:
-        for model in self._sharded:
-            model.remember()
 
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == "update":

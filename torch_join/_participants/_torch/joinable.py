@@ -86,8 +86,8 @@ class HookDriver(Driver):
 
     @property
     def sees_steps(self) -> bool:
-        """Whether a model is the first."""
-        return self._first is not None and self._first.is_model
+        """Whether there is a model, which is the first."""
+        return any(each.is_model for each in self.participants)
 
     def meet(self) -> bool:
         """Return whether this rank is active and another one has joined; all have met at the first forward."""
@@ -182,7 +182,7 @@ class HookDriver(Driver):
                 if None in said:
                     for each, theirs in zip(self.participants, said[self.members.leader] or [], strict=True):
                         each.receive_closing(theirs, self.members.leader)
-                    states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated()]
+                    states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated]
                     hand_over(states, self.members.leader, self.channel, self.members.group)
                 self.channel.close(meets=True)
         finally:
@@ -240,9 +240,12 @@ class WrappingJoinable(Joinable):
     Nothing is installed before torch takes it in, with `enable=True`. What is installed then goes at the
     end of the context, or with the `Join` object (after an exception, when torch calls nobody), at the
     latest when the joinable is given to another one.
+
+    Attributes:
+        is_replicated: Whether its state is handed over.
     """
 
-    is_model = False
+    is_replicated = True
 
     def __init__(self, wrapped: Any, group: Any, device: torch.device) -> None:
         self.wrapped = wrapped
@@ -289,11 +292,9 @@ class WrappingJoinable(Joinable):
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        self._config = config
-        self.configured(config.enable, config.enable and config.is_first_joinable)
-
-    def configured(self, enable: bool, is_first: bool) -> None:
         """Install what lets this rank notice what happens in a step; torch's `Join` is being built."""
+        self._config = config
+        enable, is_first = config.enable, config.enable and config.is_first_joinable
         built = (d for d in _building if d.members.group == self.join_process_group and not d.started)
         driver = None if is_first or not enable else next(built, None)
         if self._driver is not None and self._driver is not driver:
@@ -333,10 +334,6 @@ class WrappingJoinable(Joinable):
 
     def is_done(self, kind: str, payload: Any) -> bool:
         """Whether nothing more comes in a step after what was announced."""
-        return True
-
-    def is_replicated(self) -> bool:
-        """Whether its state is handed over."""
         return True
 
     def __repr__(self) -> str:

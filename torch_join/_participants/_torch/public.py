@@ -41,8 +41,6 @@ class JoinableModel(WrappingJoinable):
         installed goes with the `Join` object. `torch_join.Join` has none of these limits.
     """
 
-    is_model = True
-
     def __init__(self, ddp: DistributedDataParallel) -> None:
         if not isinstance(ddp, DistributedDataParallel):
             raise JoinTypeError(f"JoinableModel takes a DistributedDataParallel model, not {type(ddp).__name__}.")
@@ -150,6 +148,8 @@ class JoinableMetric(WrappingJoinable):
         these is called once per step. Joinables that are not of this package come before it.
     """
 
+    is_replicated = False
+
     def __init__(self, metric: nn.Module) -> None:
         if not holds_metrics(metric):
             raise JoinTypeError(f"JoinableMetric takes a metric of torchmetrics, not {type(metric).__name__}.")
@@ -164,6 +164,3 @@ class JoinableMetric(WrappingJoinable):
 
     def is_done(self, kind: str, payload: Any) -> bool:
         return False  # until the next step begins
-
-    def is_replicated(self) -> bool:
-        return False

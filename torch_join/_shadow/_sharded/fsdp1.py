@@ -1,7 +1,7 @@
 """A unit of `FullyShardedDataParallel`: a `FlatParamHandle`."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,17 +13,7 @@ from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import weighted
 from torch_join._compat import fsdp as _compat
 from torch_join._compat.fsdp import Fsdp1State, HandleTrainingState
-from torch_join._shadow._sharded.unit import (
-    SHARD,
-    WHOLE,
-    Gather,
-    Observer,
-    Reduction,
-    Weigh,
-    out_of_step,
-    scaled,
-    undo_all,
-)
+from torch_join._shadow._sharded.unit import SHARD, WHOLE, Gather, Observer, Reduction, Weigh, out_of_step, scaled
 
 
 class FlatParamUnit:
@@ -143,8 +133,10 @@ class FlatParamUnit:
                 return run()
 
         methods = {"_all_gather_flat_param": gathering, "prepare_gradient_for_backward": beginning}
-        own = replace(handle, reshard=resharding, **methods)
-        return undo_all([own, _compat.announce_reductions(handle, reducing)])
+        ends = ExitStack()
+        ends.callback(replace(handle, reshard=resharding, **methods))
+        ends.callback(_compat.announce_reductions(handle, reducing))
+        return ends.close
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
         flat = self._handle.flat_param

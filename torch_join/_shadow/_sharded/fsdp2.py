@@ -11,18 +11,7 @@ from torch import Tensor
 from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import weighted
 from torch_join._compat import fsdp as _compat
-from torch_join._shadow._sharded.unit import (
-    PART,
-    SHARD,
-    WHOLE,
-    Gather,
-    Observer,
-    Reduction,
-    Weigh,
-    out_of_step,
-    scaled,
-    undo_all,
-)
+from torch_join._shadow._sharded.unit import PART, SHARD, WHOLE, Gather, Observer, Reduction, Weigh, out_of_step, scaled
 from torch_join._shadow.lost_hooks import noticed
 
 
@@ -242,16 +231,17 @@ class ParamGroupUnit:
                 if whole is not None and whole.requires_grad and id(p) not in known:
                     known.add(id(p))
                     changes, end = noticed(whole, partial(scaled, factor, weigh), lambda: factor() != 1.0)
-                    ends.extend((whole.register_hook(changes).remove, end))
+                    ends.callback(whole.register_hook(changes).remove)
+                    ends.callback(end)
 
         def waiting() -> None:
             wait()
             hook()
 
-        ends: list[Callable[[], None]] = []
+        ends = ExitStack()
+        ends.callback(replace(group, wait_for_unshard=waiting))
         hook()
-        ends.insert(0, replace(group, wait_for_unshard=waiting))
-        return undo_all(ends)
+        return ends.close
 
     # ------------------------------------------------------------ on a joined rank
 

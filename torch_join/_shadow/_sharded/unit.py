@@ -146,13 +146,3 @@ def scaled(factor: Callable[[], float], weigh: Weigh, gradient: Tensor) -> Tenso
     """Return a gradient times the factor, for a tensor's hook."""
     value = factor()
     return None if value == 1.0 else weigh(gradient, value)
-
-
-def undo_all(steps: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """Return what takes these steps, last to first."""
-
-    def undo() -> None:
-        for step in reversed(steps):
-            step()
-
-    return undo
