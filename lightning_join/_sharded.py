@@ -18,11 +18,9 @@ from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
     Options,
-    Participant,
     StepDriver,
-    engine_lockstep_join,
-    follow_engine,
     follow_sharded_model,
+    is_engine,
     is_sharded_model,
     leads_to,
     sharded_lockstep_join,
@@ -37,9 +35,6 @@ class Sharded(ParallelStrategy):
     options: Options
     take_joinables: Any
     backward_of_join: Callable[..., Tensor]
-    # How joined ranks follow the model, in steps that train and in others.
-    _make_join: Callable[..., Lockstep] = staticmethod(sharded_lockstep_join)
-    _follow: Callable[..., Participant] = staticmethod(follow_sharded_model)
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
@@ -53,18 +48,18 @@ class Sharded(ParallelStrategy):
         assert module is not None
         self.check_sharded(model)
         if not fitting:
-            self._follow(self.driver, model)
+            follow_sharded_model(self.driver, model)
             return
         if not module.automatic_optimization:
             raise UnsupportedError(
                 f"{type(module).__name__} optimizes manually, which a rank without a batch cannot follow where the"
                 " model is sharded. Use automatic optimization, or strategy='ddp_join'."
             )
-        self.join = self._make_join(self.driver, model, self.take_joinables())
+        self.join = sharded_lockstep_join(self.driver, model, self.take_joinables())
 
     def check_sharded(self, model: nn.Module) -> None:
-        """Raise if nobody averages the gradients of a model."""
-        if not is_sharded_model(model):
+        """Raise if nobody averages the gradients of a model; an engine does in each stage."""
+        if not (is_sharded_model(model) or is_engine(model)):
             raise UnsupportedError(
                 f"{type(self).__name__} finds nothing in {type(self.lightning_module).__name__} that FSDP has sharded:"
                 " nobody averages its gradients. Call `fully_shard` in configure_model (over the data-parallel"
@@ -191,11 +186,6 @@ class DeepSpeedJoinStrategy(Sharded, Joining, ActiveCollectives, DeepSpeedStrate
     """
 
     strategy_name = "deepspeed_join"
-    _make_join = staticmethod(engine_lockstep_join)
-    _follow = staticmethod(follow_engine)
-
-    def check_sharded(self, model: nn.Module) -> None:
-        """An engine averages gradients in each stage."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
