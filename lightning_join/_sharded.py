@@ -1,14 +1,13 @@
 """The strategies of sharded models: `Trainer(strategy="fsdp_join")`, `"model_parallel_join"`, `"deepspeed_join"`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
@@ -17,8 +16,6 @@ from lightning_join._names import ENGINES, start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
-    Options,
-    StepDriver,
     follow_sharded_model,
     is_engine,
     is_sharded_model,
@@ -27,14 +24,10 @@ from torch_join.integration import (
 )
 
 
-class Sharded(ParallelStrategy):
+class Sharded(Joining):
     """How a sharded model's step is run."""
 
-    driver: StepDriver | None
     join: Lockstep | None
-    options: Options
-    take_joinables: Any
-    backward_of_join: Callable[..., Tensor]
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
@@ -81,9 +74,6 @@ class Sharded(ParallelStrategy):
             )
         return output
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        return self.backward_of_join(closure_loss, optimizer, *args, **kwargs)
-
     def shadow_training_step(self) -> Tensor:
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
         assert self.join is not None
@@ -104,7 +94,7 @@ class _WholeResultLauncher(_compat.MultiProcessingLauncher):
         return super()._collect_rank_zero_results(trainer, results)
 
 
-class FSDPJoinStrategy(Sharded, Joining, ActiveCollectives, FSDPStrategy):
+class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop, in step with the others: it takes part in each gather of
@@ -145,7 +135,7 @@ class FSDPJoinStrategy(Sharded, Joining, ActiveCollectives, FSDPStrategy):
             strategy_registry.register(name, cls, description=description, start_method=start_method)
 
 
-class ModelParallelJoinStrategy(Sharded, Joining, ActiveCollectives, ModelParallelStrategy):
+class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrategy):
     """`fully_shard`, also over tensor parallelism, that trains exactly on uneven dataloaders.
 
     The ranks of one tensor-parallel group must have the same batches.
@@ -168,7 +158,7 @@ class ModelParallelJoinStrategy(Sharded, Joining, ActiveCollectives, ModelParall
         strategy_registry.register("model_parallel_join", cls, description="fully_shard on uneven dataloaders")
 
 
-class DeepSpeedJoinStrategy(Sharded, Joining, ActiveCollectives, DeepSpeedStrategy):
+class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
     """DeepSpeed that trains exactly on uneven dataloaders, in ZeRO's stages 0 to 3, with offload to the CPU.
 
     A rank that runs out of batches stays in the fit loop, in step with the others: it replays what the others' engines
