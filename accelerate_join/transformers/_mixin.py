@@ -182,7 +182,7 @@ class JoinTrainerMixin:
     def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
         if self._join_run is not None:
-            return found if self._join_run.evaluates else self._join_run.begin_window(batch_samples, found)
+            return self._join_run.begin_window(batch_samples, found)
         if not callable(self.weighting) or self._evaluates:
             return found
         # In one process what a window counts is no other's.

@@ -360,7 +360,7 @@ class Run:
         return (shown if weighting == "active" else 1.0), shown
 
     def begin_window(self, batches: Sequence[Any], num_items: Any) -> Any:
-        """Begin the step of an optimizer.
+        """Begin the step of an optimizer; in an evaluation, where Trainer asks too, there is none.
 
         Args:
             batches: Its micro-batches.
@@ -373,7 +373,7 @@ class Run:
             JoinValueError: By none.
             UnsupportedError: Each rank would divide by its own.
         """
-        if not callable(self._trainer.weighting) or not batches:
+        if not callable(self._trainer.weighting) or not batches or self._evaluation is not None:
             return num_items
         _, self._window_total = self._reading[True].totals(batches)
         if num_items is None:
@@ -426,11 +426,6 @@ class Run:
             self._evaluation = before
             for monitor in self._monitors:
                 monitor.note_pause(time.monotonic() - begin)
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether this is in an evaluation loop."""
-        return self._evaluation is not None
 
     def _pad(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad as Accelerate does, but no list of what each sample has: ranks have different numbers of samples."""
