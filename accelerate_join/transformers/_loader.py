@@ -9,7 +9,6 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat_transformers as _compat
-from accelerate_join._loaders import certain_length
 from torch_join import JoinTypeError
 from torch_join.integration import steps_of
 
@@ -67,11 +66,6 @@ class EvenedLoader:
     def said(self) -> Said:
         """What this rank has to say."""
         return Said(length_of(self.loader), length_of(self.loader.dataset))
-
-    @property
-    def certain_length(self) -> int | None:
-        """How many batches this rank has, if it can only be as many."""
-        return certain_length(self.loader)
 
     @property
     def examples(self) -> int | None:

@@ -227,13 +227,8 @@ class JoinTrainerMixin:
             yield
             return
         check_supported(self)
-        with Run(self) as run:
-            self._join_run = run
-            try:
-                with run.telling_failures():
-                    yield
-            finally:
-                self._join_run = None
+        with Run(self) as run, setting(self, _join_run=run), run.telling_failures():
+            yield
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._joining():
