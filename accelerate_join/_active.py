@@ -4,7 +4,7 @@ Accelerate gathers tensors of one shape from all processes. Here ranks that have
 what comes back holds the active ranks' rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 from zlib import crc32
@@ -109,7 +109,7 @@ class ActiveOperations:
             self.note_missed(payload)
             self._gather_object([])
 
-    def _gather(self, tensors: list[Tensor]) -> Iterator[Tensor]:
+    def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
         kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
         mine = crc32(" ".join(kinds).encode()), [len(tensor) for tensor in tensors]
         # Over the channel, so that no rank waits for its device.
@@ -121,12 +121,10 @@ class ActiveOperations:
                 f" {self.members.rank} has {', '.join(kinds)}. Call pad_across_processes on the other dimensions first."
             )
         rows = [counts for _, counts in everyone]
-        return iter(
-            [
-                join_rows(tensor, each, lambda padded: _compat.gather(padded).unflatten(0, (len(rows), -1)))
-                for tensor, each in zip(tensors, zip(*rows, strict=True), strict=True)
-            ]
-        )
+        return [
+            join_rows(tensor, each, lambda padded: _compat.gather(padded).unflatten(0, (len(rows), -1)))
+            for tensor, each in zip(tensors, zip(*rows, strict=True), strict=True)
+        ]
 
     def _gather_object(self, data: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.members.world_size

@@ -77,9 +77,9 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
         gc.collect()  # from an attempt that has failed, perhaps
         wrappers = _compat.wrappers(accelerator)
     trained = {id(p) for one in _compat.optimizers(accelerator) for group in one.param_groups for p in group["params"]}
-    models = list(filter(_is_called_itself, _compat.models(accelerator)))
+    models = list(filter(is_called_itself, _compat.models(accelerator)))
     for model, found in wrappers:
-        if _is_called_itself(model):
+        if is_called_itself(model):
             continue
         if any(model is one for one in known):
             continue
@@ -102,7 +102,7 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
     return [*models, *map(unwrap, inner), *scaler, *_compat.registered(accelerator)]
 
 
-def _is_called_itself(model: Any) -> bool:
+def is_called_itself(model: Any) -> bool:
     """Whether no wrapper that Accelerate does not keep is around a model."""
     return is_sharded_model(model) or is_engine(model)
 

@@ -138,7 +138,7 @@ class Joining(ParallelStrategy):
             assert self.lightning_module is not None
             self.metrics = self.driver.add(partial(ModuleMetrics, module=self.lightning_module))
 
-    def backward_of_join(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Do what `Strategy.backward` does; joined ranks may take part in autograd's part of it."""
         if self.join is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)

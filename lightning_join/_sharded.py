@@ -1,14 +1,13 @@
 """The strategies of sharded models: `Trainer(strategy="fsdp_join")`, `"model_parallel_join"`, `"deepspeed_join"`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
@@ -17,29 +16,18 @@ from lightning_join._names import ENGINES, start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
-    Options,
-    Participant,
-    StepDriver,
-    engine_lockstep_join,
-    follow_engine,
     follow_sharded_model,
+    is_engine,
     is_sharded_model,
     leads_to,
     sharded_lockstep_join,
 )
 
 
-class Sharded(ParallelStrategy):
+class Sharded(Joining):
     """How a sharded model's step is run."""
 
-    driver: StepDriver | None
     join: Lockstep | None
-    options: Options
-    take_joinables: Any
-    backward_of_join: Callable[..., Tensor]
-    # How joined ranks follow the model, in steps that train and in others.
-    _make_join: Callable[..., Lockstep] = staticmethod(sharded_lockstep_join)
-    _follow: Callable[..., Participant] = staticmethod(follow_sharded_model)
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
@@ -53,18 +41,18 @@ class Sharded(ParallelStrategy):
         assert module is not None
         self.check_sharded(model)
         if not fitting:
-            self._follow(self.driver, model)
+            follow_sharded_model(self.driver, model)
             return
         if not module.automatic_optimization:
             raise UnsupportedError(
                 f"{type(module).__name__} optimizes manually, which a rank without a batch cannot follow where the"
                 " model is sharded. Use automatic optimization, or strategy='ddp_join'."
             )
-        self.join = self._make_join(self.driver, model, self.take_joinables())
+        self.join = sharded_lockstep_join(self.driver, model, self.take_joinables())
 
     def check_sharded(self, model: nn.Module) -> None:
-        """Raise if nobody averages the gradients of a model."""
-        if not is_sharded_model(model):
+        """Raise if nobody averages the gradients of a model; an engine does in each stage."""
+        if not (is_sharded_model(model) or is_engine(model)):
             raise UnsupportedError(
                 f"{type(self).__name__} finds nothing in {type(self.lightning_module).__name__} that FSDP has sharded:"
                 " nobody averages its gradients. Call `fully_shard` in configure_model (over the data-parallel"
@@ -86,9 +74,6 @@ class Sharded(ParallelStrategy):
             )
         return output
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        return self.backward_of_join(closure_loss, optimizer, *args, **kwargs)
-
     def shadow_training_step(self) -> Tensor:
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
         assert self.join is not None
@@ -109,7 +94,7 @@ class _WholeResultLauncher(_compat.MultiProcessingLauncher):
         return super()._collect_rank_zero_results(trainer, results)
 
 
-class FSDPJoinStrategy(Sharded, Joining, ActiveCollectives, FSDPStrategy):
+class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop, in step with the others: it takes part in each gather of
@@ -150,7 +135,7 @@ class FSDPJoinStrategy(Sharded, Joining, ActiveCollectives, FSDPStrategy):
             strategy_registry.register(name, cls, description=description, start_method=start_method)
 
 
-class ModelParallelJoinStrategy(Sharded, Joining, ActiveCollectives, ModelParallelStrategy):
+class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrategy):
     """`fully_shard`, also over tensor parallelism, that trains exactly on uneven dataloaders.
 
     The ranks of one tensor-parallel group must have the same batches.
@@ -173,7 +158,7 @@ class ModelParallelJoinStrategy(Sharded, Joining, ActiveCollectives, ModelParall
         strategy_registry.register("model_parallel_join", cls, description="fully_shard on uneven dataloaders")
 
 
-class DeepSpeedJoinStrategy(Sharded, Joining, ActiveCollectives, DeepSpeedStrategy):
+class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
     """DeepSpeed that trains exactly on uneven dataloaders, in ZeRO's stages 0 to 3, with offload to the CPU.
 
     A rank that runs out of batches stays in the fit loop, in step with the others: it replays what the others' engines
@@ -191,11 +176,6 @@ class DeepSpeedJoinStrategy(Sharded, Joining, ActiveCollectives, DeepSpeedStrate
     """
 
     strategy_name = "deepspeed_join"
-    _make_join = staticmethod(engine_lockstep_join)
-    _follow = staticmethod(follow_engine)
-
-    def check_sharded(self, model: nn.Module) -> None:
-        """An engine averages gradients in each stage."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:

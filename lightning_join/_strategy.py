@@ -112,7 +112,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self._manual is not None and self._manual.is_used:
             return self._manual.backward(closure_loss, *args, **kwargs)
-        return self.backward_of_join(closure_loss, optimizer, *args, **kwargs)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._manual is None or not self._manual.is_used:

@@ -59,41 +59,33 @@ __all__ = [
     "Lockstep", "LockstepJoin", "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Order",
     "Participant", "RankRecord", "ReadStep", "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "Resuming",
     "RowsPart", "StepDriver", "StepMirror", "begin_anew", "check_names", "closed", "draws_exactly", "driver_of",
-    "early_termination", "engine_lockstep_join", "epochs_of", "factor_of_count", "follow_engine",
-    "follow_sharded_model", "forget_states", "gather_given", "gather_in_order", "gather_objects", "global_kept",
-    "group_options", "has_epoch", "holds_parts",
-    "in_backward", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
-    "is_sharded_model", "join_rows", "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel",
-    "own_loops", "read_rows", "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join",
-    "state_of", "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device",
-    "warn_renamed", "whole_signature",
+    "early_termination", "epochs_of", "factor_of_count", "follow_sharded_model", "forget_states", "gather_given",
+    "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward",
+    "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows",
+    "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "read_rows",
+    "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
+    "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
 ]
 # fmt: on
 
 
 def sharded_lockstep_join(driver: StepDriver, model: nn.Module, joinables: Sequence[Joinable] = ()) -> Lockstep:
-    """Return the `Lockstep` of a model that FSDP shards: see `ShardedLockstepJoin`."""
+    """Return the `Lockstep` of a DeepSpeed engine, or of a model that FSDP shards."""
+    if is_engine(model):
+        from torch_join._lockstep.engine import EngineLockstepJoin  # DeepSpeed takes long to import
+
+        return EngineLockstepJoin(driver, model, joinables)
     from torch_join._lockstep.sharded import ShardedLockstepJoin  # FSDP takes long to import
 
     return ShardedLockstepJoin(driver, model, joinables)
 
 
-def engine_lockstep_join(driver: StepDriver, engine: Any, joinables: Sequence[Joinable] = ()) -> Lockstep:
-    """Return the `Lockstep` of a DeepSpeed engine: see `EngineLockstepJoin`."""
-    from torch_join._lockstep.engine import EngineLockstepJoin  # DeepSpeed takes long to import
-
-    return EngineLockstepJoin(driver, engine, joinables)
-
-
-def follow_engine(driver: StepDriver, engine: Any) -> Participant:
-    """Have joined ranks replay, in steps that evaluate, what a DeepSpeed engine gathers."""
-    from torch_join._lockstep.engine import LockstepEngineParticipant
-
-    return driver.add(partial(LockstepEngineParticipant, engine=engine))
-
-
 def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Participant:
-    """Have joined ranks follow, in steps that evaluate, what FSDP gathers of `model`."""
+    """Have joined ranks follow, in steps that evaluate, what DeepSpeed or FSDP gathers of `model`."""
+    if is_engine(model):
+        from torch_join._lockstep.engine import LockstepEngineParticipant
+
+        return driver.add(partial(LockstepEngineParticipant, engine=model))
     from torch_join._lockstep.sharded import LockstepShardedParticipant
 
     return driver.add(partial(LockstepShardedParticipant, model=model))

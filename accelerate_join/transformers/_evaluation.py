@@ -1,13 +1,13 @@
 """An evaluation loop in which ranks may have different numbers of batches, of different sizes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 
 from accelerate_join import _compat_transformers as _compat
-from accelerate_join.transformers._loader import map_tensors
 from accelerate_join.transformers._reading import broadcast
 from torch_join.integration import ReadStep, StepDriver
 
@@ -64,10 +64,10 @@ class Evaluation:
                 outputs, self._divides = (outputs[0].mean(), *outputs[1:]), False
         if len(active) < self._world_size:
             if self._kinds is None:
-                mine = (map_tensors(outputs, _without_rows), self._divides) if rank == active[0] else None
+                mine = (recursively_apply(_without_rows, outputs), self._divides) if rank == active[0] else None
                 self._kinds, self._divides = broadcast(mine, active[0], self._device)
             if joined:
-                outputs = map_tensors(self._kinds, lambda tensor: tensor.to(self._device))
+                outputs = recursively_apply(lambda tensor: tensor.to(self._device), self._kinds)
         loss, logits, labels = outputs
         self._loss_rows = None if loss is None else rows
         return loss, logits, labels
@@ -100,17 +100,11 @@ def by_rank(outputs: Any, rows: Sequence[Sequence[int]]) -> Any:
     """
     places = [(rank, row) for step in zip(*rows, strict=True) for rank, n in enumerate(step) for row in range(n)]
     order = sorted(range(len(places)), key=lambda place: places[place][0])  # stable: a rank's own stay in order
-    return _reordered(outputs, order)
 
+    def reordered(values: Any) -> Any:
+        return values[order] if values.ndim and len(values) == len(order) else values
 
-def _reordered(outputs: Any, order: list[int]) -> Any:
-    if isinstance(outputs, np.ndarray):
-        return outputs[order] if outputs.ndim and len(outputs) == len(order) else outputs
-    if isinstance(outputs, Mapping):
-        return type(outputs)({key: _reordered(each, order) for key, each in outputs.items()})  # type: ignore[call-arg]
-    if isinstance(outputs, (list, tuple)):
-        return type(outputs)(_reordered(each, order) for each in outputs)
-    return outputs
+    return recursively_apply(reordered, outputs, test_type=lambda value: isinstance(value, np.ndarray))
 
 
 def _without_rows(tensor: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ from copy import copy
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat_transformers as _compat
-from accelerate_join._loaders import certain_length
 from torch_join import JoinTypeError
 from torch_join.integration import steps_of
 
@@ -68,11 +68,6 @@ class EvenedLoader:
         return Said(length_of(self.loader), length_of(self.loader.dataset))
 
     @property
-    def certain_length(self) -> int | None:
-        """How many batches this rank has, if it can only be as many."""
-        return certain_length(self.loader)
-
-    @property
     def examples(self) -> int | None:
         """How many samples all ranks' datasets have; `None` if nobody knows."""
         numbers = [said.examples for said in self.everyone or [self.said]]
@@ -130,27 +125,10 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a batch with `function` of each tensor in place of it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return type(value)({key: map_tensors(each, function) for key, each in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(each, function) for each in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(each, function) for each in value)
-    return value
-
-
 def without_rows(batch: Any) -> Any:
     """Return a batch of the same kind with no rows, so that all that is counted in it is 0."""
     if isinstance(batch, Mapping):
         return type(batch)({key: without_rows(each) for key, each in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, Tensor):
-        return batch[:0].clone() if batch.ndim else batch
     if isinstance(batch, list) and not any(isinstance(each, (Tensor, Mapping)) for each in batch):
         return []  # one thing for each sample
-    if isinstance(batch, (list, tuple)):
-        return map_tensors(batch, without_rows)
-    return batch
+    return recursively_apply(lambda tensor: tensor[:0].clone() if tensor.ndim else tensor, batch)

@@ -182,7 +182,7 @@ class JoinTrainerMixin:
     def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
         if self._join_run is not None:
-            return found if self._join_run.evaluates else self._join_run.begin_window(batch_samples, found)
+            return self._join_run.begin_window(batch_samples, found)
         if not callable(self.weighting) or self._evaluates:
             return found
         # In one process what a window counts is no other's.
@@ -227,13 +227,8 @@ class JoinTrainerMixin:
             yield
             return
         check_supported(self)
-        with Run(self) as run:
-            self._join_run = run
-            try:
-                with run.telling_failures():
-                    yield
-            finally:
-                self._join_run = None
+        with Run(self) as run, setting(self, _join_run=run), run.telling_failures():
+            yield
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._joining():

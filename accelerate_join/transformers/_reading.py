@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join._compat import without_none
+from accelerate_join._loaders import certain_length
 from accelerate_join.transformers._loader import EvenedLoader, without_rows
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import Channel, Count, Reader, ReadStep, Rebalancer, Rebalancing, early_termination
@@ -98,7 +99,7 @@ class Reading:
         rank = self._channel.rank
         iterator = without_none(type(loader.loader).__iter__)(loader.loader)
         batch = next(iterator, _END)
-        everyone = self._begin(loader, batch, loader.certain_length)
+        everyone = self._begin(loader, batch, certain_length(loader.loader))
         active = tuple(rank for rank, (has, *_) in enumerate(everyone) if has)
         lengths = [length for _, length, _ in everyone]
         step = 0
@@ -132,7 +133,7 @@ class Reading:
             )
         reader = Reader(loader.loader.base_dataloader)
         plans: list[Rebalancer] = []
-        certain = loader.certain_length
+        certain = certain_length(loader.loader)
 
         def begin(source: Reader[Any]) -> None:
             length = loader.said.length if certain is None else certain

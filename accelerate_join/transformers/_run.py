@@ -29,12 +29,8 @@ from torch_join.integration import (
     ReadStep,
     Rebalancing,
     StepDriver,
-    engine_lockstep_join,
     factor_of_count,
-    follow_engine,
     follow_sharded_model,
-    is_engine,
-    is_sharded_model,
     open_channel,
     setting,
     sharded_lockstep_join,
@@ -71,7 +67,7 @@ def check_supported(trainer: Any) -> None:
 def have_wrapped(trainer: Any) -> None:
     """Have Accelerate wrap a model that it has prepared for an evaluation, and takes for wrapped since."""
     wrapped = trainer.model_wrapped
-    if isinstance(_unwrapped(wrapped), DistributedDataParallel) or is_sharded_model(wrapped) or is_engine(wrapped):
+    if isinstance(_unwrapped(wrapped), DistributedDataParallel) or _prepared.is_called_itself(wrapped):
         return
     trainer.model_wrapped = trainer.model
     forget_prepared(trainer.model)
@@ -225,10 +221,9 @@ class Run:
         if self._join is not None and wrapper is self._wrapper:
             return self._join
         self._wrapper = wrapper
-        if is_sharded_model(wrapper) or is_engine(wrapper):
+        if _prepared.is_called_itself(wrapper):
             self._model = None
-            make = engine_lockstep_join if is_engine(wrapper) else sharded_lockstep_join
-            self._join = make(self.driver, wrapper)
+            self._join = sharded_lockstep_join(self.driver, wrapper)
             self._follows_evaluation = True
             return self._join
         ddp = _unwrapped(wrapper)
@@ -365,7 +360,7 @@ class Run:
         return (shown if weighting == "active" else 1.0), shown
 
     def begin_window(self, batches: Sequence[Any], num_items: Any) -> Any:
-        """Begin the step of an optimizer.
+        """Begin the step of an optimizer; in an evaluation, where Trainer asks too, there is none.
 
         Args:
             batches: Its micro-batches.
@@ -378,7 +373,7 @@ class Run:
             JoinValueError: By none.
             UnsupportedError: Each rank would divide by its own.
         """
-        if not callable(self._trainer.weighting) or not batches:
+        if not callable(self._trainer.weighting) or not batches or self._evaluation is not None:
             return num_items
         _, self._window_total = self._reading[True].totals(batches)
         if num_items is None:
@@ -432,11 +427,6 @@ class Run:
             for monitor in self._monitors:
                 monitor.note_pause(time.monotonic() - begin)
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether this is in an evaluation loop."""
-        return self._evaluation is not None
-
     def _pad(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad as Accelerate does, but no list of what each sample has: ranks have different numbers of samples."""
         evaluation = self._evaluation
@@ -450,9 +440,8 @@ class Run:
         step = self._take(False, inputs)
         if step is None or self._evaluation is None:
             return own(model, inputs, *args, **kwargs)  # type: ignore[no-any-return]
-        if not self._follows_evaluation and (is_sharded_model(model) or is_engine(model)):
-            follow = follow_engine if is_engine(model) else follow_sharded_model
-            follow(self.driver, model)
+        if not self._follows_evaluation and _prepared.is_called_itself(model):
+            follow_sharded_model(self.driver, model)
             self._follows_evaluation = True
         if len(step.active_ranks) < self.channel.world_size:
             self._source = step.active_ranks[0]

@@ -17,13 +17,14 @@ class JoinedLoader(Generic[T]):
         number: What all ranks call it; 0 where not all have set it up.
 
     Attributes:
+        number: See above.
         positions: Begins the next loop over it where a checkpoint says.
         is_within: Whether it was gone through last as a part of something else, such as a zip.
     """
 
     def __init__(self, loader: Iterable[T], joins: Any, number: int = 0) -> None:
         self.__dict__.update(getattr(loader, "__dict__", {}))  # as Fabric's own wrapper, which looks for the sampler
-        self._joined_loader, self._joins, self._join_number = loader, joins, number
+        self._joined_loader, self._joins, self.number = loader, joins, number
         self.positions = Resuming(joins.global_rank, joins.world_size)
         self.is_within = False
         self._epochs_before = 0  # that Fabric, which counts them from 0, does not know of
@@ -39,11 +40,6 @@ class JoinedLoader(Generic[T]):
         if name.startswith("__") or "_joined_loader" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._joined_loader, name)
-
-    @property
-    def number(self) -> int:
-        """What the ranks call it."""
-        return self._join_number
 
     def state_dict(self) -> dict[str, Any]:
         """Return every rank's place: where the loop over it goes on; all ranks that have a batch call this."""

@@ -256,10 +256,9 @@ class Joins:
         self._driver, self._operations = driver, driver.add(partial(Operations, self))
         driver.log_epoch = self.log_own
         try:
-            with own_loops.begin(self, driver if is_own else None):
-                join.__enter__()
             with ExitStack() as stack:
-                stack.push(join)
+                with own_loops.begin(self, driver if is_own else None):
+                    stack.enter_context(join)
                 yield driver
         finally:
             self._driver = self._operations = None

@@ -5,7 +5,7 @@ the end of a dataloader serves the collectives that the others' steps issue, unt
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -15,27 +15,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_join._compat import EvaluationLoop, call, no_grad_context
 from lightning_join._logging.results import JoinResultCollection, check_monitored
 from lightning_join._logging.step_values import drop_own_step_values
-from lightning_join._loops.evaluation_rounds import Rounds
-from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
+from lightning_join._loops.evaluation_rounds import InRounds
 from lightning_join._reading import loaders as _loaders
-from lightning_join._reading.fetcher import read_as_planned
 from lightning_join._strategy_protocol import channel_of, metrics_of, strategy_of
-from torch_join.integration import setting
 
 
-class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
+class JoinEvaluationLoop(InRounds, EvaluationLoop):
     """Lightning's evaluation loop where ranks may have different numbers of batches, or none."""
-
-    _everyone: Sequence[_loaders.Loaders] = ()
-    _rounds: Rounds
 
     @property
     def reads(self) -> str:  # type: ignore[override]
         return f"[_EvaluationLoop].{self._stage.dataloader_prefix}_next"
-
-    @property
-    def skip(self) -> bool:
-        return sum(min(self._most, limit) for each in self._everyone for limit in each.limits) == 0
 
     def run(self) -> Any:
         if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
@@ -54,25 +44,7 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
             return []
         self.reset()
         self.on_run_start()
-        fetcher = self._data_fetcher
-        assert fetcher is not None
-        resumed = self.batch_progress.current.ready > 0
-        loader = self._combined_loader
-        assert loader is not None
-        rounds = Rounds(strategy_of(self.trainer), loader, self._everyone, self._measure, self._most, resumed)
-        self._rounds = rounds
-        while not rounds.over:
-            try:
-                batch, batch_idx, dataloader_idx = next(fetcher)
-                self._store_outputs(dataloader_idx)
-                self.batch_progress.is_last_batch = fetcher.done
-                with rounds.step(), NoStopIteration():
-                    self._evaluation_step(batch, batch_idx, dataloader_idx, None)
-            except StopIteration:
-                break
-            finally:
-                self.on_iteration_done()
-        self._store_outputs(self.num_dataloaders if self._is_sequential else 1)
+        self._run_steps(self._evaluation_step)
         self.batch_progress.is_last_batch = True  # of all ranks, also where this rank had none
         self._has_run = not self.trainer.sanity_checking  # also where this rank had no batch
         return self.on_run_end()
@@ -81,45 +53,20 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
         # Lightning's, but for: no decision and no error from one rank's numbers alone.
         trainer: Any = self.trainer
         fitting = self._trainer_fn == TrainerFn.FITTING
-        stage, limit = self._stage, self._limit
         if self._combined_loader is not None and fitting and not self._should_reload_val_dl:
-            # There may be more data than in the validation before, or less.
-            self._take(_loaders.measure_again(stage, self._combined_loader, limit))
+            # There may be more data than before, or less; what a planned one is too short for is not known yet.
+            mine = _loaders.measure(self._stage, self._combined_loader.flattened, self._limit)
+            self._take_lengths(replace(mine, error=None) if any(mine.planned) else mine)
             return
         hook = "test_step" if trainer.testing else "validation_step"
-        if limit == 0 or not is_overridden(hook, trainer.lightning_module):
+        if self._limit == 0 or not is_overridden(hook, trainer.lightning_module):
             return
         # A sanity check must not reload what the first epoch's validation loads.
         if fitting and (not trainer.sanity_checking or trainer.fit_loop.epoch_loop._should_check_val_epoch()):
             self._last_val_dl_reload_epoch = trainer.current_epoch
 
-        self._combined_loader, mine = _loaders.load(trainer, self._data_source, stage, limit)
-        self._take(mine)
-        _loaders.warn(self._combined_loader.flattened, self._everyone)
+        self._make_loaders()
         self._seen_batches_per_dataloader = defaultdict(int)
-
-    def _take(self, mine: _loaders.Loaders) -> None:
-        self._everyone = _loaders.exchange(channel_of(self.trainer), mine)
-        self._max_batches = list(mine.limits)
-
-    def _measure(self, places: Sequence[int]) -> _loaders.Loaders:
-        assert self._combined_loader is not None
-        mine = _loaders.measure(self._stage, [self._combined_loader.flattened[i] for i in places], self._limit)
-        for place, limit in zip(places, mine.limits, strict=True):
-            self._max_batches[place] = limit
-        return mine
-
-    @property
-    def _limit(self) -> int | float:
-        limit: int | float = getattr(self.trainer, f"limit_{self._stage.dataloader_prefix}_batches")
-        return limit
-
-    def reset(self) -> None:
-        mine = self._everyone[self.trainer.global_rank]
-        with setting(self, _max_batches=_loaders.limits_before(mine, self._limit)):
-            super().reset()
-        if any(mine.planned):
-            read_as_planned(self._data_fetcher)
 
     def on_run_start(self) -> None:
         super().on_run_start()
@@ -143,7 +90,7 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
             check_monitored(self.trainer, channel_of(self.trainer))
         super()._on_evaluation_end(*args, **kwargs)
 
-    def _store_outputs(self, until: int) -> None:
+    def _finish_rounds(self, until: int) -> None:
         """Store the values of the dataloaders before `until`; all ranks meet at each."""
         rounds = self._rounds
         while rounds.index < until:
@@ -166,7 +113,3 @@ class JoinEvaluationLoop(KnownToProfilers, EvaluationLoop):
         if not trainer.sanity_checking:
             connector.update_eval_step_metrics(self._seen_batches_per_dataloader[index])
             self._seen_batches_per_dataloader[index] += 1
-
-    @property
-    def _most(self) -> int | float:
-        return self.trainer.num_sanity_val_steps if self.trainer.sanity_checking else float("inf")

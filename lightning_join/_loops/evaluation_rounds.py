@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_join import _compat
+from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
 from lightning_join._reading import loaders as _loaders
-from lightning_join._strategy_protocol import JoiningStrategy
+from lightning_join._reading.fetcher import read_as_planned
+from lightning_join._strategy_protocol import JoiningStrategy, channel_of, strategy_of
 from torch_join import UnsupportedError
-from torch_join.integration import StepDriver
+from torch_join.integration import StepDriver, setting
 
 
 class Rounds:
@@ -26,6 +29,10 @@ class Rounds:
         measure: Measures this rank's dataloaders that have these numbers, now that they are iterated.
         most: The highest number of steps in a round.
         resumed: Whether some steps have been made before, so that nothing is certain.
+
+    Attributes:
+        index: The number of the current round.
+        places: Which dataloaders are read in each round.
     """
 
     def __init__(
@@ -34,8 +41,8 @@ class Rounds:
         loader: CombinedLoader,
         everyone: Sequence[_loaders.Loaders],
         measure: Callable[[Sequence[int]], _loaders.Loaders],
-        most: int | float = float("inf"),
-        resumed: bool = False,
+        most: int | float,
+        resumed: bool,
     ) -> None:
         self._strategy = strategy
         self._rank = strategy.channel.rank
@@ -44,20 +51,19 @@ class Rounds:
         self._ended: frozenset[int] = frozenset()  # where numbers are uncertain
         self._loader, self._measure, self._most = loader, measure, most
         self._limits_itself = loader._mode == "sequential"
-        # Which dataloaders are read in each round.
-        self._places: list[Sequence[int]] = [range(len(loader.flattened))]
+        self.places: list[Sequence[int]] = [range(len(loader.flattened))]
         if self._limits_itself:
-            self._places = [[place] for place in self._places[0]]
+            self.places = [[place] for place in self.places[0]]
         self._limits = [
-            [min(most, _loaders.total_length(loader, [each.limits[i] for i in places])) for places in self._places]
+            [min(most, _loaders.total_length(loader, [each.limits[i] for i in places])) for places in self.places]
             for each in everyone
         ]
         self._certain = [
-            [not resumed and all(each.certain[i] for i in places) for places in self._places] for each in everyone
+            [not resumed and all(each.certain[i] for i in places) for places in self.places] for each in everyone
         ]
-        self._alike = [_loaders.steps_alike(everyone, places) for places in self._places]
+        self._alike = [_loaders.steps_alike(everyone, places) for places in self.places]
         # The rounds in which some rank may have another number of batches than it says before.
-        planned = [any(each.planned[i] for each in everyone for i in places) for places in self._places]
+        planned = [any(each.planned[i] for each in everyone for i in places) for places in self.places]
         self._planned = {index for index, is_planned in enumerate(planned) if is_planned}
 
     @property
@@ -114,7 +120,7 @@ class Rounds:
         if self.index not in self._planned:
             return
         self._planned.discard(self.index)
-        places = self._places[self.index]
+        places = self.places[self.index]
         everyone = _loaders.exchange(self._strategy.channel, self._measure(places))
         for limits, each in zip(self._limits, everyone, strict=True):
             limits[self.index] = min(self._most, _loaders.total_length(self._loader, each.limits))
@@ -135,3 +141,75 @@ class Rounds:
 
     def _of(self, rank: int) -> tuple[int | float, bool]:
         return self._limits[rank][self.index], self._certain[rank][self.index]
+
+
+class InRounds(KnownToProfilers):
+    """What Lightning's evaluation and its prediction do alike, where ranks may have different numbers of batches."""
+
+    _everyone: Sequence[_loaders.Loaders] = ()
+    _rounds: Rounds
+    _limits_name = "_max_batches"  # Lightning's name for how many batches of each dataloader are run
+
+    @property
+    def skip(self) -> bool:
+        return sum(min(self._most, limit) for each in self._everyone for limit in each.limits) == 0
+
+    @property
+    def _limit(self: Any) -> int | float:
+        limit: int | float = getattr(self.trainer, f"limit_{self._stage.dataloader_prefix}_batches")
+        return limit
+
+    @property
+    def _most(self: Any) -> int | float:
+        return self.trainer.num_sanity_val_steps if self.trainer.sanity_checking else float("inf")
+
+    def _make_loaders(self) -> None:
+        """Make this rank's dataloaders; all ranks meet."""
+        loop: Any = self
+        loop._combined_loader, mine = _loaders.load(loop.trainer, loop._data_source, loop._stage, self._limit)
+        self._take_lengths(mine)
+        _loaders.warn(loop._combined_loader.flattened, self._everyone)
+
+    def _take_lengths(self: Any, mine: _loaders.Loaders) -> None:
+        self._everyone = _loaders.exchange(channel_of(self.trainer), mine)
+        setattr(self, self._limits_name, list(mine.limits))
+
+    def _measure(self: Any, places: Sequence[int]) -> _loaders.Loaders:
+        mine = _loaders.measure(self._stage, [self._combined_loader.flattened[i] for i in places], self._limit)
+        for place, limit in zip(places, mine.limits, strict=True):
+            getattr(self, self._limits_name)[place] = limit
+        return mine
+
+    def reset(self: Any) -> None:
+        mine = self._everyone[self.trainer.global_rank]
+        # Until dataloaders are iterated: what a planned one has said is no limit.
+        most = self._limit if isinstance(self._limit, int) else float("inf")
+        before = [most if planned else n for n, planned in zip(mine.limits, mine.planned, strict=True)]
+        with setting(self, **{self._limits_name: before}):
+            super().reset()  # type: ignore[misc]
+        if any(mine.planned):
+            read_as_planned(self._data_fetcher)
+
+    def _run_steps(self: Any, step: Callable[..., None]) -> None:
+        """Run Lightning's `step` with each batch; a rank that has come to the end of a round serves the others."""
+        fetcher, resumed = self._data_fetcher, self.batch_progress.current.ready > 0
+        self._rounds = rounds = Rounds(
+            strategy_of(self.trainer), self._combined_loader, self._everyone, self._measure, self._most, resumed
+        )
+        while not rounds.over:
+            try:
+                batch, batch_idx, dataloader_idx = next(fetcher)
+                self._finish_rounds(dataloader_idx)
+                self.batch_progress.is_last_batch = fetcher.done
+                with rounds.step(), NoStopIteration():
+                    step(batch, batch_idx, dataloader_idx, None)
+            except StopIteration:
+                break
+            finally:
+                self.on_iteration_done()
+        self._finish_rounds(len(rounds.places))
+
+    def _finish_rounds(self, until: int) -> None:
+        """Come to the end of the rounds before `until`; all ranks meet at each."""
+        while self._rounds.index < until:
+            self._rounds.finish()

@@ -84,18 +84,6 @@ def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
     return min(steps, default=0)
 
 
-def measure_again(stage: RunningStage, loader: CombinedLoader, limit: int | float) -> Loaders:
-    """Measure this rank's dataloaders before they are iterated once more."""
-    mine = measure(stage, loader.flattened, limit)
-    return replace(mine, error=None) if any(mine.planned) else mine  # what these are too short for is not known yet
-
-
-def limits_before(loaders: Loaders, limit: int | float) -> list[int | float]:
-    """Return the limits until dataloaders are iterated: what a planned one has said is none."""
-    most = limit if isinstance(limit, int) else float("inf")
-    return [most if planned else n for n, planned in zip(loaders.limits, loaders.planned, strict=True)]
-
-
 def warn(loaders: Sequence[Any], everyone: Sequence[Loaders]) -> None:
     """Warn of dataloaders that run, but probably not as the user means them to."""
     for place, loader in enumerate(loaders):
