@@ -155,7 +155,7 @@ class Lockstep:
     @property
     def share(self) -> Share | None:
         """Whose batch this rank trains on at the current step."""
-        return self._ranks.share_of(self.channel.rank)
+        return self._ranks.share
 
     def arrive(self, end: int | None, count: float, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
         """Go on to the next step, and say what the others need to know of it; all ranks call this.

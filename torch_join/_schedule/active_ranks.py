@@ -64,13 +64,10 @@ class ExchangedActiveRanks:
         self.meet()
         return all(end is not None and end <= self.step + 1 for end in self._ends) and bool(self.active_ranks)
 
-    def joined(self, rank: int) -> bool:
-        """Whether `rank` has no batch at the current step."""
-        return rank not in self.active_ranks
-
-    def share_of(self, rank: int) -> Share | None:
-        """Return whose batch `rank` trains on."""
-        return None if self.joined(rank) else Share(rank, self.step)
+    @property
+    def share(self) -> Share | None:
+        """Whose batch this rank trains on at the current step."""
+        return Share(self._channel.rank, self.step) if self._channel.rank in self.active_ranks else None
 
     def ended_last(self, rank: int) -> bool:
         """Whether no other rank has, or may still have, more batches than `rank`."""
@@ -84,7 +81,7 @@ class ExchangedActiveRanks:
             EarlyTerminationError: So it is.
         """
         if self._throws and self.in_tail:
-            raise early_termination(self._channel.rank, self.joined(self._channel.rank))
+            raise early_termination(self._channel.rank, self._channel.rank not in self.active_ranks)
 
     @property
     def in_tail(self) -> bool:
