@@ -39,14 +39,10 @@ class ExchangedActiveRanks:
         self._lock = threading.RLock()  # another thread may look whether the step is the last one
         self._notices: dict[int, dict[str, Any]] = {}
         self.counted = self.total = 0.0
-        self.go_to(first_step)
+        self.step = first_step
+        self._find_active()
         meet = weakref.WeakMethod(self.meet)
         channel.before_meeting = lambda: (now := meet()) and now()
-
-    def go_to(self, step: int) -> None:
-        """Go on to a step."""
-        self.step = step
-        self._find_active()
 
     def announce(self, ends: Mapping[int, int]) -> None:
         """Note the number of batches, counted from the epoch's start, of ranks that know theirs."""
@@ -92,7 +88,8 @@ class ExchangedActiveRanks:
         """Go on to the next step, and say this rank's part; see `Lockstep.arrive`."""
         waits = waits or self.in_tail
         self._channel.arrive(count, notice)
-        self.go_to(self.step + 1)
+        self.step += 1
+        self._find_active()
         self.counted, self._has_to_meet = count, True
         if waits := waits or self.in_tail:
             self.meet()
