@@ -227,7 +227,8 @@ class Lockstep:
         """End the epoch: run the joinables' post-hooks."""
         for each in self._customs:
             each.after_all(self._present.ended_last(self.channel.rank))
-        self._ranks.end()
+        if self.plan is not None:
+            self.plan.end()
         self._buffers.end()
 
     # ------------------------------------------------------------ the model's; what it does with others is followed

@@ -27,6 +27,7 @@ class ExchangedActiveRanks:
     Attributes:
         step: The current step.
         active_ranks: The ranks that have a batch at it; asked for many times in a step, so it is kept.
+        has_met: Whether this rank has heard what all ranks have said of the current step.
         counted, total: What this rank's batch counts, where batches are counted, and all of the step once it has heard.
     """
 
@@ -35,7 +36,7 @@ class ExchangedActiveRanks:
         self._throws = throws
         self.active_ranks: tuple[int, ...] = ()
         self._ends: list[int | None] = [None] * channel.world_size  # `None` while a rank has not come to its end
-        self._has_to_meet = self._is_meeting = False
+        self.has_met, self._is_meeting = True, False
         self._lock = threading.RLock()  # another thread may look whether the step is the last one
         self._notices: dict[int, dict[str, Any]] = {}
         self.counted = self.total = 0.0
@@ -90,7 +91,7 @@ class ExchangedActiveRanks:
         self._channel.arrive(count, notice)
         self.step += 1
         self._find_active()
-        self.counted, self._has_to_meet = count, True
+        self.counted, self.has_met = count, False
         if waits := waits or self.in_tail:
             self.meet()
         return waits
@@ -105,30 +106,22 @@ class ExchangedActiveRanks:
                 finally:
                     self._is_meeting = False
 
-    @property
-    def has_met(self) -> bool:
-        """Whether this rank has heard what all ranks have said of the current step."""
-        return not self._has_to_meet
-
     def meet(self) -> dict[int, dict[str, Any]]:
         """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.meet`."""
         with self._lock:
             # Not in the handler of a signal that comes while this very thread waits, or reads: what is known counts.
-            if self._has_to_meet and not self._is_meeting:
+            if not (self.has_met or self._is_meeting):
                 self._is_meeting = True
                 try:
                     self._take()
                 finally:
-                    self._is_meeting = self._has_to_meet = False
+                    self._is_meeting, self.has_met = False, True
         return self._notices
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
         """Go on without ranks that leave the epoch at the current step; then batches count this, here and in all."""
         self.announce(dict.fromkeys(ranks, self.step))
         self.counted, self.total = count, total
-
-    def end(self) -> None:
-        """End the epoch."""
 
     def _take(self) -> None:
         result = self._channel.wait()
