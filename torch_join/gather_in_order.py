@@ -6,7 +6,7 @@ All goes over the process group, as bytes and in pieces of a bounded size, so th
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,16 +48,6 @@ class _Said:
     way: tuple[int | None, bool] = (None, False)
 
 
-@dataclass
-class _Mine:
-    """This rank's rows: `values` has, by path, a tensor's bytes (rows, bytes of a row) or a pickled list's."""
-
-    tree: Any = None
-    count: int = 0
-    values: dict[str, Tensor] = field(default_factory=dict)
-    indices: Tensor | None = None
-
-
 @torch.no_grad()
 def gather_in_order(
     batches: Sequence[Any],
@@ -95,13 +85,12 @@ def gather_in_order(
         JoinValueError: On all ranks, if the rows of some cannot be joined; the message names the rank, and the part of
             the structure.
     """
-    mine, said = _Mine(), _Said()
+    values: dict[str, Tensor] = {}
+    known: Tensor | None = None
     try:
         if needs_indices and len(batches) > 0 and indices is None:
             raise JoinValueError(_NO_INDICES)
-        mine = _prepare(batches, indices, what)
-        packed = {leaf.path: len(mine.values[leaf.path]) for leaf in leaves(mine.tree or ()) if leaf.dtype is None}
-        said = _Said("", mine.tree, mine.count, packed, mine.indices is not None, (rank, by_rank))
+        said, values, known = _prepare(batches, indices, what, (rank, by_rank))
     except Exception as error:  # the others wait
         said = _Said(str(error) if isinstance(error, JoinError) else repr(error))
     everyone: list[_Said] = _objects.gather(said, f"What a rank says of its {what}", group)
@@ -110,10 +99,10 @@ def gather_in_order(
         return None
     counts = [each.count for each in everyone]
     takes = rank is None or rank == _rank_in(group)
-    places, total = _places(mine, everyone, by_rank, group, rank)
+    places, total = _places(known, everyone, by_rank, group, rank)
     joined: dict[str, Any] = {}
     for leaf in leaves(tree):
-        data = mine.values.pop(leaf.path, None)
+        data = values.pop(leaf.path, None)
         if leaf.dtype is None:
             pieces = collect(data, [each.packed.get(leaf.path, 0) for each in everyone], group, rank)
             if takes:
@@ -164,7 +153,10 @@ def gather_given(
 # ---------------------------------------------------------------- this rank's rows
 
 
-def _prepare(batches: Sequence[Any], indices: Sequence[Any] | None, what: str) -> _Mine:
+def _prepare(
+    batches: Sequence[Any], indices: Sequence[Any] | None, what: str, way: tuple[int | None, bool]
+) -> tuple[_Said, dict[str, Tensor], Tensor | None]:
+    """Return what to say; by path, a tensor's bytes (rows, bytes of a row) or a pickled list's; and all indices."""
     if indices is not None and len(indices) != len(batches):
         raise JoinValueError(f"There are indices of {len(indices)} batches, and {what} of {len(batches)}.")
     known = None if indices is None else [_as_indices(each) for each in indices]
@@ -178,10 +170,12 @@ def _prepare(batches: Sequence[Any], indices: Sequence[Any] | None, what: str) -
             check_alike(parts[0].tree, part.tree, ["batch 0", f"batch {number}"])
         parts.append(part)
     if not parts:
-        return _Mine()
+        return _Said(way=way), {}, None
     tree = parts[0].tree
     values = {leaf.path: _as_bytes(leaf, [part.values[leaf.path] for part in parts]) for leaf in leaves(tree)}
-    return _Mine(tree, sum(part.count for part in parts), values, None if known is None else torch.cat(known))
+    packed = {leaf.path: len(values[leaf.path]) for leaf in leaves(tree) if leaf.dtype is None}
+    said = _Said("", tree, sum(part.count for part in parts), packed, known is not None, way)
+    return said, values, None if known is None else torch.cat(known)
 
 
 def _as_indices(of_batch: Any) -> Tensor:
@@ -228,13 +222,13 @@ def _check(everyone: Sequence[_Said], what: str) -> Any:
 
 
 def _places(
-    mine: _Mine, everyone: Sequence[_Said], by_rank: bool, group: Group, to: int | None
+    known: Tensor | None, everyone: Sequence[_Said], by_rank: bool, group: Group, to: int | None
 ) -> tuple[list[Tensor], int]:
     """See `place_rows`; only a rank that gets rows learns their indices."""
     counts = [each.count for each in everyone]
     if not any(each.has_indices for each in everyone):
         return place_rows(counts, None, by_rank)
-    own = None if mine.indices is None else raw_bytes(mine.indices).view(-1, 8)
+    own = None if known is None else raw_bytes(known).view(-1, 8)
     found = [torch.empty(count, dtype=torch.int64, device="cpu") for count in counts]
     for rank, first, rows in exchange(own, 8, counts, group, to):
         found[rank][first : first + len(rows)] = raw_bytes(rows.cpu()).view(torch.int64)
@@ -303,15 +297,7 @@ def _join_tensors(
 
 
 def _device_of_kind(kind: str, group: Group) -> torch.device:
-    return torch.device("cpu") if kind == "cpu" else current_device(_whole(group))
-
-
-def _whole(group: Group) -> dist.ProcessGroup:
-    return group or cast(dist.ProcessGroup, dist.group.WORLD)
-
-
-def _size_of(group: Group) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    return torch.device("cpu") if kind == "cpu" else current_device(group)
 
 
 def _rank_in(group: Group) -> int:

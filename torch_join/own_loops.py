@@ -83,13 +83,6 @@ class Loop(Generic[T]):
             raise
         self.leave()
 
-    def go_through_unasked(self) -> None:
-        """Go through it as a rank does whose user has not asked for a batch: there may have been none."""
-        with self.new_context() as driver:
-            driver.asks = False
-            for _ in self.batches(driver, self.loader):
-                pass
-
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
@@ -132,7 +125,10 @@ def _begin_unasked(owner: Hashable, until: Loop[Any] | None = None) -> None:
     _unbegun[:] = [one for one in _unbegun if one not in mine]
     for world, loop in mine:
         if loop is not until and world() is dist.group.WORLD:
-            loop.go_through_unasked()
+            with loop.new_context() as driver:
+                driver.asks = False
+                for _ in loop.batches(driver, loop.loader):
+                    pass
 
 
 def finish(owner: Hashable, also_held: bool = False, at_end: bool = False) -> bool:

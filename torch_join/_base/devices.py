@@ -30,7 +30,7 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     return known or torch.device("cpu")
 
 
-def current_device(group: dist.ProcessGroup) -> torch.device:
+def current_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device that this rank's part of a group works on, the current one as long as nobody has noted any."""
     known, accelerator = device_of(group), torch.accelerator.current_accelerator()
     if known.type != "cpu" or accelerator is None:

@@ -48,10 +48,6 @@ class TensorSpec:
     def _order(self) -> list[int]:
         return sorted(range(len(self.shape)), key=lambda d: -self.stride[d])
 
-    def permuted(self, tensor: Tensor) -> Tensor:
-        """View `tensor` with its dimensions in the order of this one's strides, so that such a tensor is contiguous."""
-        return tensor.permute(self._order)
-
     def create(self, device: torch.device | None = None) -> Tensor:
         """Create such a tensor, on `device` if that is of the right type."""
         place = device if device is not None and device.type == self.device else self.device
@@ -97,7 +93,7 @@ def storage_view(tensor: Tensor, spec: TensorSpec) -> Tensor:
     view = tensor.detach()
     for dimension in expanded_dimensions(tensor):
         view = view.narrow(dimension, 0, 1)
-    return spec.permuted(view)
+    return view.permute(spec._order)
 
 
 def flat_elements(tensor: Tensor) -> Tensor:

@@ -236,7 +236,7 @@ def _flat(tree: Any, path: str, names: dict[int, str], capture: Capture) -> Iter
     elif isinstance(tree, Nested):
         yield from _flat(tree.tree, path, names, capture)
     elif isinstance(tree, Pickled):
-        yield path, hashlib.blake2b(tree.data, digest_size=8).hexdigest()
+        yield path, _hash(tree.data)
         for number, slot in enumerate(tree.slots):
             yield f"{path}, tensor {number}", Slot(slot)
     elif isinstance(tree, Slot):
@@ -259,13 +259,13 @@ def _described(leaves: dict[str, Any], tensors: Sequence[Tensor], exact: bool) -
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _LENGTH else f"#{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return text if len(text) <= _LENGTH else f"#{_hash(text.encode())}"
 
 
 def _differences(channel: Channel, before: dict[str, Items], after: dict[str, Items]) -> list[dict[str, list[Any]]]:
     """Return what differs by rank: before, of what was handed over, of what was found, of the gradients."""
     looked = {f"before, {key}": items for key, items in before.items()} | after
-    digests = {key: _hash(items) for key, items in looked.items()}
+    digests = {key: _hash(repr(sorted(items.items())).encode()) if items else "" for key, items in looked.items()}
     everyone = channel.gather(digests, of=dict[str, str])
     # Where one rank cannot tell, nobody asks.
     known = [key for key in digests if all(said.get(key) for said in everyone)]
@@ -285,11 +285,8 @@ def _unlike(everyone: list[Items]) -> dict[str, list[Any]]:
     return {name: values for name, values in said.items() if len(set(values)) > 1}
 
 
-def _hash(items: Items) -> str:
-    hashed = hashlib.blake2b(digest_size=8)
-    for name in sorted(items):
-        hashed.update(f"{name}={items[name]};".encode())
-    return hashed.hexdigest() if items else ""
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _list(found: dict[str, list[Any]], names: Sequence[int]) -> str:

@@ -144,11 +144,7 @@ class StepBuffers:
     """
 
     def __init__(
-        self,
-        models: Sequence[Unsynced],
-        channel: Channel,
-        group: dist.ProcessGroup | None,
-        always: bool | None = None,
+        self, models: Sequence[Unsynced], channel: Channel, group: dist.ProcessGroup | None, always: bool | None
     ) -> None:
         self._unsynced, self._channel, self._group = models, channel, group
         self._buffers = UnsyncedBuffers(models, always)

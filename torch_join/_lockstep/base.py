@@ -155,7 +155,7 @@ class Lockstep:
     @property
     def share(self) -> Share | None:
         """Whose batch this rank trains on at the current step."""
-        return self._ranks.share_of(self.channel.rank)
+        return self._ranks.share
 
     def arrive(self, end: int | None, count: float, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
         """Go on to the next step, and say what the others need to know of it; all ranks call this.
@@ -227,7 +227,8 @@ class Lockstep:
         """End the epoch: run the joinables' post-hooks."""
         for each in self._customs:
             each.after_all(self._present.ended_last(self.channel.rank))
-        self._ranks.end()
+        if self.plan is not None:
+            self.plan.end()
         self._buffers.end()
 
     # ------------------------------------------------------------ the model's; what it does with others is followed

@@ -101,9 +101,8 @@ class LockstepJoin(Lockstep):
                 inside.remove()
 
     def shadow_forward(self) -> Tensor:
-        self._model.mirror("forward", None)
+        output = self._shadow.forward()
         self._in_pieces = self.driver.follow(self.active_ranks)
-        output = self._model.take_output()
         if not self._in_pieces:
             return output
         return following_zero(partial(self._follow_backward, output), output.device)
@@ -204,7 +203,7 @@ class LockstepJoin(Lockstep):
         if self.joined and self._in_pieces:
             self._listening_to(backward)  # which follows
         else:
-            self._model.mirror("backward", partial(self._listening_to, backward))
+            self._shadow.backward(partial(self._listening_to, backward))  # the framework's, with its hooks
         if not counts:
             return True
         _compat.wait_for_device(parameters[0].device.type, self._watch)

@@ -18,8 +18,7 @@ from torch_join._shadow.model_shadow import ModelShadow
 class LockstepModelParticipant(Participant):
     """A `DistributedDataParallel` model whose steps all ranks run.
 
-    That there is a forward, and a backward, each rank knows from the meeting before the step: these records are
-    derived, and no rank announces them. An active rank whose forward comes to no loss answers its backward too.
+    That there is a forward, and a backward, each rank knows from the meeting before the step: no rank announces them.
 
     Attributes:
         shadow: What runs in place of the model's step.
@@ -33,7 +32,6 @@ class LockstepModelParticipant(Participant):
         super().__init__(driver, index)
         self.use(shadow)
         self.has_news = False
-        self._output: Tensor | None = None
 
     def use(self, shadow: ModelShadow) -> None:
         """Go on with another shadow."""
@@ -96,16 +94,6 @@ class LockstepModelParticipant(Participant):
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == FIRED:
             self._pieces.mirror(payload)
-        elif kind == "buffers":
+        else:
             self.has_news = True
             take(payload, self.shadow.inner, self.shadow.parameters[0].device)
-        elif kind == "forward":
-            self._output = self.shadow.forward()
-        else:
-            self.shadow.backward(payload)  # which runs it: it is the framework's, with its hooks
-
-    def take_output(self) -> Tensor:
-        """Return what the last forward has returned, a scalar zero, and keep nothing of its graph."""
-        output, self._output = self._output, None
-        assert output is not None
-        return output

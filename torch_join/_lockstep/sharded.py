@@ -16,10 +16,6 @@ from torch_join._participants._sharded.following import Following
 from torch_join._participants.participant import Driver, Participant
 
 
-def _nothing() -> None:
-    pass
-
-
 class LockstepShardedParticipant(Participant):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
@@ -27,7 +23,7 @@ class LockstepShardedParticipant(Participant):
 
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
         super().__init__(driver, index)
-        self.following = Following(self, model, _nothing)
+        self.following = Following(self, model, lambda: None)
 
     def enter(self) -> None:
         self._undo += [self.following.watch(), _compat.clip_by_whole_norms()]

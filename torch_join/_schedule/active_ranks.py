@@ -27,6 +27,7 @@ class ExchangedActiveRanks:
     Attributes:
         step: The current step.
         active_ranks: The ranks that have a batch at it; asked for many times in a step, so it is kept.
+        has_met: Whether this rank has heard what all ranks have said of the current step.
         counted, total: What this rank's batch counts, where batches are counted, and all of the step once it has heard.
     """
 
@@ -35,18 +36,14 @@ class ExchangedActiveRanks:
         self._throws = throws
         self.active_ranks: tuple[int, ...] = ()
         self._ends: list[int | None] = [None] * channel.world_size  # `None` while a rank has not come to its end
-        self._has_to_meet = self._is_meeting = False
+        self.has_met, self._is_meeting = True, False
         self._lock = threading.RLock()  # another thread may look whether the step is the last one
         self._notices: dict[int, dict[str, Any]] = {}
         self.counted = self.total = 0.0
-        self.go_to(first_step)
+        self.step = first_step
+        self._find_active()
         meet = weakref.WeakMethod(self.meet)
         channel.before_meeting = lambda: (now := meet()) and now()
-
-    def go_to(self, step: int) -> None:
-        """Go on to a step."""
-        self.step = step
-        self._find_active()
 
     def announce(self, ends: Mapping[int, int]) -> None:
         """Note the number of batches, counted from the epoch's start, of ranks that know theirs."""
@@ -64,13 +61,10 @@ class ExchangedActiveRanks:
         self.meet()
         return all(end is not None and end <= self.step + 1 for end in self._ends) and bool(self.active_ranks)
 
-    def joined(self, rank: int) -> bool:
-        """Whether `rank` has no batch at the current step."""
-        return rank not in self.active_ranks
-
-    def share_of(self, rank: int) -> Share | None:
-        """Return whose batch `rank` trains on."""
-        return None if self.joined(rank) else Share(rank, self.step)
+    @property
+    def share(self) -> Share | None:
+        """Whose batch this rank trains on at the current step."""
+        return Share(self._channel.rank, self.step) if self._channel.rank in self.active_ranks else None
 
     def ended_last(self, rank: int) -> bool:
         """Whether no other rank has, or may still have, more batches than `rank`."""
@@ -84,7 +78,7 @@ class ExchangedActiveRanks:
             EarlyTerminationError: So it is.
         """
         if self._throws and self.in_tail:
-            raise early_termination(self._channel.rank, self.joined(self._channel.rank))
+            raise early_termination(self._channel.rank, self._channel.rank not in self.active_ranks)
 
     @property
     def in_tail(self) -> bool:
@@ -95,8 +89,9 @@ class ExchangedActiveRanks:
         """Go on to the next step, and say this rank's part; see `Lockstep.arrive`."""
         waits = waits or self.in_tail
         self._channel.arrive(count, notice)
-        self.go_to(self.step + 1)
-        self.counted, self._has_to_meet = count, True
+        self.step += 1
+        self._find_active()
+        self.counted, self.has_met = count, False
         if waits := waits or self.in_tail:
             self.meet()
         return waits
@@ -111,30 +106,22 @@ class ExchangedActiveRanks:
                 finally:
                     self._is_meeting = False
 
-    @property
-    def has_met(self) -> bool:
-        """Whether this rank has heard what all ranks have said of the current step."""
-        return not self._has_to_meet
-
     def meet(self) -> dict[int, dict[str, Any]]:
         """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.meet`."""
         with self._lock:
             # Not in the handler of a signal that comes while this very thread waits, or reads: what is known counts.
-            if self._has_to_meet and not self._is_meeting:
+            if not (self.has_met or self._is_meeting):
                 self._is_meeting = True
                 try:
                     self._take()
                 finally:
-                    self._is_meeting = self._has_to_meet = False
+                    self._is_meeting, self.has_met = False, True
         return self._notices
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
         """Go on without ranks that leave the epoch at the current step; then batches count this, here and in all."""
         self.announce(dict.fromkeys(ranks, self.step))
         self.counted, self.total = count, total
-
-    def end(self) -> None:
-        """End the epoch."""
 
     def _take(self) -> None:
         result = self._channel.wait()

@@ -127,12 +127,8 @@ class Plan:
             senders = [rank for rank, count in enumerate(counts) if 0 < count < has[rank]]
             if not senders:
                 break
-            most_left = {
-                rank: -float(left) if (left := self.left[rank]) is not None else float("-inf") for rank in senders
-            }
-            counts[
-                min(senders, key=lambda rank: (self.left[rank] is not None, counts[rank], most_left[rank], rank))
-            ] += 1
+            order = [(self.left[rank] is not None, counts[rank], -(self.left[rank] or 0), rank) for rank in senders]
+            counts[min(order)[-1]] += 1
         return counts
 
 

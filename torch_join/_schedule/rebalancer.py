@@ -97,7 +97,6 @@ class Rebalancer:
             self._plan_row()
         if self._count is not None and self.meets:
             self.total = meet(self.count(), {}).total
-        self._note_last()
 
     def advance(self, meet: Meet) -> None:
         """Go on to the next step, and plan another one."""
@@ -109,7 +108,6 @@ class Rebalancer:
         self._exchange.wait_until_received(self.step)
         self._settle(meet, self.count())
         self._plan_row()
-        self._note_last()
 
     def _settle(self, meet: Meet, count: float) -> None:
         """Meet until all ranks know that they have what the next row asks of them."""
@@ -144,6 +142,7 @@ class Rebalancer:
         comes = share is not None and not is_own
         mine = self._exchange.expect(share.owner) if share is not None and comes else batches[0] if is_own else None
         self._steps.append(_Step(row, unknown, len(receivers), mine, comes))
+        self._last_ranks = self.active_ranks or self._last_ranks
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
         """Go on without ranks that leave the epoch at the current step: nobody trains on what was given to them."""
@@ -212,8 +211,7 @@ class Rebalancer:
         Raises:
             PeerFailedError: The rank that gives it has failed.
         """
-        if self._count is not None:
-            self.count(ahead)
+        self.count(ahead)
         step = self._steps[ahead]
         self._steps[ahead] = step._replace(mine=None, comes=False)  # so that nothing here holds it
         return arrived(step.mine, self._channel) if step.comes else step.mine
@@ -240,7 +238,7 @@ class Rebalancer:
     @property
     def share(self) -> Share | None:
         """Whose batch this rank trains on at the current step."""
-        return self.share_of(self._channel.rank)
+        return self._steps[0].row[self._channel.rank] if self._steps else None
 
     # ------------------------------------------------------------ in lockstep: see `ExchangedActiveRanks`
 
@@ -265,9 +263,6 @@ class Rebalancer:
     def counted(self) -> float:
         return self.count()
 
-    def share_of(self, rank: int) -> Share | None:
-        return self._steps[0].row[rank] if self._steps else None
-
     @property
     def active_ranks(self) -> tuple[int, ...]:
         row = self._steps[0].row if self._steps else ()
@@ -279,6 +274,3 @@ class Rebalancer:
 
     def ended_last(self, rank: int) -> bool:
         return rank in self._last_ranks
-
-    def _note_last(self) -> None:
-        self._last_ranks = self.active_ranks or self._last_ranks

@@ -1,6 +1,6 @@
 """Every rank's place in its loader, for all active ranks: one of them writes it into a checkpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 from torch_join._base.attributes import setting
@@ -98,14 +98,10 @@ class _AbsenceWatch:
             if waits or ahead:
                 gone.add(rank)
         if again := gone & self._before:
-            raise missing(self._name, self._members.name, self._members.named(sorted(again)))
+            raise JoinError(
+                f"{self._name} was called on rank {self._members.name} and not on"
+                f" {name_ranks(self._members.named(again))}, which went on without it. It brings together what all"
+                " ranks have trained on: call it on all of them at the same step, and write the file on one"
+                " (`state = join.state_dict()`, then `if rank == min(join.active_ranks): torch.save(...)`)."
+            )
         self._before = gone
-
-
-def missing(name: str, rank: int, others: Sequence[int]) -> JoinError:
-    """Return the error of a rank that has called something by itself, while others go on."""
-    return JoinError(
-        f"{name} was called on rank {rank} and not on {name_ranks(others)}, which went on without it. It brings"
-        " together what all ranks have trained on: call it on all of them at the same step, and write the file on one"
-        " (`state = join.state_dict()`, then `if rank == min(join.active_ranks): torch.save(...)`)."
-    )

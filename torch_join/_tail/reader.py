@@ -142,46 +142,41 @@ class Reader(Source, Generic[T]):
 
 
 class Windows(Generic[T]):
-    """A loader of windows: see `windows`. What else is asked of it, such as its sampler, is the other loader's."""
+    """A loader of windows: see `windows`. What else is asked of it, such as its sampler, is the other loader's.
+
+    Attributes:
+        loader: What they are made of.
+        size: How many batches a window has, but perhaps the last.
+    """
 
     def __init__(self, loader: Iterable[T], size: int) -> None:
         if size < 1:
             raise JoinValueError(f"A window has 1 batch or more, not {size}.")
-        self._loader, self._size = loader, size
-
-    @property
-    def loader(self) -> Iterable[T]:
-        """What they are made of."""
-        return self._loader
-
-    @property
-    def size(self) -> int:
-        """How many batches a window has, but perhaps the last."""
-        return self._size
+        self.loader, self.size = loader, size
 
     def __iter__(self) -> Iterator[list[T]]:
-        return self.over(iter(self._loader))
+        return self.over(iter(self.loader))
 
     def over(self, iterator: Iterator[T]) -> Iterator[list[T]]:
         """Yield the windows of what an iterator over the loader has."""
-        guard = RefillGuard(self._loader, gives=False)
+        guard = RefillGuard(self.loader, gives=False)
         window = Window()
         with suppress(StopIteration):
             while True:
                 window.append(guard.read(window[:], lambda: next(iterator)))
-                if len(window) == self._size:
+                if len(window) == self.size:
                     yield window
                     window = Window()
         if window:
             yield window
 
     def __len__(self) -> int:
-        return -(-len(self._loader) // self._size)  # type: ignore[arg-type]
+        return -(-len(self.loader) // self.size)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loader" not in self.__dict__:
+        if name.startswith("__") or "loader" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
 
 
 def windows(loader: Iterable[T], size: int) -> Windows[T]:
@@ -304,7 +299,7 @@ def _methods_beyond(kind: type) -> set[str]:
 def is_length_certain(loader: object) -> bool:
     """Whether a loader can have no other number of batches than its length."""
     if type(loader) is Windows:
-        return is_length_certain(loader._loader)
+        return is_length_certain(loader.loader)
     if isinstance(loader, DataLoader) and (type(loader) is DataLoader or not _methods_beyond(type(loader))):
         return draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     return type(loader) in (list, tuple)

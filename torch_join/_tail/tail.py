@@ -137,21 +137,18 @@ class Tail:
             self._buffers.clear()
         self._restore_flags()
 
-    def hand_over_states(self) -> frozenset[int]:
+    def hand_over_states(self) -> None:
         """Give all ranks the leader's state of everything that has one; every rank calls this.
-
-        Returns:
-            The `id` of each parameter that has stayed as it was on each rank.
 
         Raises:
             JoinError: A rank has changed something between its `break` and this, which others have yet to come to.
         """
         with on_device(self.tail_log.members.group):
-            local = self._take_states()
+            self._take_states()
         self._restore_flags()
-        return local
 
     def _take_states(self) -> frozenset[int]:
+        """Do so; return the `id` of each parameter that has stayed as it was on each rank."""
         left, tail_log = self.early_exit, self.tail_log
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
         sharded = left is not None and is_shard and not tail_log.members.last_joiner
