@@ -68,7 +68,7 @@ class PortableLinks(Links):
 
     def _forward(self) -> None:
         while not self._closing:
-            with selectors.PollSelector() as selector:  # which has no file: a new one costs little
+            with selectors.DefaultSelector() as selector:  # each time, since anything may have changed
                 selector.register(self._hears, selectors.EVENT_READ)
                 with self.lock:
                     for link in self._by_file.values():
