@@ -56,6 +56,11 @@ SECOND = {
     "stays whole in backward": Recipe((2, 5), accumulate=3, no_sync=True, options={"reshard backward": False}),
     "stays whole in backward, synced": Recipe((2, 5), accumulate=3, options={"reshard backward": False}),
     "reentrant": Recipe((2, 5), model="checkpointed reentrant"),
+    "two forwards in a window of two loops": Recipe(
+        (2, 3), loss="two forwards", accumulate=2, no_sync=True, rest="goes on"
+    ),
+    # In the first epoch rank 0 accumulates in a module that rank 1 does not use in the second, in which it syncs.
+    "a module that no active rank uses": Recipe((1, 0), model="either", accumulate=2, no_sync=True, rest="goes on"),
 }
 FIRST = {
     "flat": Recipe((2, 5), options={"original": False}),

@@ -306,46 +306,6 @@ def test_other_steps(workers: Workers, function: Callable[..., None], match: str
             raise RuntimeError(outcome.error)
 
 
-def leave_a_share_out(rank: int) -> None:
-    # In the first epoch rank 0 accumulates in a module that rank 1 does not use in the second, in which it syncs.
-    Training(rank, Recipe((1, 0), model="either", accumulate=2, no_sync=True, rest="goes on")).run_epochs()
-
-
-def test_a_share_that_no_active_rank_syncs(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, leave_a_share_out, deadline=180.0, timeout=20.0):
-        with pytest.raises(RuntimeError, match="share would be lost"):
-            raise RuntimeError(outcome.error)
-
-
-class Either(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        out: Tensor = self.layers[which](x)
-        return out
-
-
-def leave_a_share_out_at_the_end(rank: int) -> None:
-    # Rank 0 has accumulated in one layer; then rank 1 runs the other, in the only backward of a loop, which syncs.
-    model = Either()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    with Join([model]) as join:
-        for turn in range(2):
-            for x in join.batches([torch.ones(2, 4)] * (rank == turn)):
-                model.set_requires_gradient_sync(turn == 1)  # type: ignore[attr-defined]
-                model(x, turn).sum().backward()
-
-
-def test_a_share_that_the_last_backward_leaves_out(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, leave_a_share_out_at_the_end, deadline=180.0, timeout=20.0):
-        with pytest.raises(RuntimeError, match="share would be lost"):
-            raise RuntimeError(outcome.error)
-
-
 def checkpoint_reentrantly(rank: int) -> None:
     Training(rank, Recipe((2, 5), api="fsdp1", model="checkpointed reentrant")).run_epochs()
 

@@ -24,8 +24,9 @@ from torch_join._participants.participant import Driver, LoopModel, Participant
 from torch_join._shadow._sharded.unit import Unit
 from torch_join._shadow.synced_norms import sync_norms
 
-# What has become of the gradients, the units' places, what is trained, and which modules are in training mode.
-Closing = tuple[Runs, list[tuple[int, int]], list[bool], list[bool]]
+# What has become of the gradients, the units' places and what is accumulated in each, what is trained, and which
+# modules are in training mode.
+Closing = tuple[Runs, list[tuple[int, int]], list[list[bool]], list[bool], list[bool]]
 
 
 class ShardedModelParticipant(Participant, LoopModel):
@@ -60,7 +61,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         is_flat = any(not isinstance(holder, Tensor) for holder in holders)
         self.gradients = Gradients(holders, self.driver.clears, views=is_flat, units=[index for index, _ in found])
         left = any(holder.grad is not None for holder in holders)
-        self.accumulates = left or any(unit.has_unsynced for unit in self.following.units)
+        self.accumulates = left or any(any(unit.unsynced) for unit in self.following.units)
         self.remember()
         if self.members.meets_late:
             self._scale()
@@ -185,18 +186,7 @@ class ShardedModelParticipant(Participant, LoopModel):
 
     def take(self, runs: Runs) -> None:
         """Do, on a joined rank, to its gradients what the active ranks have done to theirs; no backward comes next."""
-        self._raise_if_unsynced()
         self.gradients.follow(states_of(runs, len(self.gradients.parameters)), accumulates=True, ask=None)
-
-    def _raise_if_unsynced(self) -> None:
-        for unit in () if self.accumulates else self.following.units:
-            if unit.has_unsynced:
-                raise JoinError(
-                    f"This rank has joined while it holds a gradient of {unit.name or 'the root module'} that no sync"
-                    " has averaged yet, and the backward that has just synced did not come to that module on any active"
-                    " rank: FSDP leaves it out there, and this rank's share would be lost. Use the same modules in all"
-                    " micro-batches of an accumulation, or end it with the loop."
-                )
 
     # ------------------------------------------------------------ at the end
 
@@ -205,17 +195,19 @@ class ShardedModelParticipant(Participant, LoopModel):
         self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
         trains = [parameter.requires_grad for parameter in self.model.parameters()]
         modes = [module.training for module in self.model.modules()]
-        return runs_of(self.gradients.states()), self.following.places, trains, modes
+        unsynced = [unit.unsynced for unit in self.following.units]
+        return runs_of(self.gradients.states()), self.following.places, unsynced, trains, modes
 
     def close(self, message: Closing, source: int) -> None:
-        runs, places, trains, modes = message
+        runs, places, unsynced, trains, modes = message
         states = states_of(runs, len(self.gradients.parameters))
         if self.members.rank != source and not self.members.last_joiner:
-            self._raise_if_unsynced()
             self.gradients.raise_if_lost(states)
             self.gradients.follow(states, accumulates=True, ask=None)
         if self.members.rank != source:
             self.following.places = places
+            for unit, held in zip(self.following.units, unsynced, strict=True):
+                unit.hold(held)
         self.following.reach_joined_state()
         self._others.reset()
         sync_norms(self.model, source, self.members.group)

@@ -58,10 +58,13 @@ class FlatParamUnit:
         return bool(self._fsdp._sync_gradients)
 
     @property
-    def has_unsynced(self) -> bool:
+    def unsynced(self) -> list[bool]:
         flat = self._handle.flat_param
         sharded = self._handle.uses_sharded_strategy
-        return bool(sharded and flat.grad is not None and flat.grad.size() == flat._unpadded_unsharded_size)
+        return [bool(sharded and flat.grad is not None and flat.grad.size() == flat._unpadded_unsharded_size)]
+
+    def hold(self, unsynced: Sequence[bool]) -> None:
+        """See `Unit`: FSDP reduces once in each backward that comes to the unit, whatever there is."""
 
     @property
     def _is_whole(self) -> bool:

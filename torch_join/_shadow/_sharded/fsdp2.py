@@ -200,8 +200,21 @@ class ParamGroupUnit:
     place = (-1, 0)
 
     @property
-    def has_unsynced(self) -> bool:
-        return any(hasattr(p, "_unsharded_param") and _has_own(p) for p in self._group.fsdp_params)
+    def unsynced(self) -> list[bool]:
+        return [hasattr(p, "_unsharded_param") and _has_own(p) for p in self._group.fsdp_params]
+
+    def hold(self, unsynced: Sequence[bool]) -> None:
+        # Of a module that runs twice FSDP reduces after the first time what there is by then.
+        group = self._group
+        if any(unsynced) and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
+            self._init()
+            group.unshard()  # there is nothing to gather, on one rank
+            group.wait_for_unshard()
+            group._to_sharded()
+        for p, is_held in zip(group.fsdp_params, unsynced, strict=True):
+            if is_held and not _has_own(p):
+                with torch.no_grad():
+                    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
 
     def reach_joined_state(self) -> None:
         if self._announced is not None and self._announced.others_differ and _is_pending(self._group):
@@ -285,14 +298,7 @@ class ParamGroupUnit:
     def reduce(self, reduction: Reduction) -> None:
         self._init()
         group = self._group
-        if not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):  # nothing to gather, on one rank
-            group.unshard()
-            group.wait_for_unshard()
-            group._to_sharded()
-        for p, is_used in zip(group.fsdp_params, reduction.used, strict=True):
-            if is_used and not _has_own(p):
-                with torch.no_grad():
-                    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+        self.hold(reduction.used)
         flags = {"reduce_grads": True, "all_reduce_grads": reduction.all_reduces}
         flags["reshard_after_backward"] = reduction.reshards
         with setting(group, **flags):

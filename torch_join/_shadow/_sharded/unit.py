@@ -99,8 +99,11 @@ class Unit(Protocol):
         """Whether somebody has put other gradients in the place of those that this unit knows."""
 
     @property
-    def has_unsynced(self) -> bool:
-        """Whether this rank holds what it has accumulated without a sync."""
+    def unsynced(self) -> list[bool]:
+        """Of which parameters this rank holds what it has accumulated without a sync."""
+
+    def hold(self, unsynced: Sequence[bool]) -> None:
+        """Hold zeros of these parameters, if there is nothing: some ranks' reductions must not be more than others'."""
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
         """Tell `observer`, and return what ends that."""
