@@ -18,13 +18,12 @@ def promised(recipe: Recipe) -> str:
     found = [NOTHING]
     if recipe.model == "checkpointed reentrant":
         found.append("was changed by hand since the last backward")
-    if (
-        recipe.model == "partly frozen"
-        and recipe.options.get("strategy") == "NO_SHARD"
-        and recipe.clears != "zero_grad"
-    ):
-        found.append("was changed by hand since the last backward")  # its frozen part is not cleared
-    if recipe.no_sync and (recipe.masked >= 0 or (recipe.rest == "goes on" and recipe.framework)):
+    # FSDP writes zeros where it is frozen, after it has accumulated there; by hand that is not cleared.
+    adds_up = recipe.clears != "zero_grad" or recipe.accumulate > 1 or "two backwards" in recipe.loss
+    if recipe.model == "partly frozen" and recipe.options.get("strategy") == "NO_SHARD" and adds_up:
+        found.append("was changed by hand since the last backward")
+    goes_on = recipe.rest == "goes on" and (recipe.framework or recipe.api == "fsdp1")
+    if recipe.no_sync and (recipe.masked >= 0 or goes_on):
         found.append("holds a gradient that no sync has averaged yet")
     if recipe.clears == "data.zero_" and recipe.api == "fsdp2":
         found.append("nobody can tell whether it was cleared too")  # where the leader's shard is empty

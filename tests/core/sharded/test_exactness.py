@@ -111,7 +111,7 @@ OF_FOUR_SECOND = {
     "less all-reduces": Recipe(
         (2, 5, 0, 4), options={"mesh": (2, 2)}, accumulate=3, no_all_reduce=True, optimizer="sgd"
     ),
-    "over fewer": Recipe((2, 5, 0, 4), options={"reshard": 2}),
+    "over fewer": Recipe((2, 5, 0, 4), options={"reshard": 2}, evaluation="another with"),
     "replicas clip": Recipe((2, 5, 0, 4), options={"mesh": (2, 2)}, clip=0.3, weighting="active"),
 }
 

@@ -88,7 +88,7 @@ class Module(pl.LightningModule):
     @property
     def data_rank(self) -> int:
         """This rank's among those that have batches of their own."""
-        return self.trainer.global_rank // getattr(self.case, "team", 1)
+        return self.trainer.global_rank // getattr(self.case, "peers", 1)
 
     def loss_of(self, batch: Batch, batch_idx: int) -> Tensor:
         (loss,) = self.case.losses(self.net, batch, self.data_rank, self.trainer.current_epoch, batch_idx)
@@ -137,7 +137,7 @@ def build_trainer(case: Run, **overrides: Any) -> pl.Trainer:
     )
     options = {
         "accelerator": lightning_accelerator(),
-        "devices": case.world_size * getattr(case, "team", 1),
+        "devices": case.world_size * getattr(case, "peers", 1),
         "strategy": strategy,
         "max_epochs": case.epochs,
         "max_steps": case.max_steps,

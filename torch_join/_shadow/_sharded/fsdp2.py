@@ -14,6 +14,8 @@ from torch_join._compat import fsdp as _compat
 from torch_join._shadow._sharded.unit import PART, SHARD, WHOLE, Gather, Observer, Reduction, Weigh, out_of_step, scaled
 from torch_join._shadow.lost_hooks import noticed
 
+_GATHERED = "_unsharded_param", "_sharded_post_forward_param"  # there at times only
+
 
 def _state(group: Any) -> str:
     return WHOLE if group.is_unsharded else SHARD if group.is_sharded else PART
@@ -183,11 +185,11 @@ class ParamGroupUnit:
 
     @property
     def registered(self) -> Sequence[Tensor]:
-        """See `Unit`: also where a forward without a backward has left the root whole."""
+        """See `Unit`: also where a forward without a backward has left the root whole, or a unit in parts."""
         return [
             tensor
             for p in self._group.fsdp_params
-            for tensor in (p.sharded_param, getattr(p, "_unsharded_param", None))
+            for tensor in (p.sharded_param, *(getattr(p, name, None) for name in _GATHERED))
             if tensor is not None
         ]
 
