@@ -51,14 +51,17 @@ def impossible(recipe: Recipe) -> str:
             return "its result is wrong on CPUs"
         if recipe.no_sync and recipe.accumulate > 1 and recipe.model in STRAYS:
             return "it asserts where a module that has accumulated is not used in the step that syncs"
-        if recipe.model in STRAYS and "forwards" in recipe.loss and recipe.options.get("strategy") == "NO_SHARD":
-            return "a module that has run several times is left without parameters until it runs again"
+        if recipe.clears == "zeros" and recipe.no_sync and recipe.stops:
+            return "what a window that was cut has accumulated is no shard, in whose place there could be another"
+        again = "forwards" in recipe.loss or recipe.options.get("prefetch")
+        if recipe.model in STRAYS and recipe.options.get("strategy") == "NO_SHARD" and again:
+            return "a module that was gathered again and did not run is left without parameters until it does"
         if recipe.model == "checkpointed reentrant" and "forwards" in recipe.loss:
             return "its second forward through reentrant checkpoints finds the parameters freed"
         if recipe.model == "partly frozen" and not recipe.options.get("original", True):
             return "one flat parameter is trained or frozen as a whole"
-    elif recipe.model == "partly used" and recipe.no_sync and "precision" in recipe.options:
-        return "what the last backward does not come to has another dtype, and it expects one"
+    elif recipe.model in (*STRAYS, "partly used") and recipe.no_sync and "precision" in recipe.options:
+        return "it looks for gradients of what has not run yet, and expects one dtype of all that it reduces"
     of_lightning = isinstance(recipe.framework.get("saves"), int)
     shards = recipe.framework.get("in shards")
     if of_lightning and not shards and not recipe.options.get("original", True):

@@ -22,6 +22,8 @@ def promised(recipe: Recipe) -> str:
     adds_up = recipe.clears != "zero_grad" or recipe.accumulate > 1 or "two backwards" in recipe.loss
     if recipe.model == "partly frozen" and recipe.options.get("strategy") == "NO_SHARD" and adds_up:
         found.append("was changed by hand since the last backward")
+    if recipe.model == "unused" and recipe.options.get("strategy") == "NO_SHARD" and recipe.clears != "zero_grad":
+        found.append("is in the place of the one that FullyShardedDataParallel has put there")
     goes_on = recipe.rest == "goes on" and (recipe.framework or recipe.api == "fsdp1")
     if recipe.no_sync and (recipe.masked >= 0 or goes_on):
         found.append("holds a gradient that no sync has averaged yet")

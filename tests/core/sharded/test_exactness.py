@@ -112,6 +112,9 @@ OF_FOUR_SECOND = {
         (2, 5, 0, 4), options={"mesh": (2, 2)}, accumulate=3, no_all_reduce=True, optimizer="sgd"
     ),
     "over fewer": Recipe((2, 5, 0, 4), options={"reshard": 2}, evaluation="another with"),
+    "over fewer, stays whole in backward": Recipe(
+        (2, 5, 0, 4), accumulate=2, options={"reshard": 2, "reshard backward": False}
+    ),
     "replicas clip": Recipe((2, 5, 0, 4), options={"mesh": (2, 2)}, clip=0.3, weighting="active"),
 }
 

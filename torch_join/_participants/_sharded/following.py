@@ -35,7 +35,7 @@ class Following:
     kinds: ClassVar[dict[str, Any]] = {
         "gather": tuple[int, Gather],
         "reduce": tuple[int, Reduction],
-        "reshard": tuple[int, None],
+        "reshard": tuple[int, str],
     }
 
     def __init__(self, participant: Participant, model: nn.Module, before_backward: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class Following:
     def is_quiet(self) -> bool:
         return self._participant.tail_log.is_quiet()
 
-    def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
+    def around(self, unit: int, kind: str, payload: Gather | Reduction | str) -> AbstractContextManager[None]:
         if self._participant.members.serves:
             return nullcontext()
         if self._participant.tail_log.meet():
@@ -134,7 +134,7 @@ class Following:
         elif kind == "reduce":
             unit.reduce(rest)
         else:
-            unit.reshard()
+            unit.reshard(rest)
 
 
 def _teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:

@@ -118,7 +118,7 @@ class FlatParamUnit:
                 and handle.flat_param.requires_grad
             )
             tells = free and self._others_differ and self._is_whole and not reduces
-            with observer.around(index, "reshard", None) if tells else nullcontext():
+            with observer.around(index, "reshard", SHARD) if tells else nullcontext():
                 reshard(free)
             if free:
                 self._others_differ = False
@@ -176,7 +176,7 @@ class FlatParamUnit:
             else:
                 _compat.all_gather_single(whole, shard, handle.process_group)
 
-    def reshard(self) -> None:
+    def reshard(self, after: str = SHARD) -> None:
         if self._handle.uses_sharded_strategy and self._is_whole:
             _compat.runtime._reshard(self._fsdp, self._handle, True)
 

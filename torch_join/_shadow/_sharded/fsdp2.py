@@ -39,7 +39,7 @@ class AnnouncedGroup:
 
     Attributes:
         others_differ: Whether joined ranks hold more of it than their shards.
-        target: The state that the last gather leads to.
+        target: The state that the last gather leads to, and joined ranks are in if that is not a shard.
     """
 
     def __init__(self, group: Any, index: int, observer: Observer) -> None:
@@ -49,9 +49,10 @@ class AnnouncedGroup:
         self._open: ExitStack | None = None  # around the gather that is under way
         self._own_pre_backward, self._own_post_backward = group.pre_backward, group.post_backward
         self._own_to_sharded, self._own_finalize = group._to_sharded, group.finalize_backward
+        self._own_to_part = group._to_sharded_post_forward
         self._own_record = group._record_post_forward
         self.others_differ = not group.is_sharded
-        self.target = SHARD
+        self.target = _state(group)
         self._reduces = False
 
     def replace(self) -> Callable[[], None]:
@@ -62,6 +63,7 @@ class AnnouncedGroup:
             pre_backward=self.pre_backward,
             post_backward=self.post_backward,
             _to_sharded=self.to_sharded,
+            _to_sharded_post_forward=self.to_part,
             finalize_backward=self.finalize_backward,
             _record_post_forward=self.record_post_forward,
             **({} if self._comm is None else {"_all_gather_comm": self}),
@@ -118,14 +120,20 @@ class AnnouncedGroup:
     def to_sharded(self) -> None:
         """Reshard; of what a reduction does joined ranks know."""
         tells = self.others_differ and not self._group.is_sharded and not self._reduces
-        with self._observer.around(self._index, "reshard", None) if tells else nullcontext():
+        with self._observer.around(self._index, "reshard", SHARD) if tells else nullcontext():
             self._own_to_sharded()
         self.others_differ = self.others_differ and _is_pending(self._group)
+
+    def to_part(self) -> None:
+        """Reshard over fewer ranks; joined ranks do not know it where a backward has left the unit whole."""
+        tells, self.target = self.target == WHOLE, PART
+        with self._observer.around(self._index, "reshard", PART) if tells else nullcontext():
+            self._own_to_part()
 
     def finalize_backward(self) -> None:
         """Throw away what was prefetched for a module that did not run; joined ranks hold it."""
         tells = self.others_differ and _is_pending(self._group)
-        with self._observer.around(self._index, "reshard", None) if tells else nullcontext():
+        with self._observer.around(self._index, "reshard", SHARD) if tells else nullcontext():
             self._own_finalize()
         self.others_differ = self.others_differ and not tells
 
@@ -293,9 +301,9 @@ class ParamGroupUnit:
         context.all_gather_copy_in_stream.wait_stream(current)
         context.all_gather_stream.wait_stream(current)
 
-    def reshard(self) -> None:
+    def reshard(self, after: str) -> None:
         self._drop_pending()
-        self._group._to_sharded()
+        self._become(after)
 
     def reduce(self, reduction: Reduction) -> None:
         self._init()

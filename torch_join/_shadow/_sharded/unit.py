@@ -62,7 +62,7 @@ class Observer(Protocol):
     def is_quiet(self) -> bool:
         """Whether nobody needs to be told, so that `around` would do nothing: on even inputs, at every unit."""
 
-    def around(self, unit: int, kind: str, payload: Gather | Reduction | None) -> AbstractContextManager[None]:
+    def around(self, unit: int, kind: str, payload: Gather | Reduction | str) -> AbstractContextManager[None]:
         """Put around a `"gather"`, `"reduce"` or `"reshard"` of the unit with this index."""
 
     def before_backward(self) -> None:
@@ -131,8 +131,8 @@ class Unit(Protocol):
     def reduce(self, reduction: Reduction) -> None:
         """Take part, on a joined rank, in a reduction, with zeros where nothing has been accumulated."""
 
-    def reshard(self) -> None:
-        """Free, on a joined rank, what is whole."""
+    def reshard(self, after: str) -> None:
+        """Free, on a joined rank, what is whole; `after` is the state that it leads to."""
 
 
 def out_of_step(name: str, mine: str, theirs: str) -> JoinError:
