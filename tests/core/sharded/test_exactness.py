@@ -101,6 +101,9 @@ OF_THREE_FIRST = {
 # torch's own FSDP1 raises an assertion, where a module that has accumulated is not used in the step that syncs.
 OF_THREE_SECOND = {
     "skipping": Recipe((5, 2, 4), model="skipping", accumulate=2, no_sync=True),
+    "evaluates what a backward has left whole": Recipe(
+        (2, 0, 4), accumulate=3, rest="goes on", evaluation="same with", options={"reshard backward": False}
+    ),
 }
 OF_FOUR = {
     "replicas": Recipe((2, 5, 0, 4), options={"mesh": (2, 2)}),

@@ -51,9 +51,12 @@ class AnnouncedGroup:
         self._own_to_sharded, self._own_finalize = group._to_sharded, group.finalize_backward
         self._own_to_part = group._to_sharded_post_forward
         self._own_record = group._record_post_forward
-        self.others_differ = not group.is_sharded
-        self.target = _state(group)
         self._reduces = False
+        self.look()
+
+    def look(self) -> None:
+        """Note the unit's state, which is the one that joined ranks are in."""
+        self.others_differ, self.target = not self._group.is_sharded, _state(self._group)
 
     def replace(self) -> Callable[[], None]:
         """Put these methods in the place of the group's; return what undoes it."""
@@ -233,6 +236,8 @@ class ParamGroupUnit:
         self._drop_pending()
         self._group._post_forward_indices.clear()
         self._group.comm_ctx.post_forward_order.clear()
+        if self._announced is not None:
+            self._announced.look()
 
     def _drop_pending(self) -> None:
         if _is_pending(self._group):
