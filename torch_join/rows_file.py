@@ -3,8 +3,8 @@
 While they are computed each rank appends its rows to a file of its own, beside the one that is to be. At the end rank 0
 goes through these and writes all rows in their order. So all ranks need one file system.
 
-A file has: a line that names the format; the rows, and a table of where each begins; a pickled list of `_Section`, one
-for each dataset; the position of that list. A row is the bytes of its tensors, one after the
+A file has: a line that names the format; the rows; for rows of different sizes a table of where each begins; a pickled
+list of `_Section`, one for each dataset; the position of that list. A row is the bytes of its tensors, one after the
 other, and then, where the structure has lists, one pickle of the row's objects.
 """
 
@@ -44,13 +44,17 @@ class _Section:
     Attributes:
         tree: What they hold; `None` if there are none.
         count: How many there are.
+        begin: Where the first one begins.
         size: How many bytes all have.
+        row_bytes: How many bytes each has; `None` where they differ.
         table: Where the table of their begins, and of the last one's end, is.
     """
 
     tree: Any = None
     count: int = 0
+    begin: int = 0
     size: int = 0
+    row_bytes: int | None = None
     table: int = 0
 
 
@@ -183,14 +187,15 @@ def _decode(tree: Any, data: Sequence[bytes]) -> Any:
     """Return the structure of some rows."""
     tensors, lists = _kinds(tree)
     width = sum(leaf.row_bytes for leaf in tensors)
-    joined = bytearray().join(row[:width] for row in data)
+    joined = bytearray().join(row[:width] for row in data) if lists else bytearray().join(data)
     whole = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-    columns = torch.split(whole.view(len(data), width), [leaf.row_bytes for leaf in tensors], dim=1)
+    count = len(data) if lists or width == 0 else len(joined) // width
+    columns = torch.split(whole.view(count, width), [leaf.row_bytes for leaf in tensors], dim=1)
     values: dict[str, Any] = {}
     for leaf, part in zip(tensors, columns, strict=True):
         assert leaf.dtype is not None
         own = part.clone(memory_format=torch.contiguous_format)  # in memory of its own it begins where its dtype may
-        values[leaf.path] = own.flatten().view(leaf.dtype).view(len(data), *leaf.shape)
+        values[leaf.path] = own.flatten().view(leaf.dtype).view(count, *leaf.shape)
     objects = [pickle.loads(row[width:]) for row in data] if lists else []
     values |= {leaf.path: [row[place] for row in objects] for place, leaf in enumerate(lists)}
     return build(tree, values)
@@ -231,7 +236,7 @@ def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterato
             out.write(_MAGIC)
             sections = []
             for number, way in enumerate(by_rank):
-                section = _Section()
+                section = _Section(begin=out.tell())
                 yield from _write_section(out, section, files, [of_rank[number] for of_rank in written], way)
                 sections.append(section)
             end = out.tell()
@@ -257,6 +262,8 @@ def _write_section(
         check_alike(section.tree, written[rank].tree, [f"rank {having[0]}", f"rank {rank}"])
     indices = [_as_tensor(each.indices) for each in written] if all(each.has_indices for each in written) else None
     places, section.count = place_rows([len(each.begins) for each in written], indices, by_rank)
+    if not _kinds(section.tree)[1]:
+        section.row_bytes = sum(leaf.row_bytes for leaf in leaves(section.tree))
     ends = array("q", [out.tell()])
     copied = 0
     for rank, begin, end in _in_order(places, section.count, written):
@@ -268,9 +275,12 @@ def _write_section(
             if copied >= _AT_ONCE:
                 copied = 0
                 yield
-        ends.append(out.tell())
-    section.size, section.table = ends[-1] - ends[0], ends[-1]
-    out.write(ends.tobytes())
+        if section.row_bytes is None:
+            ends.append(out.tell())
+    section.size = out.tell() - section.begin
+    if section.row_bytes is None:
+        section.table = out.tell()
+        out.write(ends.tobytes())
 
 
 def _in_order(places: Sequence[Tensor], count: int, written: Sequence[_Written]) -> Iterator[tuple[int, int, int]]:
@@ -329,6 +339,10 @@ class FileRows(Sequence[Any]):
             return None
         last = max(first, last)
         with open(self._path, "rb") as file:
+            if section.row_bytes is not None:
+                file.seek(section.begin + first * section.row_bytes)
+                data = file.read((last - first) * section.row_bytes)
+                return _decode(section.tree, [data] if section.row_bytes else [b""] * (last - first))
             file.seek(section.table + 8 * first)
             ends = array("q", file.read(8 * (last - first + 1)))
             file.seek(ends[0])
