@@ -225,7 +225,7 @@ check_names(
     {
         clip_grad: "_clip_grads_with_norm_ _get_total_norm",
         FSDPModule: "_get_fsdp_state",
-        FSDPParam: "sharded_param unsharded_accumulated_grad _unsharded_param",
+        FSDPParam: "sharded_param to_accumulated_grad_if_needed unsharded_accumulated_grad _unsharded_param",
         FSDPParamGroup: (
             "finalize_backward fsdp_params mesh_info post_backward pre_backward unshard unshard_in_backward"
             " wait_for_unshard _all_gather_result _post_forward_indices _record_post_forward"

@@ -45,7 +45,10 @@ EITHER = {
     "FSDPParamGroup": [("_all_gather_comm", "unshard_in_backward")],
     "FSDPCommContext": [("reduce_scatter_states", "reduce_scatter_state")],
 }
-PARAM = ["sharded_param", "_unsharded_param", "all_gather_outputs", "unsharded_accumulated_grad"]
+PARAM = [
+    *("sharded_param", "_unsharded_param", "all_gather_outputs", "unsharded_accumulated_grad"),
+    "to_accumulated_grad_if_needed",
+]
 WRAPPER = [
     *("_handle", "_sync_gradients", "_is_root", "_device_handle", "_post_backward_stream", "_all_reduce_stream"),
     *("cpu_offload", "training_state", "_exec_order_data", "_comm_hook"),

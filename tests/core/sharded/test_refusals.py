@@ -306,6 +306,35 @@ def test_other_steps(workers: Workers, function: Callable[..., None], match: str
             raise RuntimeError(outcome.error)
 
 
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FullyShardedDataParallel(nn.Linear(4, 4), device_id=place()) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        out: Tensor = self.layers[which](x)
+        return out
+
+
+def leave_a_share_out(rank: int) -> None:
+    # Rank 0 has accumulated in one layer; then rank 1 runs the other, which syncs: FSDP1 does not come to the first.
+    model = FullyShardedDataParallel(Either(), device_id=place())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model, optimizer]) as join:
+        for layer in join.batches([1, 0] if rank == 0 else [1]):
+            with model.no_sync():
+                model(torch.ones(2, 4), layer).sum().backward()
+        for layer in join.batches([1] * rank):
+            model(torch.ones(2, 4), layer).sum().backward()
+            optimizer.step()
+
+
+def test_a_share_that_no_active_rank_syncs(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, leave_a_share_out, deadline=180.0, timeout=20.0):
+        with pytest.raises(RuntimeError, match="share would be lost"):
+            raise RuntimeError(outcome.error)
+
+
 def checkpoint_reentrantly(rank: int) -> None:
     Training(rank, Recipe((2, 5), api="fsdp1", model="checkpointed reentrant")).run_epochs()
 

@@ -12,7 +12,7 @@ from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._compat import fsdp as _compat
 from torch_join._control.codec import foreign
 from torch_join._participants.participant import Participant
-from torch_join._shadow._sharded.unit import Gather, Reduction
+from torch_join._shadow._sharded.unit import PART, SHARD, Gather, Reduction
 from torch_join._shadow._sharded.units import is_first_generation, units_of
 
 
@@ -134,6 +134,8 @@ class Following:
         elif kind == "reduce":
             unit.reduce(rest)
         else:
+            if rest not in (SHARD, PART):
+                raise foreign("a record of a sharded model", f"a unit that is {rest!r}")
             unit.reshard(rest)
 
 

@@ -14,6 +14,7 @@ from torch_join._base.errors import JoinError
 from torch_join._base.membership import MeetingPoint
 from torch_join._compat import ddp as _compat
 from torch_join._compat import fsdp as _compat_sharded
+from torch_join._control.codec import foreign
 from torch_join._participants._gradients.evidence import Gradients
 from torch_join._participants._gradients.other_verdicts import OtherVerdicts
 from torch_join._participants._gradients.verdicts import Runs, runs_of, states_of
@@ -186,7 +187,18 @@ class ShardedModelParticipant(Participant, LoopModel):
 
     def take(self, runs: Runs) -> None:
         """Do, on a joined rank, to its gradients what the active ranks have done to theirs; no backward comes next."""
+        self._raise_if_unsynced()
         self.gradients.follow(states_of(runs, len(self.gradients.parameters)), accumulates=True, ask=None)
+
+    def _raise_if_unsynced(self) -> None:
+        for unit in () if self.accumulates else self.following.units:
+            if any(unit.unsynced):
+                raise JoinError(
+                    f"This rank has joined while it holds a gradient of {unit.name or 'the root module'} that no sync"
+                    " has averaged yet, and the backward that has just synced did not come to that module on any active"
+                    " rank: FSDP leaves it out there, and this rank's share would be lost. Use the same modules in all"
+                    " micro-batches of an accumulation, or end it with the loop."
+                )
 
     # ------------------------------------------------------------ at the end
 
@@ -202,10 +214,13 @@ class ShardedModelParticipant(Participant, LoopModel):
         runs, places, unsynced, trains, modes = message
         states = states_of(runs, len(self.gradients.parameters))
         if self.members.rank != source and not self.members.last_joiner:
+            self._raise_if_unsynced()
             self.gradients.raise_if_lost(states)
             self.gradients.follow(states, accumulates=True, ask=None)
         if self.members.rank != source:
             self.following.places = places
+            if [*map(len, unsynced)] != [len(unit.unsynced) for unit in self.following.units]:
+                raise foreign("what a sharded model has accumulated", "it is of other units")
             for unit, held in zip(self.following.units, unsynced, strict=True):
                 unit.hold(held)
         self.following.reach_joined_state()

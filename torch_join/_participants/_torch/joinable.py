@@ -87,7 +87,7 @@ class HookDriver(Driver):
     @property
     def sees_steps(self) -> bool:
         """Whether there is a model, which is the first."""
-        return any(each.is_model for each in self.participants)
+        return bool(self.participants) and self.participants[0].is_model
 
     def meet(self) -> bool:
         """Return whether this rank is active and another one has joined; all have met at the first forward."""

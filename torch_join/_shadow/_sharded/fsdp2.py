@@ -136,9 +136,10 @@ class AnnouncedGroup:
     def finalize_backward(self) -> None:
         """Throw away what was prefetched for a module that did not run; joined ranks hold it."""
         tells = self.others_differ and _is_pending(self._group)
-        with self._observer.around(self._index, "reshard", SHARD) if tells else nullcontext():
+        with self._observer.around(self._index, "reshard", _state(self._group)) if tells else nullcontext():
             self._own_finalize()
-        self.others_differ = self.others_differ and not tells
+        if tells:
+            self.look()
 
     def record_post_forward(self) -> None:
         """Note that the unit's forward has run, as the next backward gathers ahead in this order.
@@ -221,13 +222,14 @@ class ParamGroupUnit:
         group = self._group
         if any(unsynced) and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
             self._init()
-            group.unshard()  # there is nothing to gather, on one rank
+            type(group).unshard(group)  # there is nothing to gather, on one rank
             group.wait_for_unshard()
             group._to_sharded()
         for p, is_held in zip(group.fsdp_params, unsynced, strict=True):
             if is_held and not _has_own(p):
                 with torch.no_grad():
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+                p.to_accumulated_grad_if_needed()  # in the dtype that others' have
 
     def reach_joined_state(self) -> None:
         if self._announced is not None and self._announced.others_differ and _is_pending(self._group):
