@@ -62,6 +62,8 @@ def impossible(recipe: Recipe) -> str:
             return "one flat parameter is trained or frozen as a whole"
     elif recipe.model in (*STRAYS, "partly used") and recipe.no_sync and "precision" in recipe.options:
         return "it looks for gradients of what has not run yet, and expects one dtype of all that it reduces"
+    if recipe.no_all_reduce and recipe.model == "partly used":
+        return "what replicas have not averaged yet is of other parameters in each micro-batch, and it adds it up"
     of_lightning = isinstance(recipe.framework.get("saves"), int)
     shards = recipe.framework.get("in shards")
     if of_lightning and not shards and not recipe.options.get("original", True):

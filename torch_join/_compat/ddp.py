@@ -165,10 +165,10 @@ def norms(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: of a `DTensor` its shard."""
+    """Return this rank's part of a tensor: its shard, of a `DTensor` and of a flat parameter, a whole one too."""
     if type(tensor) is Tensor:
         return tensor
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    part: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local_shard", tensor))
     return part
 
 
