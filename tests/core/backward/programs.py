@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -72,7 +73,9 @@ class Program(Loop):
         """Return a model, or two; on ranks with groups of their own, where they are asked for."""
         group = None
         if dist.is_initialized() and "subgroup" in self.options:
-            group = [dist.new_group([0, 1]), dist.new_group(range(2, self.world_size))][dist.get_rank() >= 2]
+            # Whom an error of its peer leaves alone there would wait for torch's half an hour.
+            pairs = [range(2), range(2, self.world_size)]
+            group = [dist.new_group(pair, timeout=timedelta(seconds=20)) for pair in pairs][dist.get_rank() >= 2]
         elif dist.is_initialized() and ("group" in self.options or "norm in another group" in self.layers):
             group = dist.new_group(range(self.world_size))
         net = Net(self, group)
