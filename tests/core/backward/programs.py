@@ -73,7 +73,7 @@ class Program(Loop):
         """Return a model, or two; on ranks with groups of their own, where they are asked for."""
         group = None
         if dist.is_initialized() and "subgroup" in self.options:
-            # Whom an error of its peer leaves alone there would wait for torch's half an hour.
+            # By default a rank whose peer has ended with an error waits for half an hour.
             pairs = [range(2), range(2, self.world_size)]
             group = [dist.new_group(pair, timeout=timedelta(seconds=20)) for pair in pairs][dist.get_rank() >= 2]
         elif dist.is_initialized() and ("group" in self.options or "norm in another group" in self.layers):

@@ -7,11 +7,14 @@ and not those that the optimizer steps.
 from itertools import product
 
 import pytest
+import torch
+from torch import nn
 
 from tests.core.sharded.test_exactness import trained
-from tests.support.front_ends.sharded import PATIENCE, train, train_padded
+from tests.support.front_ends.sharded import PATIENCE, shard_fully, train, train_padded, whole
 from tests.support.sharded import Recipe, differences
 from tests.support.workers import Workers
+from torch_join import Join
 
 IDIOMS = ["zero_grad", "zero_grad to zero", "model.zero_grad", "None", "data.zero_", "zero_", "zeros"]
 PLACES = ["before", "between", "after"]
@@ -51,6 +54,23 @@ def test_a_selection(workers: Workers, api: str) -> None:
 def test_zeros_where_a_module_does_not_run(workers: Workers) -> None:
     # FSDP1 takes such zeros over when it gathers the module.
     check(workers, {"zeros": Recipe((2, 5), api="fsdp1", model="either", clears="zeros")})
+
+
+def begin_anew(rank: int, syncs: bool) -> list[float]:
+    model = shard_fully(nn.Linear(4, 4), {})
+    optimizer = torch.optim.SGD(model.parameters())
+    with Join([model, optimizer]) as join:
+        for synced in (syncs, True):
+            optimizer.zero_grad()
+            for x in join.batches([torch.ones(2, 4)] * rank):
+                model.set_requires_gradient_sync(synced)
+                model(x).sum().backward()
+    return [whole(p.grad).flatten()[0].item() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(("syncs", "wanted"), [(True, 1.0), (False, 2.0)])
+def test_what_a_loop_has_left_is_dropped_if_it_was_synced(workers: Workers, syncs: bool, wanted: float) -> None:
+    assert workers.run(2, begin_anew, syncs, **PATIENCE) == [[wanted, wanted]] * 2
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.core._collectives.test_join_collectives import Mode
 from tests.emulator import place
 from tests.needs import needs
-from tests.support.front_ends.sharded import PATIENCE, Training, shard
+from tests.support.front_ends.sharded import PATIENCE, Training, shard, shard_fully
 from tests.support.sharded import Recipe
 from tests.support.workers import Workers
 from torch_join import Join, JoinableOptimizer, JoinableState
@@ -332,6 +332,23 @@ def leave_a_share_out(rank: int) -> None:
 def test_a_share_that_no_active_rank_syncs(workers: Workers) -> None:
     for outcome in workers.outcomes(2, leave_a_share_out, deadline=180.0, timeout=20.0):
         with pytest.raises(RuntimeError, match="share would be lost"):
+            raise RuntimeError(outcome.error)
+
+
+def clear_what_is_whole(rank: int, set_to_none: bool) -> None:
+    model = shard_fully(nn.Linear(4, 4), {})
+    with Join([model]) as join:
+        for x in join.batches([torch.ones(2, 4)] * (1 + 2 * rank)):
+            model.zero_grad(set_to_none)  # of the whole parameters, which the backward before has left there
+            model.set_requires_gradient_sync(False)
+            model.set_reshard_after_backward(False)
+            model(x).sum().backward()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_unsynced_gradients_that_are_cleared(workers: Workers, set_to_none: bool) -> None:
+    for outcome in workers.outcomes(2, clear_what_is_whole, set_to_none, **PATIENCE):
+        with pytest.raises(RuntimeError, match="no sync has averaged yet was cleared or changed by hand"):
             raise RuntimeError(outcome.error)
 
 

@@ -15,6 +15,7 @@ from torch_join._base.membership import MeetingPoint
 from torch_join._compat import ddp as _compat
 from torch_join._compat import fsdp as _compat_sharded
 from torch_join._control.codec import foreign
+from torch_join._handover.mirror import Known, is_known, known
 from torch_join._participants._gradients.evidence import Gradients
 from torch_join._participants._gradients.other_verdicts import OtherVerdicts
 from torch_join._participants._gradients.verdicts import Runs, runs_of, states_of
@@ -39,6 +40,7 @@ class ShardedModelParticipant(Participant, LoopModel):
     is_model = True
     accumulates = False
     gradients: Gradients  # the shards', from `enter` on
+    _known: Sequence[Known] = ()  # of those that were unsynced after the last backward
 
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
         super().__init__(driver, index)
@@ -62,7 +64,8 @@ class ShardedModelParticipant(Participant, LoopModel):
         is_flat = any(not isinstance(holder, Tensor) for holder in holders)
         self.gradients = Gradients(holders, self.driver.clears, views=is_flat, units=[index for index, _ in found])
         left = any(holder.grad is not None for holder in holders)
-        self.accumulates = left or any(any(unit.unsynced) for unit in self.following.units)
+        self._is_flat = is_flat
+        self.accumulates = left or any(gradient is not None for _, gradient in self._unsynced)
         self.remember()
         if self.members.meets_late:
             self._scale()
@@ -79,6 +82,24 @@ class ShardedModelParticipant(Participant, LoopModel):
     def remember(self) -> None:
         # Each rank has another shard, so that a norm tells only the rank that has it.
         self.gradients.remember(accumulates=True)
+        # A flat gradient is among those.
+        self._known = [known(g) for _, g in self._unsynced] if self.accumulates and not self._is_flat else []
+
+    @property
+    def _unsynced(self) -> list[tuple[Unit, Tensor | None]]:
+        """The gradients that this rank has accumulated without a sync, and whose they are."""
+        return [(unit, gradient) for unit in self.following.units for gradient in unit.unsynced]
+
+    def _raise_if_unsynced_changed(self) -> None:
+        found = self._unsynced if self._known else []
+        for (unit, gradient), before in zip(found, self._known, strict=True):
+            if before is not None and not is_known(gradient, before):
+                raise JoinError(
+                    f"A gradient of {unit.name or 'the root module'} that no sync has averaged yet was cleared or"
+                    f" changed by hand, while ranks {list(self.members.joined_names)} have joined: they hold a share of"
+                    " it and cannot know of it. (FSDP lets zero_grad() reach it only as long as a module is whole.)"
+                    " Clear gradients after a backward that syncs, or let each backward sync."
+                )
 
     @property
     def at_top(self) -> bool:
@@ -122,6 +143,7 @@ class ShardedModelParticipant(Participant, LoopModel):
             self.remember_after_backward()
         if in_tail:
             self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
+            self._raise_if_unsynced_changed()
             self.announce("gradients", (syncs, self._others.found(self.gradients, syncs)), hold=True)
             for announce in self.before_reductions:
                 announce()
@@ -192,7 +214,7 @@ class ShardedModelParticipant(Participant, LoopModel):
 
     def _raise_if_unsynced(self) -> None:
         for unit in () if self.accumulates else self.following.units:
-            if any(unit.unsynced):
+            if any(gradient is not None for gradient in unit.unsynced):
                 raise JoinError(
                     f"This rank has joined while it holds a gradient of {unit.name or 'the root module'} that no sync"
                     " has averaged yet, and the backward that has just synced did not come to that module on any active"
@@ -207,7 +229,8 @@ class ShardedModelParticipant(Participant, LoopModel):
         self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
         trains = [parameter.requires_grad for parameter in self.model.parameters()]
         modes = [module.training for module in self.model.modules()]
-        unsynced = [unit.unsynced for unit in self.following.units]
+        self._raise_if_unsynced_changed()
+        unsynced = [[gradient is not None for gradient in unit.unsynced] for unit in self.following.units]
         return runs_of(self.gradients.states()), self.following.places, unsynced, trains, modes
 
     def close(self, message: Closing, source: int) -> None:

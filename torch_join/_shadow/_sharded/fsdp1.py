@@ -58,13 +58,14 @@ class FlatParamUnit:
         return bool(self._fsdp._sync_gradients)
 
     @property
-    def unsynced(self) -> list[bool]:
+    def unsynced(self) -> list[Tensor | None]:
         flat = self._handle.flat_param
         sharded = self._handle.uses_sharded_strategy
-        return [bool(sharded and flat.grad is not None and flat.grad.size() == flat._unpadded_unsharded_size)]
+        is_whole = sharded and flat.grad is not None and flat.grad.size() == flat._unpadded_unsharded_size
+        return [flat.grad if is_whole else None]
 
     def hold(self, unsynced: Sequence[bool]) -> None:
-        """See `Unit`: FSDP reduces once in each backward that comes to the unit, whatever there is."""
+        """Do nothing: FSDP1 reduces once in each backward that comes to the unit, with a gradient or without."""
 
     @property
     def _is_whole(self) -> bool:

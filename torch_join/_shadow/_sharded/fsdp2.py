@@ -163,7 +163,7 @@ class AnnouncedGroup:
             return []
         return [
             hasattr(p, "_unsharded_param")
-            and (_has_own(p) or (_compat.reduces_unused(group) and p._unsharded_param.requires_grad))
+            and (_unsynced(p) is not None or (_compat.reduces_unused(group) and p._unsharded_param.requires_grad))
             for p in group.fsdp_params
         ]
 
@@ -214,11 +214,11 @@ class ParamGroupUnit:
     place = (-1, 0)
 
     @property
-    def unsynced(self) -> list[bool]:
-        return [hasattr(p, "_unsharded_param") and _has_own(p) for p in self._group.fsdp_params]
+    def unsynced(self) -> list[Tensor | None]:
+        return [_unsynced(p) for p in self._group.fsdp_params]
 
     def hold(self, unsynced: Sequence[bool]) -> None:
-        # Of a module that runs twice FSDP reduces after the first time what there is by then.
+        # After the first backward of a module that runs twice FSDP reduces the gradients that there are by then.
         group = self._group
         if any(unsynced) and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
             self._init()
@@ -226,7 +226,7 @@ class ParamGroupUnit:
             group.wait_for_unshard()
             group._to_sharded()
         for p, is_held in zip(group.fsdp_params, unsynced, strict=True):
-            if is_held and not _has_own(p):
+            if is_held and _unsynced(p) is None:
                 with torch.no_grad():
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
                 p.to_accumulated_grad_if_needed()  # in the dtype that others' have
@@ -327,5 +327,7 @@ class ParamGroupUnit:
                 group.device_handle.current_stream().wait_event(state.event)
 
 
-def _has_own(param: Any) -> bool:
-    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
+def _unsynced(param: Any) -> Tensor | None:
+    accumulated, whole = param.unsharded_accumulated_grad, getattr(param, "_unsharded_param", None)
+    found: Tensor | None = accumulated if accumulated is not None or whole is None else whole.grad
+    return found

@@ -99,11 +99,14 @@ class Unit(Protocol):
         """Whether somebody has put other gradients in the place of those that this unit knows."""
 
     @property
-    def unsynced(self) -> list[bool]:
-        """Of which parameters this rank holds what it has accumulated without a sync."""
+    def unsynced(self) -> list[Tensor | None]:
+        """The gradient that this rank has accumulated without a sync, of each parameter."""
 
     def hold(self, unsynced: Sequence[bool]) -> None:
-        """Hold zeros of these parameters, if there is nothing: some ranks' reductions must not be more than others'."""
+        """Hold zeros as the unsynced gradients of these parameters where this rank has none, as other ranks have some.
+
+        So all ranks reduce equally often.
+        """
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
         """Tell `observer`, and return what ends that."""
