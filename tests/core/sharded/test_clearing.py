@@ -91,6 +91,12 @@ def test_where_the_leader_has_no_shard(workers: Workers, where: str) -> None:
     check(workers, {how: WITHOUT_A_SHARD.but(clears=how, clear=where) for how in idioms})
 
 
+def test_where_some_units_are_in_parts(workers: Workers) -> None:
+    # So what is done to the module's parameters comes to the shards of the block that has not run, and to no others.
+    recipe = WITHOUT_A_SHARD.but(model="either", clear="between", options={"reshard": 2})
+    check(workers, {how: recipe.but(clears=how) for how in ("None", "zero_")})
+
+
 def test_without_a_trace_nobody_can_tell(workers: Workers) -> None:
     recipe = WITHOUT_A_SHARD.but(clears="data.zero_")
     for outcome in workers.outcomes(4, train, [recipe], **PATIENCE):

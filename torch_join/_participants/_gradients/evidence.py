@@ -157,9 +157,9 @@ class Gradients:
             if verdict == UNKNOWN:
                 if calls_of:
                     return CLEARED if any(calls_of) else KEPT
-                if cleared and not kept and not has_evidence and holder.grad is not None:
-                    # While a unit is whole (between forward and backward, after an evaluation), the module's
-                    # parameters are others, so that what clears theirs does not come to this shard.
+                if cleared and not has_evidence and holder.grad is not None:
+                    # While a unit is whole or in parts (between forward and backward, after an evaluation), the
+                    # module's parameters are others, so that what clears theirs does not come to this shard.
                     if leaves_traces:
                         return KEPT
                     if not _compat.local_part(holder.grad).numel():
