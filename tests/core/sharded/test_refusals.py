@@ -335,6 +335,17 @@ def test_a_share_that_no_active_rank_syncs(workers: Workers) -> None:
             raise RuntimeError(outcome.error)
 
 
+def end_without_a_module(rank: int) -> None:
+    options = {"strategy": "NO_SHARD", "prefetch": None}
+    Training(rank, Recipe((4, 3), api="fsdp1", model="skipping", optimizer="sgd", options=options)).run_epochs()
+
+
+def test_a_module_that_the_last_step_leaves_without_parameters(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, end_without_a_module, **PATIENCE):
+        with pytest.raises(RuntimeError, match="under NO_SHARD leaves a module without parameters"):
+            raise RuntimeError(outcome.error)
+
+
 def clear_what_is_whole(rank: int, set_to_none: bool) -> None:
     model = shard_fully(nn.Linear(4, 4), {})
     with Join([model]) as join:

@@ -250,7 +250,15 @@ class ShardedModelParticipant(Participant, LoopModel):
         self._others.reset()
         sync_norms(self.model, source, self.members.group)
         # What the active ranks' code has set; here none has run.
-        for parameter, trained in zip(self.model.parameters(), trains, strict=True):
+        parameters = [*self.model.parameters()]
+        if len(parameters) != len(trains):
+            raise JoinError(
+                f"The model has {len(parameters)} parameters on this rank, and {len(trains)} on rank"
+                f" {self.members.global_ranks[source]}. FullyShardedDataParallel under NO_SHARD leaves a module without"
+                " parameters until it runs again, if the last step has not run it. Use DistributedDataParallel, which"
+                " shards as little."
+            )
+        for parameter, trained in zip(parameters, trains, strict=True):
             parameter.requires_grad_(trained)
         for module, mode in zip(self.model.modules(), modes, strict=True):
             module.training = mode
