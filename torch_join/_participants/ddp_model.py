@@ -218,6 +218,10 @@ class ModelParticipant(Participant, LoopModel):
         return _compat.forwards_without_collectives(self.ddp)
 
     @property
+    def awaits_backward(self) -> bool:
+        return self._second_backward.awaits_first
+
+    @property
     def will_accumulate(self) -> bool:
         return self._watch.will_run
 

@@ -159,6 +159,11 @@ class LoopModel:
         return False
 
     @property
+    def awaits_backward(self) -> bool:
+        """Whether a backward that averages is still to follow the last forward, as far as this rank can tell."""
+        return False
+
+    @property
     def in_backward(self) -> bool:
         """Whether the backward that is under way has come to this model."""
         return self._task == _compat.backward_in_progress()

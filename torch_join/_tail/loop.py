@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from torch_join._base.closing import is_left_on_purpose
 from torch_join._base.devices import use_device
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
@@ -244,6 +245,7 @@ class LoopDriver(Driver):
         """Leave nothing behind: participants and the tap refer to this, and it to the group, with its threads."""
         self.step.reset()
         self._telling.raised = None
+        self.tail.reads.forget()
         self._rebalancing.abandon()
         self.place = Place.OUTSIDE
         self._unbegun = Unbegun()
@@ -458,7 +460,9 @@ class LoopDriver(Driver):
                     return
                 self.step_number += 1
         except GeneratorExit:
-            if self._is_in(loop):
+            if self._is_in(loop) and self._is_at_end(loop) and is_left_on_purpose():
+                self._go_through_end(loop)
+            elif self._is_in(loop):
                 self._abandon()
             raise
         finally:
@@ -563,6 +567,26 @@ class LoopDriver(Driver):
     def _is_in(self, loop: Loop) -> bool:
         return self.place is Place.LOOP and self._loop is loop
 
+    def _is_at_end(self, loop: Loop) -> bool:
+        """Whether this rank is certain to have had its last batch, and is done with it, while others have more."""
+        lengths = loop.schedule.lengths
+        if lengths is None or isinstance(loop.schedule, Planned) or min(lengths) == max(lengths):
+            return False
+        is_whole = loop.stepped and not any(model.awaits_backward for model in self.tail_log.models())
+        return is_whole and self.step_number + 1 == lengths[self.members.rank]
+
+    def _go_through_end(self, loop: Loop) -> None:
+        """End a loop that is closed behind this rank's last batch as if it had been asked for another one."""
+        if loop.stopwatch is not None:
+            loop.stopwatch.ask()
+        self.step_number += 1
+        # What is raised in a generator that is closed is lost. So it is raised where the ranks meet next.
+        with suppress(BaseException):
+            with self._telling:
+                self._begin_step(loop, loop.schedule)
+            self._finish_loop()
+            self._measure(loop)
+
     def _abandon(self, at_once: bool = True) -> None:
         """Leave a loop by `break`; `at_once` unless this rank's own code has gone on since."""
         loop, in_tail = self._loop, self.members.announces
@@ -596,11 +620,14 @@ class LoopDriver(Driver):
             end()
             return
         self.place = Place.FINISHING
+        self.tail.reads.stop()
         try:
             self._go_to_end(loop)
         except BaseException:
             self.place, self.tail_log.has_to_meet = Place.OUTSIDE, False
             raise
+        if not self.members.last_joiner:
+            self.tail.reads.warn(self.members.name)
         self._finish_loop()
         self._measure(loop)
 
@@ -623,6 +650,7 @@ class LoopDriver(Driver):
         if (loop := self._loop) is not None and loop.uneven:
             self._uneven_loops |= {(loop.number, model) for model in loop.trains}
         self.tail.early_exit = None
+        self.tail.reads.forget()
         if (plan := self._rebalancing.current) is not None and loop is not None:
             if loop.source is not None:
                 loop.source.plan, loop.source.has_ended = plan.place(), True
@@ -719,6 +747,8 @@ class LoopDriver(Driver):
             self.tail_log.agreement.compare(members.rank, members.active)
         if self.step.ending and self.in_loop and self.tail_log.parting.begin(self.step_number, self.step.ending):
             self.tail_log.tap.install()
+            if members.rank in self.step.ending:
+                self.tail.reads.watch()
         return not joined
 
     @property

@@ -22,6 +22,7 @@ from torch_join._participants.kinds import stateful, unsynced_models
 from torch_join._participants.options import Options
 from torch_join._participants.unregistered_model import missing_model
 from torch_join._tail.records import END
+from torch_join._tail.stale_reads import StaleReads
 from torch_join._tail.tail_log import TailLog
 
 
@@ -35,6 +36,7 @@ class Tail:
     Attributes:
         tail_log: The ranks' log.
         early_exit: How this rank has left its loop by `break`, if it has.
+        reads: What is read before this rank has taken over the others' state.
         changes_freely: What a rank may change between a `break` and the next meeting.
         refusal: Why this rank, whose own code is at its end, cannot serve any more.
     """
@@ -44,6 +46,7 @@ class Tail:
     def __init__(self, objects: Sequence[Any], options: Options) -> None:
         self._objects = objects
         self._options = options
+        self.reads = StaleReads(objects)
         self.tail_log: TailLog
         self.changes_freely: object = None
 
@@ -66,6 +69,7 @@ class Tail:
         """Note what there is as this rank leaves its loop; `watches` where something may be handed over later."""
         states = [thing for thing in stateful(self._objects) if thing is not self.changes_freely]
         self.early_exit = EarlyExit(self._objects, states if watches else None)
+        self.reads.watch()
 
     # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
     @torch.inference_mode(False)

@@ -1,5 +1,6 @@
 """Loops by `iter` and `next` over `len(loader)`, which never ask for the end, and loops left by `break`."""
 
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
 
 from accelerate_join import join_uneven_inputs
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.inside import accelerate_loops
 from tests.support.small import Training, alone, batch, batches_of, loss, network, steps_of
+from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
 from torch_join.integration import own_loops
@@ -58,6 +61,55 @@ def test_a_loop_that_never_asks_for_the_end(
 def test_a_break_at_the_same_step_may_be_some_ranks_last(workers: Workers, lengths: tuple[int, ...]) -> None:
     for weight in workers.run(2, train, lengths, "for", min(lengths)):
         assert weight == reference(lengths, min(lengths))
+
+
+def save_behind(rank: int, lengths: tuple[int, ...], how: str, after: bool) -> tuple[float, float, list[float], int]:
+    """Return how far what is saved after each loop is from its end; the rate, the weight, and how many warnings."""
+    training, batches, off = Training(DistributedDataParallel), batches_of(rank, lengths), 0.0
+    scheduler = StepLR(training.optimizer, 1, 0.5)
+    kept: list[Any] = []
+    with warned("a checkpoint of that is old") as found, Join([*training.given, scheduler]) as join:
+        for _ in range(EPOCHS):
+            if how == "zip":
+                for _, x in zip(range(len(batches)), join.batches(batches), strict=False):
+                    training.step(x)
+            elif how == "islice":
+                for x in islice(join.batches(batches), len(batches)):
+                    training.step(x)
+            elif how == "break":
+                for step, x in enumerate(join.batches(batches)):
+                    training.step(x)
+                    if step + 1 == len(batches):
+                        break
+            else:
+                kept[:] = [iter(join.batches(batches))]
+                for _ in range(len(batches)):
+                    training.step(next(kept[0]))
+            saved = {name: value.clone() for name, value in training.model.state_dict().items()}
+            if after:
+                scheduler.step()
+            for _ in join.batches(()):
+                pass
+            now = training.model.state_dict()
+            off = max(off, *((saved[name] - value).abs().max().item() for name, value in now.items()))
+    return off, training.optimizer.param_groups[0]["lr"], training.weight, len(found)
+
+
+@pytest.mark.parametrize("how", ["zip", "islice", "break"])
+@pytest.mark.parametrize("lengths", [(2, 5), (5, 1), (3, 3), (4, 2, 3)])
+def test_who_counts_to_the_last_batch_is_at_the_loops_end(workers: Workers, lengths: tuple[int, ...], how: str) -> None:
+    for off, rate, _, warnings in workers.run(len(lengths), save_behind, lengths, how, True):
+        assert (off, rate, warnings) == (0.0, 0.1 / 2**EPOCHS, 0)
+    for _, _, weight, _ in workers.run(len(lengths), save_behind, lengths, how, False):
+        assert weight == reference(lengths)
+
+
+def test_a_state_that_is_read_too_early_is_named(workers: Workers) -> None:
+    (early, _, weight, warnings), (late, _, _, none) = workers.run(2, save_behind, (2, 5), "kept", False)
+    assert early > 1e-2
+    assert late == 0
+    assert (warnings, none) == (EPOCHS, 0)
+    assert weight == reference((2, 5))
 
 
 Epochs = list[tuple[int, ...]]

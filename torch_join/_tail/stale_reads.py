@@ -1,0 +1,62 @@
+"""A state that was read after a rank's last batch, and before it took over what the others have changed since.
+
+A rank that leaves a loop by `break`, or that keeps the loop's iterator, waits for nobody. A checkpoint that it writes
+there has its own last step's state. Whether others went on is known only when all have met, so that is where it is
+said.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torch_join._participants.hook import Hook
+
+
+class StaleReads:
+    """Watches the `state_dict` of given models and optimizers.
+
+    Args:
+        objects: Everything that was given.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects = objects
+        self._read: str | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def watch(self) -> None:
+        """Begin; does nothing where it has begun."""
+        if self._undo:
+            return
+        inner = [thing.module for thing in self._objects if isinstance(getattr(thing, "module", None), nn.Module)]
+        for thing in [*self._objects, *inner]:
+            if isinstance(thing, (nn.Module, Optimizer)):
+                self._undo.append(thing.register_state_dict_pre_hook(Hook(self._note)).remove)
+
+    def _note(self, thing: Any, *_: Any) -> None:
+        self._read = self._read or type(thing).__name__
+
+    def stop(self) -> None:
+        """End; what was read stays known."""
+        while self._undo:
+            self._undo.pop()()
+
+    def forget(self) -> None:
+        """End, and forget what was read."""
+        self.stop()
+        self._read = None
+
+    def warn(self, rank: int) -> None:
+        """Warn, where others have gone on without this rank, if anything was read; then forget it."""
+        if self._read is not None:
+            warnings.warn(
+                f"Rank {rank} read the state of {self._read} after the last batch that it took from join.batches, and"
+                " before it waited for the others, which went on. What it read is of its own last step: a checkpoint of"
+                " that is old. Read it after a `for` over join.batches has ended, or after the `with`. (If it was"
+                " meant to be of that step, all is well.)",
+                stacklevel=2,
+            )
+        self.forget()
