@@ -1,11 +1,13 @@
-"""Collectives in backward: who has to know of one before it is issued, and how it is weighted."""
+"""Collectives in backward, or of its gradients: who has to know of one before it is issued, and how it is weighted."""
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_join._base.errors import UnsupportedError, name_ranks
 from torch_join._base.membership import Membership
@@ -13,6 +15,7 @@ from torch_join._base.weighting import name_of
 from torch_join._collectives.call import is_inexact, multiplied, tensors_in
 from torch_join._compat import operators as _compat_c10d
 
+GATHERS = ("all_gather", "gather", "all_to_all")  # of which a rank gets what others have computed, and not a sum of it
 EXCHANGES = ("all_to_all", "reduce_scatter")  # how the names of operations begin by which experts get tokens
 
 
@@ -37,6 +40,7 @@ class Backwards:
         self.check = check
         self.replicas = False
         self.always = False
+        self._warned: set[str] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -96,6 +100,65 @@ class Backwards:
                 " the tokens. Give every rank the same number of batches; or, where these parameters are the same on"
                 " all ranks, use Join(..., hand_over_ignored=True)."
             )
+
+    def before_gather(self, operation: str, group: Sequence[int], joined: Sequence[int]) -> None:
+        """Hear, in the tail, of a gather of what a forward computes, through which gradients flow.
+
+        Args:
+            operation: Its name.
+            group: The global ranks of its process group.
+            joined: Those of them that have joined.
+
+        Raises:
+            UnsupportedError: Its group is of some ranks only, which compute something together that takes all of them.
+        """
+        zeros = f"{operation} with gradients, in a forward, while {name_ranks(joined)} of its group"
+        if {*self._members.global_ranks} - {*group}:
+            raise UnsupportedError(
+                f"{zeros} {'have' if len(joined) > 1 else 'has'} joined, and other ranks of it have not: those would go"
+                " on with zeros in place of keys, values or other activations. Ranks that compute a batch together"
+                " (context or tensor parallelism) must run out at the same step: give all of them the same batches, and"
+                " a mesh with named dimensions."
+            )
+        if "gather" in self._warned:
+            return
+        self._warned.add("gather")
+        warnings.warn(
+            f"{zeros} {'have' if len(joined) > 1 else 'has'} joined: their rows are zeros, and a loss over the rows of"
+            " all ranks (a contrastive one) takes them for samples. Use join.all_gather(x, sync_grads=True), or in"
+            " Lightning self.all_gather: they return the rows of join.active_ranks alone, among which this rank's own"
+            " are at another place. If your code leaves the zeros out, nothing is wrong.",
+            stacklevel=2,
+        )
+
+    def before_reduction(self, operation: str, reduce_op: str | None, tensors: Sequence[Tensor]) -> bool:
+        """Hear of a reduction beside backward, in the tail.
+
+        Args:
+            operation: Its name.
+            reduce_op: The name of its reduce operation.
+            tensors: What it reduces.
+
+        Returns:
+            Whether that is weighted already, so that its mean over all ranks is that over the active ones.
+        """
+        if reduce_op not in ("SUM", "AVG"):
+            return False
+        models = [one for one in self._tail_log.models() if any(map(one.holds_unsynced, tensors))]
+        for model in models:
+            self._tail_log.announce(model.index, "reduced", hold=True)
+        if not models or self._members.weighting == "world":
+            return False
+        if reduce_op == "SUM" and "sum" not in self._warned:
+            self._warned.add("sum")
+            warnings.warn(
+                f"{operation} of gradients of a backward under no_sync, by {self.weighting}: each rank's were"
+                " multiplied in the backward by what it counts, such that their sum over the number of all ranks"
+                f" ({self._members.world_size}) is the weighted mean. Divide by that, not by len(join.active_ranks), or"
+                " use ReduceOp.AVG.",
+                stacklevel=2,
+            )
+        return True
 
     def _is_apart(self, group: list[int]) -> bool:
         """Whether this rank is the only one of the loop's in a group (of tensor parallelism, say): none can join it."""

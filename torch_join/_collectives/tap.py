@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from torch_join._base.errors import JoinError, UnsupportedError
-from torch_join._collectives.backwards import EXCHANGES, Backwards, check_weighted, issue_weighted
+from torch_join._collectives import gather_active
+from torch_join._collectives.backwards import EXCHANGES, GATHERS, Backwards, check_weighted, issue_weighted
 from torch_join._collectives.call import (
     OBJECT_OPERATIONS,
     Call,
@@ -220,9 +221,14 @@ class CollectiveTap:
                 f"{name} on a process group in which {f'ranks {joined}' if joined else 'some ranks'} have joined,"
                 f" that is, have no more inputs: {refused.why}. Use {refused.instead}."
             )
+        tensors = tensors_in(args, "input", "tensor")
+        gathers = bool(joined) and operation.startswith(GATHERS) and not _compat_c10d.in_backward()
+        if gathers and self._backwards and _compat_c10d.gathers_activations(caller, gather_active.__file__):
+            self._backwards.before_gather(name, ranks, joined)
         with self.ignoring():
+            by_hand = self._backwards is not None and self._backwards.before_reduction(name, call.reduce_op, tensors)
             self._observe(call)
-        if call.reduce_op == "AVG" and joined:
+        if call.reduce_op == "AVG" and joined and not by_hand:
             factor = len(ranks) / (len(ranks) - len(joined))
             return scale_inputs(call, args, factor, is_destination=root == ranks[group.rank()])
         return args

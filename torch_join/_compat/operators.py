@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, overrides
 from torch.autograd import graph
 from torch.distributed import _functional_collectives, c10d_logger, distributed_c10d
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
@@ -82,6 +83,7 @@ _FUNCTIONAL_FILE = _functional_collectives.__file__
 _C10D_FILE = distributed_c10d.__file__
 _FSDP_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "fsdp", "")
 _TENSOR_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "tensor", "")
+_SYNC_NORM_FILE = sys.modules[SyncBatchNorm.__module__].__file__
 _MODEL_AVERAGING_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "algorithms", "model_averaging", "")
 _CHECKPOINT_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "checkpoint", "")
 _ZERO_FILE = os.path.join(os.path.dirname(_C10D_FILE), "optim", "zero_redundancy_optimizer.py")
@@ -241,6 +243,15 @@ def differentiates(caller: FrameType | None) -> bool:
     frames = [*_callers(caller)]
     contexts = [context for frame in frames if (context := _context(frame)) is not None]
     return any(any(context.needs_input_grad) for context in contexts) or _is_known_to_differentiate(frames)
+
+
+def gathers_activations(caller: FrameType | None, ours: str) -> bool:
+    """Whether a gather in a forward is one of an autograd function that takes all rows for samples.
+
+    `SyncBatchNorm` leaves out ranks that count no rows; so does what is in the file `ours` with those that have joined.
+    """
+    knows = (_SYNC_NORM_FILE, ours)
+    return differentiates(caller) and not any(frame.f_code.co_filename in knows for frame in _callers(caller))
 
 
 def is_in_model(caller: FrameType | None) -> bool:

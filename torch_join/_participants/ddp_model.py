@@ -229,6 +229,9 @@ class ModelParticipant(Participant, LoopModel):
     def accumulates(self) -> bool:
         return self._shadowed.accumulates
 
+    def holds_unsynced(self, tensor: Tensor) -> bool:
+        return self.accumulates and self._gradients.holds(tensor)
+
     def before_collective(self, ddps: bool) -> None:
         self._pieces.before_collective(ddps)
 
@@ -277,6 +280,8 @@ class ModelParticipant(Participant, LoopModel):
     # ------------------------------------------------------------ on a joined rank, and at the end
 
     def mirror(self, kind: str, payload: Any) -> None:
+        if kind == "reduced":
+            self._gradients.raise_if_reduced(self.accumulates)
         if kind in ("backward", "begin", "gradients"):
             self._others.follow(self._gradients, payload, kind != "gradients", self.accumulates)
         self._shadowed.mirror(kind, payload)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._compat import ddp as _compat
@@ -171,6 +171,10 @@ class LoopModel:
     @property
     def will_accumulate(self) -> bool:
         """Whether the backward that is under way adds to this model's gradients, and these are weighted then."""
+        return False
+
+    def holds_unsynced(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a gradient of this model that no sync has averaged yet, or all of these in one."""
         return False
 
     @property

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dnn
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.backward.programs import Program, train
 from tests.core.backward.synced import SyncNorm
+from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -273,3 +275,47 @@ def read_late(rank: int) -> list[Tensor]:
 def test_records_are_deleted_when_all_have_read_them(workers: Workers) -> None:
     first, *others = workers.run(3, read_late, deadline=60.0, timeout=15.0)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def contrast(rank: int, lengths: tuple[int, ...], ours: bool) -> int:
+    model = ddp()
+    with warned("their rows are zeros") as found, Join([model]) as join:
+        for x in join.batches([batch(0, step) for step in range(lengths[rank])]):
+            rows = join.all_gather(model(x), True).flatten(0, 1) if ours else torch.cat(dnn.all_gather(model(x)))  # type: ignore[no-untyped-call]
+            (rows @ rows.T).logsumexp(0).mean().backward()
+    return len(found)
+
+
+def test_rows_of_zeros_among_those_of_a_loss_are_named_once(workers: Workers) -> None:
+    assert workers.run(3, contrast, (1, 3, 0), False) == [1, 1, 0]
+    assert workers.run(3, contrast, (1, 3, 0), True) == [0, 0, 0]
+
+
+class Attention(nn.Module):
+    """Rows of the ranks of a group, each of which gathers the keys of all."""
+
+    def __init__(self, group: Any, exchanges: bool) -> None:
+        super().__init__()
+        self.keys, self.group, self.exchanges = nn.Linear(3, 3), group, exchanges
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.keys(x)
+        if self.exchanges:
+            return functional.all_to_all_single_autograd(keys, None, None, self.group).square()
+        everyone = functional.all_gather_tensor_autograd(keys, 0, self.group)
+        return torch.softmax(keys @ everyone.T, -1) @ everyone
+
+
+def attend(rank: int, lengths: tuple[int, ...], exchanges: bool) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = ddp(Attention(pairs[rank // 2], exchanges))
+    with Join([model], backward_collectives=True) as join:
+        for x in join.batches([batch(0, step) for step in range(lengths[rank])]):
+            model(x).mean().backward()
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_ranks_that_attend_together_run_out_together(workers: Workers, exchanges: bool) -> None:
+    workers.run(4, attend, (1, 1, 3, 3), exchanges)
+    for outcome in workers.outcomes(4, attend, (3, 2, 3, 3), exchanges):
+        assert "Ranks that compute a batch together" in outcome.error

@@ -274,6 +274,32 @@ class Gradients:
                     " step."
                 )
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the gradients, as it is or copied, or all of them one behind the other."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None and p.grad.layout is torch.strided]
+        if tensor.layout is not torch.strided or not gradients:
+            return False
+        if any(tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in gradients):
+            return True
+        if tensor.numel() == sum(each.numel() for each in gradients):
+            tensor = tensor.flatten()[: gradients[0].numel()].view_as(gradients[0])
+        return any(tensor.shape == each.shape and torch.equal(tensor.to(each), each) for each in gradients)
+
+    def raise_if_reduced(self, accumulates: bool) -> None:
+        """Raise on a joined rank that holds a share of gradients which the active ranks reduce by hand.
+
+        Raises:
+            JoinError: It does: its share would be left out.
+        """
+        for index, parameter in enumerate(self.parameters if accumulates else ()):
+            if holds_something(parameter.grad):
+                raise JoinError(
+                    f"The active ranks reduce a gradient by hand (parameter {index}, of shape"
+                    f" {tuple(parameter.shape)}) that they have accumulated under no_sync. This rank has joined, and"
+                    " holds a share of it, which that would leave out. Let a backward outside of no_sync average it,"
+                    " or reduce in each step."
+                )
+
     def raise_unknown(self, index: int = 0) -> None:
         """Raise, since nobody can tell whether what this rank holds of a parameter still counts.
 

@@ -31,7 +31,7 @@ class ShadowedSteps:
     kinds: ClassVar[dict[str, Any]] = {
         "forward": tuple[bool, bool, int, list[int], list[Buffer] | None],
         **dict.fromkeys(("backward", "gradients", "begin"), Runs),
-        "ended": type(None),
+        **dict.fromkeys(("ended", "reduced"), type(None)),
         **Pieces.kinds,
     }
 
