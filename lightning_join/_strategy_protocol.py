@@ -28,6 +28,7 @@ class JoiningStrategy(Protocol):
         step_ranks: The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`.
         lightning_module: The module that is run.
         root_device: This rank's device.
+        optimizers: Those that `configure_optimizers` has returned.
     """
 
     options: Options
@@ -41,6 +42,7 @@ class JoiningStrategy(Protocol):
     step_ranks: tuple[int, ...] | None
     lightning_module: "pl.LightningModule | None"
     root_device: torch.device
+    optimizers: list[torch.optim.Optimizer]
 
     def around_run(self, last: bool = True) -> AbstractContextManager[None]:
         """Put around a run of a loop, the `last` one before the teardown or not: see `Joining`."""

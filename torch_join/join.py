@@ -15,7 +15,7 @@ from torch_join._control.rendezvous import open_channel
 from torch_join._handover.audit import Often
 from torch_join._monitor.monitor import JoinMonitor
 from torch_join._participants._torch.joinable import unwrap
-from torch_join._participants.arguments import check_given, check_options, listed
+from torch_join._participants.arguments import check_given, check_options, common_group, listed
 from torch_join._participants.options import Options, renamed
 from torch_join._tail.loop import LoopDriver
 from torch_join.gather_in_order import gather_given
@@ -89,10 +89,11 @@ class Join(TorchJoin):
         self._use(joinables, Options.of(locals()))
 
     def _use(self, joinables: Sequence[Any], options: Options) -> None:
-        things = [unwrap(thing) for thing in listed(joinables)]
+        given = listed(joinables)
+        things = [unwrap(thing) for thing in given]
         check_given(things)
         check_options(options.hooks, things)
-        self._driver = LoopDriver(things, options)
+        self._driver = LoopDriver(things, options, common_group(given))
 
     def __enter__(self: J) -> J:
         if self._driver.options.enable:

@@ -189,7 +189,7 @@ class JoinFitLoop(FitLoop):
         # Lightning's, but for: ranks compare what they have logged before anything is reduced or monitored.
         trainer: Any = self.trainer
         join = join_of(trainer)
-        check_unfrozen_parameters(join)
+        check_unfrozen_parameters(strategy_of(trainer))
         strategy_of(trainer).gathers_alike = False
         join.finish()
         metrics_of(trainer).renew()

@@ -2,7 +2,6 @@
 
 from lightning_join._strategy_protocol import JoiningStrategy
 from torch_join import UnsupportedError
-from torch_join.integration import Lockstep
 
 
 def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
@@ -15,7 +14,7 @@ def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
         UnsupportedError: On all ranks, if they have not unfrozen the same.
     """
     assert strategy.join is not None
-    everyone = strategy.channel.gather(strategy.join.unfrozen(), of=list[str])
+    everyone = strategy.channel.gather(strategy.join.unfrozen(strategy.optimizers), of=list[str])
     if any(names != everyone[0] for names in everyone):
         counts = [len(names) for names in everyone]
         raise UnsupportedError(
@@ -26,13 +25,14 @@ def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
         strategy.wrap_again()
 
 
-def check_unfrozen_parameters(join: Lockstep) -> None:
+def check_unfrozen_parameters(strategy: JoiningStrategy) -> None:
     """Raise if a parameter has been unfrozen in the middle of an epoch.
 
     Raises:
         UnsupportedError: Some parameter has been trained without the other ranks' gradients.
     """
-    if names := join.unfrozen():
+    assert strategy.join is not None
+    if names := strategy.join.unfrozen(strategy.optimizers):
         raise UnsupportedError(
             f"{len(names)} parameters ({names[0]}, ...) were unfrozen in the middle of an epoch, where DDP does not"
             " average their gradients. Unfreeze them at an epoch's start (on_train_epoch_start, as BackboneFinetuning"

@@ -79,6 +79,34 @@ class Parting:
             " it at the same steps on all ranks."
         )
 
+    def before_backward(self, syncs: bool) -> None:
+        """Come to a backward of a sharded model.
+
+        Args:
+            syncs: Whether it reduces gradients, which takes all ranks.
+
+        Raises:
+            JoinError: It is this rank's last step, and those that go on do the other thing in theirs.
+        """
+        if not self._ending:
+            return
+        members = self._members
+        self._count += 1
+        if members.rank not in self._ending:
+            self._channel.keep(self._key, syncs)
+            return
+        goes_on = next(rank for rank in members.active if rank not in self._ending)
+        if self._channel.ask(self._key, [goes_on], bool)[goes_on] == syncs:
+            return
+        ways = ("reduces gradients", "only accumulates them")
+        mine, theirs = ways if syncs else ways[::-1]
+        raise JoinError(
+            f"Rank {members.name}'s last backward in this loop {mine}, and that of rank {members.global_ranks[goes_on]}"
+            f" in the same step {theirs}: nobody would meet. A usual cause is to sync on a rank's own last batch"
+            " (`if i + 1 == len(loader)`), which ranks reach at different steps. Sync at steps that"
+            " are the same on all ranks: `(step + 1) % k == 0`."
+        )
+
     @property
     def _key(self) -> str:
         return f"{self._place}/{self._count}"

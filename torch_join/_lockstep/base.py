@@ -1,7 +1,7 @@
 """A loop that a framework drives: every rank runs every step, with a batch or without."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -306,6 +306,9 @@ class Lockstep:
     def sync_buffers(self) -> None:
         """Give all ranks the model's newest buffers, if it does not leave each rank its own; all ranks call it."""
 
-    def unfrozen(self) -> list[str]:
-        """Return the names of the parameters that train, and that the model does not average since it was wrapped."""
+    def unfrozen(self, optimizers: Iterable[Any]) -> list[str]:
+        """Return the names of the parameters that train, and that the model does not average since it was wrapped.
+
+        Those are what was frozen then; and what was not there and one of these optimizers steps, as none does a copy.
+        """
         return []

@@ -1,6 +1,6 @@
 """Join for a DDP model in a loop that a framework drives."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -275,5 +275,5 @@ class LockstepJoin(Lockstep):
         self._shadow = model
         self._model.use(model)
 
-    def unfrozen(self) -> list[str]:
-        return self._shadow.unfrozen()
+    def unfrozen(self, optimizers: Iterable[Any]) -> list[str]:
+        return self._shadow.unfrozen(optimizers)

@@ -111,12 +111,12 @@ def _misspelt(name: str, meant: str) -> JoinTypeError:
 
 
 def common_group(joinables: Sequence[Any]) -> Any:
-    """Return the process group of all that have one.
+    """Return the process group of all that have one; a joinable of this package has one if it was given one.
 
     Raises:
         JoinValueError: They have different ones.
     """
-    groups = [j.join_process_group for j in joinables if isinstance(j, Joinable)]
+    groups = [j.join_process_group for j in joinables if isinstance(j, Joinable) and getattr(j, "has_group", True)]
     if any(group != groups[0] for group in groups):
         raise JoinValueError("Using join context manager with multiple process groups")
     return groups[0] if groups else dist.group.WORLD

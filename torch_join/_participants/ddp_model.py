@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_join._base.errors import JoinError
 from torch_join._base.membership import MeetingPoint
 from torch_join._base.weighting import weighted
 from torch_join._compat import ddp as _compat
@@ -106,6 +107,7 @@ class ModelParticipant(Participant, LoopModel):
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _compat.check_not_captured(self._parameters[0])
+        self.check_backward_ended()
         if (first := self._shadow.first).decides:
             first.finish_watching()
         driver = self.driver
@@ -156,6 +158,29 @@ class ModelParticipant(Participant, LoopModel):
         self._plumbing.callback(inside.remove)
         if buffer_source:
             self._shadow.sync_buffers(buffer_source)
+
+    def _check_reduction_finished(self) -> None:
+        """Raise if DDP has not averaged all gradients of the last backward: its own error, or what has led to it.
+
+        Raises:
+            JoinError: That backward ended by an exception.
+        """
+        try:
+            _compat.check_reduction_finished(self.ddp)
+        except RuntimeError as error:
+            if not self._second_backward.broke_off:
+                raise
+            raise JoinError(
+                f"Rank {self.members.name} has caught an exception that ended a backward of"
+                f" {type(self.ddp.module).__name__} (out of memory, for example), and goes on. DDP had averaged a part"
+                " of its gradients, and the other ranks wait for the rest: no rank can leave out that step, or repeat"
+                " it, alone. Let the exception pass, and avoid what led to it: smaller batches, or a check of the batch"
+                " before its forward."
+            ) from error
+
+    def check_backward_ended(self) -> None:
+        if self._second_backward.broke_off:
+            self._check_reduction_finished()
 
     def _announce_deferred(self) -> None:
         while self.deferred:
@@ -292,7 +317,7 @@ class ModelParticipant(Participant, LoopModel):
             self.driver.note_backward(self.index)
 
     def closing_message(self) -> tuple[Runs, bool, list[int] | None, list[int] | None]:
-        _compat.check_reduction_finished(self.ddp)
+        self._check_reduction_finished()
         deferred = self._frozen if self.deferred else None
         return runs_of(self._gradients.states()), self._shadowed.accumulates, self._shadow.first.fired, deferred
 

@@ -78,8 +78,10 @@ class Driver(Protocol):
         tail_log: Where announcements go.
         step_number: The current step, counted from the loop's begin.
         loop_number: Of the current loop over `batches`, counted from 1; 0 outside of one.
+        joined_amid: Whether this rank ran out of batches between a forward and a backward that may yet follow it.
     """
 
+    joined_amid: bool = False
     members: Membership
     tail_log: Announcer
     step_number: int = 0
@@ -128,6 +130,14 @@ class Driver(Protocol):
         """
         return
 
+    def before_sharded_backward(self, syncs: bool) -> None:
+        """Raise, in a step that is the last one of some ranks, if those and others do not both reduce gradients.
+
+        Raises:
+            JoinError: So it is, on a rank whose last step it is.
+        """
+        return
+
     def before_notice(self, participant: "Participant") -> None:
         """Meet the other ranks, if they have not met before this notice of a custom joinable."""
         return
@@ -162,6 +172,13 @@ class LoopModel:
     def awaits_backward(self) -> bool:
         """Whether a backward that averages is still to follow the last forward, as far as this rank can tell."""
         return False
+
+    def check_backward_ended(self) -> None:
+        """Raise if an exception has ended this rank's last backward in the midst of an average.
+
+        Raises:
+            JoinError: So it has, and somebody has caught the exception.
+        """
 
     @property
     def in_backward(self) -> bool:

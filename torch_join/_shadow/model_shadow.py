@@ -11,9 +11,10 @@ Returning zeros instead would make every parameter count as used under `find_unu
 and momentum and weight decay would move parameters that no rank used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ class ModelShadow:
         self.news = BufferNews()
         self.parameters = _compat.averaged_parameters(ddp)
         self._ids = frozenset(map(id, self.parameters))
+        self._frozen_at_first = [ref(p) for p in ddp.module.parameters() if id(p) not in self._ids]
         embeddings = [m for m in ddp.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
         self.sparse = frozenset(id(p) for m in embeddings for p in m.parameters(recurse=False))
         # What adds to gradients on a device, unless a step of nothing is under way.
@@ -246,10 +248,15 @@ class ModelShadow:
         if buffers:
             _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
 
-    def unfrozen(self) -> list[str]:
-        """Return the names of the parameters that require a gradient and did not when the model was wrapped."""
+    def unfrozen(self, optimizers: Iterable[Any]) -> list[str]:
+        """Return the names of the parameters that DDP does not average: once frozen, or new and stepped."""
         named, ignored = self.ddp.module.named_parameters(), self.ddp.parameters_to_ignore
-        return [name for name, p in named if p.requires_grad and id(p) not in self._ids and name not in ignored]
+        found = {name: p for name, p in named if p.requires_grad and id(p) not in self._ids and name not in ignored}
+        if not found:
+            return []
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        frozen = [p for ref in self._frozen_at_first if (p := ref()) is not None]
+        return [name for name, p in found.items() if id(p) in stepped or any(p is one for one in frozen)]
 
 
 class _PlaceholderModule(nn.Module):

@@ -19,7 +19,6 @@ from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
 from torch_join._monitor.stopwatch import Stopwatch
-from torch_join._participants.arguments import common_group
 from torch_join._participants.clears import Clears, innermost_optimizer
 from torch_join._participants.custom import CustomParticipant
 from torch_join._participants.make_participants import make_participants
@@ -100,6 +99,7 @@ class LoopDriver(Driver):
     Args:
         objects: Everything that was given to `Join`.
         options: What the user has chosen.
+        group: The process group of the ranks that take part.
 
     Attributes:
         given: Everything that was given to `Join`, in an order that is the same on all ranks.
@@ -125,9 +125,9 @@ class LoopDriver(Driver):
     asks = True
     plain_steps = 0
 
-    def __init__(self, objects: list[Any], options: Options) -> None:
+    def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
         self.given, self.options = objects, options
-        self.members = Membership(common_group(objects), options.weighting, options.may_break)
+        self.members = Membership(group, options.weighting, options.may_break)
         self.tail = Tail(objects, options)
         self._rebalancing = Rebalancing(self.members, options.rebalance and options.enable)
         self._throws = options.throw_on_early_termination
@@ -722,6 +722,8 @@ class LoopDriver(Driver):
         """
         members, loop = self.members, self._loop
         joined, is_first = members.joined, len(members.before) == members.world_size
+        if joined:
+            self.tail_log.check_backwards_ended()
         if not members.active:
             self.tail.end(has_run=self.place is not Place.ENDED)
             return not joined
@@ -740,6 +742,7 @@ class LoopDriver(Driver):
                     self.tail.compare_steps(self._steps, members.meets_late)
             at_top = self.meets_at is MeetingPoint.TOP and loop is not None and loop.asked
             if joined:
+                self.joined_amid = any(model.awaits_backward for model in self.tail_log.models())
                 self.tail.serve(at_top)
                 return False
             if not members.announces:
@@ -867,6 +870,11 @@ class LoopDriver(Driver):
         if self.in_loop and (ranks is None or {*ranks} == {*self.members.global_ranks}):
             with self._telling:
                 self.tail_log.parting.before_collective(operation, waits)
+
+    def before_sharded_backward(self, syncs: bool) -> None:
+        if self.in_loop:
+            with self._telling:
+                self.tail_log.parting.before_backward(syncs)
 
     def note_backward(self, model: int) -> None:
         if self.place is Place.LOOP and self._loop is not None:

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -134,7 +135,11 @@ class Reader(Source, Generic[T]):
     @property
     def at_last(self) -> bool:
         """Whether the next batch is known to be the last one."""
-        return False
+        return self.taken + 1 == self._certain_length
+
+    @cached_property
+    def _certain_length(self) -> int | None:
+        return self.certain_length()
 
     def count(self, count: Count) -> float:
         """Return what the next batch counts, of which there must be one; called once for each."""

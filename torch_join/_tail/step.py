@@ -131,6 +131,8 @@ class Step:
     def meet_now(self, has_input: bool, count: float = 0.0, is_last: bool = False) -> None:
         """Meet the ranks that were active, and say whether this one has an input, and whether that is its last."""
         self._due, self.has_arrived = None, False
+        if not has_input:
+            self._tail_log.check_backwards_ended()
         self._say(has_input, count, is_last)
         with nullcontext() if has_input else self.watching_loaders():
             self._hear(has_input)

@@ -105,6 +105,11 @@ class TailLog(Announcer):
         """Return the parts of models."""
         return [cast(LoopModel, each) for each in self.participants if each.is_model]
 
+    def check_backwards_ended(self) -> None:
+        """See `LoopModel.check_backward_ended`; called where this rank has no batch, before it waits for others."""
+        for model in self.models():
+            model.check_backward_ended()
+
     def remember_gradients(self) -> None:
         """Note what gradients there are, as long as all ranks have done the same."""
         if not self.members.announces:

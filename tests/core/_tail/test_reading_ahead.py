@@ -414,3 +414,28 @@ def test_memory_that_is_used_again_when_nobody_waits_for_it_is_not_compared() ->
     with mock.patch.object(torch, "equal", wraps=torch.equal) as equal:
         assert len(list(read_ahead(rings(0, 4, 40), ahead=1))) == 40
     assert equal.call_count <= 4
+
+
+def fetch_between(rank: int, lengths: tuple[int, ...]) -> None:
+    """Accumulate over two batches, and ask for the next one while the device is busy with a forward."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Join([model, optimizer]) as join:
+        batches = iter(join.batches([torch.full((2, 3), 1.0 + rank + step) for step in range(lengths[rank])]))
+        x = next(batches, None)
+        while x is not None:
+            for part in range(2):
+                model.require_backward_grad_sync = part == 1
+                assert x is not None
+                loss = model(x).square().mean()
+                x = next(batches, None)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("lengths", [(4, 8), (8, 2)])
+def test_a_fetch_between_forward_and_backward_is_named(workers: Workers, lengths: tuple[int, ...]) -> None:
+    for outcome in workers.outcomes(2, fetch_between, lengths):
+        assert "asked for its next batch between a forward and its backward" in outcome.error

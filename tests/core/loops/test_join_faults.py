@@ -530,3 +530,49 @@ def test_leaving_the_loop_at_different_steps_is_exact(
 ) -> None:
     outcomes = workers.outcomes(len(lengths), uneven, lengths, lengths, leaves, late, timeout=TIMEOUT, deadline=45.0)
     assert_exact(outcomes, tuple(map(min, lengths, leaves)))
+
+
+class Breaks(torch.autograd.Function):
+    """Runs out of memory in backward, where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, breaks: bool) -> Tensor:
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.breaks:
+            raise torch.OutOfMemoryError("out of memory")
+        return gradient, None
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, breaks: bool) -> Tensor:
+        return self.second(Breaks.apply(self.first(x), breaks))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def skip_what_is_too_large(rank: int, lengths: tuple[int, ...], step: int, options: dict[str, Any]) -> None:
+    connect()
+    model = DistributedDataParallel(TwoLayers(), bucket_cap_mb=1e-6)
+    with Join([model], **options) as join:
+        for x in join.batches([torch.ones(2, 3)] * lengths[rank]):
+            try:
+                model(x, rank == 1 and join.step == step).mean().backward()
+            except torch.OutOfMemoryError:
+                model.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, {"weighting": "samples"}], ids=["world", "samples"])
+@pytest.mark.parametrize(("lengths", "step"), [((4, 4), 1), ((4, 4), 3), ((4, 2), 1), ((2, 4), 3)])
+def test_a_backward_that_broke_off_is_called_that(
+    workers: Workers, lengths: tuple[int, ...], step: int, options: dict[str, Any]
+) -> None:
+    outcomes = workers.outcomes(2, skip_what_is_too_large, lengths, step, options, timeout=10.0)
+    for outcome in outcomes:
+        assert "Rank 1 has caught an exception that ended a backward of TwoLayers" in outcome.error
+    assert outcomes[1].seconds < GRACE, outcomes  # the other one waits in an average for this process to end

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
 
 from tests.core.loops.test_join_protocol import AllReducer
 from tests.support.workers import Workers
-from torch_join import Join, JoinError, JoinTypeError, UnsupportedError
+from torch_join import Join, JoinableOptimizer, JoinableState, JoinError, JoinTypeError, UnsupportedError
 
 KINDS: dict[str, Callable[[], Any]] = {
     "DataParallel": lambda: nn.DataParallel(nn.Linear(4, 4)),
@@ -248,3 +249,17 @@ def test_joins_next_to_each_other_are_fine(workers: Workers) -> None:
 def test_what_has_no_state_is_refused() -> None:
     with pytest.raises(JoinTypeError, match="not object"):
         Join([object()])
+
+
+def take_part_in_a_group(rank: int) -> list[int] | None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+    given = [JoinableOptimizer(optimizer, group), JoinableState(StepLR(optimizer, 1))]
+    with Join(given) as join:
+        return [len(join.active_ranks) for _ in join.batches([0] * rank)]
+
+
+def test_a_group_that_a_joinable_was_given(workers: Workers) -> None:
+    assert workers.run(3, take_part_in_a_group) == [None, [2], [2, 1]]

@@ -1,5 +1,6 @@
 """Optimizers that step in backward, tensor parallelism and compiled models."""
 
+import copy
 import shutil
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.core.sharded.test_exactness import check
@@ -160,3 +162,69 @@ def test_a_compiled_model(workers: Workers, api: str) -> None:
     wanted = reference(recipe)
     for rank, mine in enumerate(workers.run(2, train_compiled, recipe, **PATIENCE)):
         assert max(differences(mine, rank, wanted, recipe).values()) <= recipe.tolerance
+
+
+def evaluate(
+    rank: int, lengths: tuple[int, ...], first_generation: bool, trains: bool
+) -> tuple[list[float], list[float]]:
+    """Return outputs of two evaluations under `inference_mode`, each perhaps after an epoch, and of a model alone."""
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).double().to(place())
+    model: Any = copy.deepcopy(alone)
+    if first_generation:
+        policy = ModuleWrapPolicy([torch.nn.Linear])
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=place(), auto_wrap_policy=policy)
+    else:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    batches = [
+        torch.full((2, 4), 1.0 + rank + step, device=place(), dtype=torch.float64) for step in range(lengths[rank])
+    ]
+    optimizer, reference = (torch.optim.SGD(each.parameters(), 1e-3) for each in (model, alone))
+    found, expected = [], []
+    with Join([model, optimizer]) as join:
+        for _ in range(2):
+            for x in join.batches(batches if trains else []):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            with torch.inference_mode():
+                found += [model(x).sum().item() for x in join.batches(batches)]
+            for step in range(max(lengths) if trains else 0):
+                reference.zero_grad()
+                for r in range(len(lengths)):
+                    if step < lengths[r]:
+                        x = torch.full((2, 4), 1.0 + r + step, device=place(), dtype=torch.float64)
+                        (alone(x).square().mean() / len(lengths)).backward()
+                reference.step()
+            expected += [alone(x).sum().item() for x in batches]
+    return found, expected
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("first_generation", [False, True])
+def test_an_evaluation_under_inference_mode(workers: Workers, first_generation: bool, trains: bool) -> None:
+    for found, expected in workers.run(3, evaluate, (2, 4, 0), first_generation, trains):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+def accumulate(rank: int, lengths: tuple[int, ...], at_own_last: bool, weighting: str) -> None:
+    model = fully_shard(torch.nn.Linear(4, 1).double().to(place()))
+    with Join([model], weighting=weighting) as join:
+        for x in join.batches([torch.ones(2, 4, device=place(), dtype=torch.float64)] * lengths[rank]):
+            is_last = join.step + 1 == lengths[rank]
+            model.set_requires_gradient_sync(at_own_last if is_last else join.step % 2 == 1)
+            model(x).mean().backward()
+
+
+@pytest.mark.parametrize("weighting", ["world", "samples"])
+@pytest.mark.parametrize("lengths", [(3, 6), (6, 4)])
+def test_windows_of_unequal_length_are_told_at_the_last_batch(
+    workers: Workers, lengths: tuple[int, ...], weighting: str
+) -> None:
+    shorter = lengths.index(min(lengths))
+    outcomes = workers.outcomes(2, accumulate, lengths, min(lengths) % 2 == 1, weighting, timeout=10.0)
+    for outcome in outcomes:
+        assert f"Rank {shorter}'s last backward in this loop" in outcome.error
+    assert outcomes[shorter].seconds < 5, outcomes  # the other one may wait in a gather for this process to end

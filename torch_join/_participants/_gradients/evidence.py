@@ -245,18 +245,29 @@ class Gradients:
             if norm is not None and not _same(norm, state.norm, tolerance=1e-6)
         ]
 
-    def raise_if_differing(self, states: Sequence[State], accumulates: bool) -> None:
+    def raise_if_differing(self, states: Sequence[State], accumulates: bool, joined_amid: bool) -> None:
         """Raise if there are any before the next backward accumulates into them.
+
+        Args:
+            states: The active ranks'.
+            accumulates: See `follow`.
+            joined_amid: See `Driver`.
 
         Raises:
             JoinError: There are.
         """
         for index in self.differing(states, accumulates)[:1]:
+            between = (
+                " This rank asked for its next batch between a forward and its backward, and there was none: that"
+                " backward is missing. Ask for it after the backward, or put what reads ahead inside:"
+                " join.batches(prefetcher(loader)). If no backward belongs to that forward, the gradient"
+            )
             raise JoinError(
                 f"The active ranks' gradient of parameter {index}, of shape {tuple(self.parameters[index].shape)}, is"
-                " no longer the average that this rank got too, and the next backward accumulates into it: it was"
-                " changed by hand (through `.data` or GradScaler.unscale_, for example), which ranks that have joined"
-                " cannot know. Call zero_grad() after each optimizer step, or change gradients only right before it."
+                " no longer the average that this rank got too, and the next backward accumulates into it."
+                f"{between if joined_amid else ' It'} was changed by hand (through `.data` or GradScaler.unscale_, for"
+                " example), which ranks that have joined cannot know. Call zero_grad() after each optimizer step, or"
+                " change gradients only right before it."
             )
 
     def raise_if_lost(self, states: Sequence[State]) -> None:

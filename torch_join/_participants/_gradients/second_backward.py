@@ -35,10 +35,15 @@ class SecondBackward:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._first = self._last = -1  # the backwards that came through the last forward's outputs
-        self.awaits_first = False
+        self.awaits_first = self._is_under_way = False
         self._touched: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []  # by a second one, and the gradient
         self._waits: RemovableHandle | None = None
         self._found: tuple[Tensor, Any] | None = None  # to which the last first one has added, and the node that does
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether a first one has begun and not come to its end."""
+        return self._is_under_way and self._first != _compat.backward_in_progress()
 
     def remove(self) -> None:
         """Remove what was installed, and what refers to it."""
@@ -58,7 +63,7 @@ class SecondBackward:
         if self._touched or self._waits is not None:
             self.remove()  # what is there will be averaged with what comes
         self._first = self._last = -1
-        self.awaits_first = True
+        self.awaits_first, self._is_under_way = True, False
         for output in outputs:
             output.register_hook(partial(self._passes, first))  # type: ignore[no-untyped-call]
 
@@ -72,9 +77,13 @@ class SecondBackward:
             if self._adds():
                 self._first = task
                 first()
-                _compat.after_backward(lambda: setattr(self, "awaits_first", False))  # nobody may have heard it begin
+                self._is_under_way = True
+                _compat.after_backward(self._end_first)
         elif touched := [p for p in self._parameters if _compat.will_accumulate(p)]:
             _compat.after_backward(lambda: self._wait(touched))
+
+    def _end_first(self) -> None:
+        self._is_under_way = self.awaits_first = False  # nobody may have heard it begin
 
     def _adds(self) -> bool:
         """Whether the backward that is under way adds to any gradient: as a rule, to the one that the last added to."""

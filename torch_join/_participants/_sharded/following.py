@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -130,7 +131,8 @@ class Following:
             raise foreign("a record of a sharded model", f"unit {index} of {len(self.units)}")
         unit = self.units[index]
         if kind == "gather":
-            unit.gather(rest)
+            with torch.inference_mode(rest.inference):
+                unit.gather(rest)
         elif kind == "reduce":
             unit.reduce(rest)
         else:

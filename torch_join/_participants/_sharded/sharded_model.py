@@ -139,6 +139,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.driver.before_backward(self.index, self._forwarded_in)
         in_tail = self.tail_log.meet()
         syncs = any(unit.synchronizes for unit in self.following.units)
+        self.driver.before_sharded_backward(syncs)
         if in_tail or self.driver.meets_at is MeetingPoint.FORWARD:
             self.remember_after_backward()
         if in_tail:
@@ -259,7 +260,8 @@ class ShardedModelParticipant(Participant, LoopModel):
                 " shards as little."
             )
         for parameter, trained in zip(parameters, trains, strict=True):
-            parameter.requires_grad_(trained)
+            if parameter.requires_grad != trained:  # whole ones of an evaluation may be inference tensors
+                parameter.requires_grad_(trained)
         for module, mode in zip(self.model.modules(), modes, strict=True):
             module.training = mode
         self.forwards = self.synced = 0

@@ -243,13 +243,14 @@ class WrappingJoinable(Joinable):
 
     Attributes:
         is_replicated: Whether its state is handed over.
+        has_group: Whether it was given a process group; else it takes part in whatever group the others have.
     """
 
     is_replicated = True
 
     def __init__(self, wrapped: Any, group: Any, device: torch.device) -> None:
         self.wrapped = wrapped
-        self._group = group
+        self._group, self.has_group = group, group is not None
         self._device = device
         self._hook: weakref.ref[_Hook] | None = None
         self._driver: HookDriver | None = None

@@ -108,7 +108,8 @@ class FlatParamUnit:
             self._others_differ = not frees
             if observer.is_quiet():
                 return gather(padded)  # type: ignore[no-any-return]
-            with observer.around(index, "gather", Gather(SHARD, SHARD if frees else WHOLE, phase.name, padded.dtype)):
+            after, inference = SHARD if frees else WHOLE, torch.is_inference_mode_enabled()
+            with observer.around(index, "gather", Gather(SHARD, after, phase.name, inference, padded.dtype)):
                 return gather(padded)  # type: ignore[no-any-return]
 
         def resharding(free: bool) -> None:

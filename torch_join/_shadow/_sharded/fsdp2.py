@@ -97,7 +97,8 @@ class AnnouncedGroup:
         self.others_differ = after != SHARD
         if not self._observer.is_quiet():
             self._open = self._open or ExitStack()
-            gather = Gather(_state(self._group), after, self._group._training_state.name)
+            inference = torch.is_inference_mode_enabled()
+            gather = Gather(_state(self._group), after, self._group._training_state.name, inference)
             self._open.enter_context(self._observer.around(self._index, "gather", gather))
 
     def pre_backward(self, *args: Any) -> None:

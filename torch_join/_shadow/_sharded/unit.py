@@ -30,12 +30,14 @@ class Gather(NamedTuple):
         before: The state of the parameters before it.
         after: Their state after the phase that it belongs to.
         phase: FSDP's name of that phase.
+        inference: Whether it is under `inference_mode`, in which alone an inference tensor can be written again.
         dtype: What is gathered; `None` where the unit itself knows.
     """
 
     before: str
     after: str
     phase: str
+    inference: bool
     dtype: torch.dtype | None = None
 
 
