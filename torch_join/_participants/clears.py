@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_join._handover.optimizers import wrapped_optimizers
 from torch_join._participants.hook import Hook
 
 
@@ -66,7 +67,5 @@ class Clears:
 
 def innermost_optimizer(thing: Any) -> Any:
     """Return `thing` if it is an optimizer, the one inside if it wraps another, and else `None`."""
-    found = None
-    while thing is not found and hasattr(thing, "param_groups") and callable(getattr(thing, "zero_grad", None)):
-        found, thing = thing, getattr(thing, "optimizer", None)
-    return found
+    clearing = [one for one in wrapped_optimizers(thing, "optimizer") if callable(getattr(one, "zero_grad", None))]
+    return clearing[-1] if clearing else None
