@@ -493,7 +493,8 @@ class LoopDriver(Driver):
         loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
             model.check_can_train(reader.has_next)
-        length = None if self.members.meets_late else reader.certain_length()
+        # Where ranks meet in each step, a length only tells whether there is anything to rebalance.
+        length = reader.certain_length() if self._rebalancing.enabled or not self.members.meets_late else None
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
         begin = length, hyperparameters(self.given), how, given, first, name or ""

@@ -332,6 +332,7 @@ def test_it_goes_on_under_other_options(
         ("shuffled", (9, 1, 4), {"weighting": "samples"}),
         ("stream", (1, 0, 9), {}),
         ("stream", (2, 7, 3), {"weighting": "samples"}),
+        ("list", (4, 4, 4), {"weighting": "samples"}),
     ],
 )
 def test_it_goes_on_where_batches_are_rebalanced(
