@@ -142,6 +142,11 @@ def operations_replaced(
         yield
 
 
+def state_file(index: int) -> str:
+    """Return where `save_state` writes the state of a stateful loader, in its folder."""
+    return f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
+
+
 def unsaved(loader: Any) -> AbstractContextManager[None]:
     """Have `save_state` leave out the state of `loader`."""
     return setting(loader, use_stateful_dataloader=False)
