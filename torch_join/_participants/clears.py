@@ -1,5 +1,6 @@
 """How often an optimizer, or a model, has been asked to clear its gradients."""
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import update_wrapper
@@ -7,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_join._base.devices import read
+from torch_join._compat import ddp as _compat
 from torch_join._handover.optimizers import wrapped_optimizers
 from torch_join._participants.hook import Hook
 
@@ -22,6 +25,10 @@ class Clears:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.calls = self.steps = 0
+        # That of the last backward; how many steps there were before its first one, and how many calls then.
+        self._batch: tuple[int, int] | None = None
+        self._steps_before = self._calls_then = 0
+        self._discards = False
         self._cleared: list[Tensor] = []  # of a model, by its last call: one that FSDP shards has others at times
         self._before = {"zero_grad": vars(optimizer)["zero_grad"]} if "zero_grad" in vars(optimizer) else {}
         self._zero_grad = self._counted(optimizer.zero_grad)
@@ -36,6 +43,7 @@ class Clears:
 
     def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            self._discards = self._discards or self._is_behind
             self.calls += 1
             if isinstance(self._optimizer, nn.Module):
                 self._cleared = [*self._optimizer.parameters()]
@@ -49,6 +57,31 @@ class Clears:
     def clears_each_step(self, calls: int, steps: int) -> bool:
         """Whether it has been called for each step since it had these numbers: so that is how gradients are cleared."""
         return self._counts and self.calls - calls >= max(1, self.steps - steps - 1)
+
+    def note_backward(self, batch: tuple[int, int]) -> None:
+        """Note a backward that adds to the gradients of an optimizer, in this batch of this loop."""
+        if batch != self._batch:
+            self._batch, self._steps_before = batch, self.steps
+        self._calls_then = self.calls
+
+    @property
+    def _is_behind(self) -> bool:
+        is_counted = self._counts and self._batch is not None
+        return is_counted and (self.steps, self.calls) == (self._steps_before, self._calls_then)
+
+    def awaits_step(self, holds_others: bool) -> bool:
+        """Whether gradients are there that an optimizer has yet to step with: an accumulation has begun.
+
+        They are the parameters', or, with `holds_others`, such as FSDP keeps elsewhere until a backward syncs. Not in a
+        batch in which the optimizer has stepped, nor where it has cleared such gradients before: a model may be in the
+        way of another one's loss.
+        """
+        if not self._is_behind or self._discards:
+            return False
+        if holds_others:
+            return True
+        norms = _compat.norms(_compat.values_of([p.grad for p in self.parameters()]))
+        return any(0 < norm < math.inf for (norm,) in read([norm for norm in norms if norm is not None]))
 
     def parameters(self) -> list[Tensor]:
         """Return what is cleared."""
