@@ -25,10 +25,10 @@ class Clears:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.calls = self.steps = 0
-        # That of the last backward; how many steps there were before its first one, and how many calls then.
-        self._batch: tuple[int, int] | None = None
-        self._steps_before = self._calls_then = 0
-        self._discards = False
+        self._batch: tuple[int, int] | None = None  # that of the last backward
+        self._then = 0, 0  # at that batch's first one: how many steps there had been, and the version of a parameter
+        self._calls_then = 0  # at the last one
+        self._discards = 0  # how often it has cleared what it had not stepped with
         self._cleared: list[Tensor] = []  # of a model, by its last call: one that FSDP shards has others at times
         self._before = {"zero_grad": vars(optimizer)["zero_grad"]} if "zero_grad" in vars(optimizer) else {}
         self._zero_grad = self._counted(optimizer.zero_grad)
@@ -43,7 +43,7 @@ class Clears:
 
     def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._discards = self._discards or self._is_behind
+            self._discards += self._is_behind
             self.calls += 1
             if isinstance(self._optimizer, nn.Module):
                 self._cleared = [*self._optimizer.parameters()]
@@ -61,22 +61,28 @@ class Clears:
     def note_backward(self, batch: tuple[int, int]) -> None:
         """Note a backward that adds to the gradients of an optimizer, in this batch of this loop."""
         if batch != self._batch:
-            self._batch, self._steps_before = batch, self.steps
+            self._batch, self._then = batch, (self.steps, self._version())
         self._calls_then = self.calls
 
     @property
     def _is_behind(self) -> bool:
-        is_counted = self._counts and self._batch is not None
-        return is_counted and (self.steps, self.calls) == (self._steps_before, self._calls_then)
+        if not self._counts or self._batch is None or self.calls != self._calls_then:
+            return False
+        return self._then == (self.steps, self._version())
+
+    def _version(self) -> int:
+        """Return how often a parameter was changed: an optimizer may have a method for that beside `step`."""
+        trained = (p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad)
+        return next((p._version for p in trained), 0)
 
     def awaits_step(self, holds_others: bool) -> bool:
         """Whether gradients are there that an optimizer has yet to step with: an accumulation has begun.
 
         They are the parameters', or, with `holds_others`, such as FSDP keeps elsewhere until a backward syncs. Not in a
-        batch in which the optimizer has stepped, nor where it has cleared such gradients before: a model may be in the
+        batch in which the optimizer has stepped, nor where it clears such gradients as a rule: a model may be in the
         way of another one's loss.
         """
-        if not self._is_behind or self._discards:
+        if not self._is_behind or 2 * self._discards > self.steps:
             return False
         if holds_others:
             return True
