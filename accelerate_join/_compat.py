@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import accelerate
 import torch
@@ -35,17 +36,47 @@ schedulers: _Prepared = attrgetter("_schedulers")  # each as an `AcceleratedSche
 registered: _Prepared = attrgetter("_custom_objects")
 
 
-def wrappers(accelerator: accelerate.Accelerator) -> list[tuple[Any, list[DistributedDataParallel]]]:
+# By accelerator: what it had prepared at the last search for wrappers, and those that were found.
+_searched: WeakKeyDictionary[Any, tuple[list[ref[Any]], WeakSet[DistributedDataParallel]]] = WeakKeyDictionary()
+
+
+def wrappers(
+    accelerator: accelerate.Accelerator, is_trained: Callable[[Any], bool]
+) -> list[tuple[Any, list[DistributedDataParallel]]]:
     """Return each model that was prepared, and what wraps it.
 
-    `accelerator` itself keeps the inner modules only, but for models that were prepared for the second time. A wrapper
-    whose construction has failed has no reducer: it may live on in a traceback, as in a notebook. Older versions wrap a
-    model that was prepared for the second time once more.
+    `accelerator` itself keeps the inner modules only, but for models that were prepared for the second time. So the
+    wrappers are looked for among all objects: once, until something is prepared, or a wrapper that is trained is gone.
+    Older versions wrap a model that was prepared for the second time once more.
     """
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    ddps = [ddp for ddp in found if "reducer" in vars(ddp)]
     unwrapped = [getattr(model, "_orig_mod", model) for model in models(accelerator)]
-    return [(model, [ddp for ddp in ddps if ddp is model or ddp.module is model]) for model in unwrapped]
+    prepared = [*models(accelerator), *optimizers(accelerator)]
+    before, ddps = _searched.get(accelerator, ([], WeakSet()))
+
+    def found() -> list[tuple[Any, list[DistributedDataParallel]]]:
+        return [(model, [ddp for ddp in ddps if ddp is model or ddp.module is model]) for model in unwrapped]
+
+    is_same = len(before) == len(prepared) and all(one() is thing for one, thing in zip(before, prepared, strict=True))
+    if not is_same or any(not wraps and is_trained(model) for model, wraps in found()):
+        ddps = WeakSet(_all_wrappers())
+        _searched[accelerator] = [*map(ref, prepared)], ddps
+    return found()
+
+
+def forget_search(accelerator: accelerate.Accelerator) -> None:
+    """Have the next call of `wrappers` search: something was prepared."""
+    _searched.pop(accelerator, None)
+
+
+def _all_wrappers() -> Iterator[DistributedDataParallel]:
+    """Go through the DDP models of the process, by what refers to their classes: that is quicker than a loop."""
+    kinds = [DistributedDataParallel]
+    for kind in kinds:  # it grows meanwhile
+        kinds += kind.__subclasses__()
+    for thing in gc.get_referrers(*kinds):
+        # One whose construction has failed has no reducer: it may live on in a traceback, as in a notebook.
+        if type(thing) in kinds and "reducer" in vars(thing):
+            yield thing
 
 
 def overflows(accelerator: accelerate.Accelerator) -> list[bool]:
@@ -140,6 +171,11 @@ def operations_replaced(
         ),
     ):
         yield
+
+
+def state_file(index: int) -> str:
+    """Return where `save_state` writes the state of a stateful loader, in its folder."""
+    return f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
 
 
 def unsaved(loader: Any) -> AbstractContextManager[None]:

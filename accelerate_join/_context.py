@@ -200,6 +200,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         with _positions.loaded(self, kwargs.get("load_kwargs")):
             super().load_state(*args, **kwargs)
 
+    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what Accelerate's method does, and note that there is another wrapper."""
+        _compat.forget_search(self)
+        return super().prepare_model(*args, **kwargs)
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what Accelerate's method does, so that a stateful loader resumes where it was a second time too."""
+        loader = super().prepare_data_loader(*args, **kwargs)
+        _positions.count_once(loader)
+        return loader
+
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Do what Accelerate's method does; of a `DataLoaderShard`, have each process save where it is.
 

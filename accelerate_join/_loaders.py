@@ -60,10 +60,10 @@ class PreparedReader(Reader[Any]):
             yield from self._own  # what Accelerate does with all processes as a loop begins
 
     def _keeping(self, unplaced: deque[Any]) -> Iterator[Any]:
-        base, skipped = self.prepared.base_dataloader, getattr(self.prepared, "skip_batches", 0)
+        own_iter, skipped = self.prepared.base_dataloader.__iter__, getattr(self.prepared, "skip_batches", 0)
 
         def batches() -> Iterator[Any]:
-            for index, batch in enumerate(base):
+            for index, batch in enumerate(own_iter()):
                 if index >= skipped:
                     unplaced.append(batch)
                 yield batch

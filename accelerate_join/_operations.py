@@ -107,6 +107,13 @@ class Operations(ActiveOperations, Participant):
         """
         loader, in_tail = self.progress.find_loader(), self.tail_log.meet()
         _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
+        if self.driver.in_loop and self.driver.is_amid_window():
+            warnings.warn(
+                f"save_state at step {self.driver.step_number}, where an accumulation has begun: no checkpoint of"
+                " Accelerate holds gradients, so that a resumed run leaves these batches out. Save where"
+                " accelerator.sync_gradients is true, after the optimizer's step.",
+                stacklevel=4,
+            )
         when = _positions.epochs(self._accelerator), self.driver.step_number if self.driver.in_loop else -1
         is_last = self.driver.in_loop and loader is not None and self.driver.find_last_step()
         if not in_tail:

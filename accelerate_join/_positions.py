@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from accelerate_join import _compat
 from accelerate_join._loaders import Iterate, deals_out, drawn_from, known_as
 from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Order, gather_objects, global_kept, set_own, setting
+from torch_join.integration import Order, gather_objects, global_kept, resumed_at, set_own, setting
 
 _MARK = "join_world_size"  # in a loader's state that one process has written for all
 # Where a save was made: the epochs of all loaders, and the step within the current loop. It is alike on all processes.
@@ -58,6 +59,7 @@ def going_through(
     Raises:
         JoinError: The state that was loaded is another process's.
     """
+    count_once(loader)
     waiting = getattr(loader.base_dataloader, "next_iter_state", None) or {}
     if waiting.get(_MARK, 1) > 1 and not deals_out(loader):
         raise JoinError(
@@ -75,6 +77,21 @@ def going_through(
 
     yield lambda loader: order.go_through(own_iter(loader)), place["has_no_rest"], note_batch
     loop.is_over = True
+
+
+def count_once(loader: Any) -> None:
+    """Have a stateful loader count once what it reads again where it resumes, which torchdata's own counts twice.
+
+    Accelerate calls the `__iter__` of the loader that it has wrapped by name.
+    """
+    if _is_stateful(loader):
+        vars(loader.base_dataloader).setdefault("__iter__", partial(_resumed, loader.base_dataloader))
+
+
+def _resumed(loader: Any) -> Iterator[Any]:
+    own: Any = type(loader)
+    with resumed_at([loader], [None], taken=0):
+        return own.__iter__(loader)  # type: ignore[no-any-return]
 
 
 def epochs(accelerator: accelerate.Accelerator) -> list[int]:
@@ -123,6 +140,8 @@ def saved(
         "when": (epochs(accelerator), -1) if when is None else when,
         "world_size": accelerator.num_processes,
         "places": [_place_of(each, each is last) for each in loaders],
+        # Of a loop outside of the context, for a rank that has a folder of its own, without Accelerate's file.
+        "states": [_state_of(each) if _begun.get(each) is None else None for each in loaders],
     }
     leads = leads if when is not None else accelerator.is_main_process
     on_node = accelerator.project_configuration.save_on_each_node and accelerator.is_local_main_process
@@ -159,6 +178,9 @@ def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | No
         hook.remove()
     file = _file(folders[-1], accelerator.process_index)
     mine = load_file(file, map_location="cpu", **(load_kwargs or {})) if file.exists() else None
+    for index, state in enumerate((mine or {}).get("states", ())):
+        if state is not None and not Path(folders[-1], _compat.state_file(index)).exists():
+            _compat.loaders(accelerator)[index].load_state_dict(state)
     everyone = gather_objects(mine, "Where a process was in its loaders", None)
     if any(everyone):
         _take(accelerator, everyone)
@@ -204,18 +226,23 @@ def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
     if begun is None:
         return None
     iteration = getattr(loader, "iteration", 0)
-    is_stateful = _is_stateful(loader)
     is_in_it = iteration == begun.iteration  # Accelerate counts no epoch whose rest was gone through
     amid = is_in_it and not is_last and not begun.is_over
-    has_no_rest = amid and is_stateful and (bool(loader.end_of_dataloader) or not begun.has_batch)
-    state = {name: value for name, value in loader.dl_state_dict.items() if name != _MARK} if is_stateful else None
+    has_no_rest = amid and _is_stateful(loader) and (bool(loader.end_of_dataloader) or not begun.has_batch)
     return {
         "iteration": iteration + (is_in_it and not amid),
         "order": begun.order.place(not amid or has_no_rest),
-        "state": deepcopy(state),
+        "state": _state_of(loader),
         "amid": amid,
         "has_no_rest": has_no_rest,
     }
+
+
+def _state_of(loader: Any) -> dict[str, Any] | None:
+    """Return this process's state of a stateful loader."""
+    if not _is_stateful(loader):
+        return None
+    return deepcopy({name: value for name, value in loader.dl_state_dict.items() if name != _MARK})
 
 
 def _go_to(loader: PreparedLoader, place: dict[str, Any]) -> None:

@@ -72,19 +72,24 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
         JoinError: A model has several wrappers.
     """
     known = [thing.module for thing in given if isinstance(thing, DistributedDataParallel)]
-    wrappers = _compat.wrappers(accelerator)
+    trained = {id(p) for one in _compat.optimizers(accelerator) for group in one.param_groups for p in group["params"]}
+
+    def is_wrapped(model: Any) -> bool:
+        """Whether a model is to have a wrapper: one that was prepared for evaluation only is in no optimizer."""
+        is_trained = any(p.requires_grad and id(p) in trained for p in model.parameters())
+        return is_trained and not is_called_itself(model) and not any(model is one for one in known)
+
+    wrappers = _compat.wrappers(accelerator, is_wrapped)
     if any(len(found) > 1 for _, found in wrappers):
         gc.collect()  # from an attempt that has failed, perhaps
-        wrappers = _compat.wrappers(accelerator)
-    trained = {id(p) for one in _compat.optimizers(accelerator) for group in one.param_groups for p in group["params"]}
+        wrappers = _compat.wrappers(accelerator, is_wrapped)
     models = list(filter(is_called_itself, _compat.models(accelerator)))
     for model, found in wrappers:
         if is_called_itself(model):
             continue
         if any(model is one for one in known):
             continue
-        # One that was prepared for evaluation only is in no optimizer.
-        if not found and any(p.requires_grad and id(p) in trained for p in model.parameters()):
+        if not found and is_wrapped(model):
             warnings.warn(
                 f"No DistributedDataParallel was found that wraps the prepared {type(model).__name__}, so it takes no"
                 " part in join_uneven_inputs. If it is trained, give its DistributedDataParallel among `joinables`.",

@@ -59,6 +59,7 @@ class Joining(ParallelStrategy):
     # Until a run of several processes begins there is nobody else.
     channel = Channel()
     driver: StepDriver | None = None
+    monitored = False  # by a callback, in the fit that begins
     join: Any = None
     # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
     sets_up = False
@@ -168,7 +169,7 @@ class Joining(ParallelStrategy):
     def take_joinables(self) -> list[Joinable]:
         """Return the joinables of the user's own; all ranks meet. In one process, have their post-hooks run there."""
         assert self.lightning_module is not None
-        joinables = all_joinables(self.joinables, self.lightning_module, self.channel)
+        joinables = all_joinables(self.joinables, self.lightning_module, self.channel, self.monitored)
         if self.world_size == 1 and _compat.trainer_of(self.lightning_module) is not None:
             run_post_hooks_in_one_process(self.lightning_module.trainer.callbacks, joinables)  # type: ignore[attr-defined]
         return joinables

@@ -79,6 +79,27 @@ def own(kind: Callable[[range, int], Any] = Data, more: int = 0) -> Make:
     return lambda rank, epoch: DataLoader(kind(OWN[rank], more), 2)
 
 
+class Rounds:
+    """Batches of which a sampler gives each rank one of W, after it has filled the last round with the first ones."""
+
+    def __init__(self, rank: int) -> None:
+        batches = [[*range(first, first + 2)] for first in range(0, SIZE, 2)]
+        self.own = (batches + batches[: -len(batches) % WORLD_SIZE])[rank::WORLD_SIZE]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.own)
+
+
+def rounds(rank: int, epoch: int) -> Any:
+    return DataLoader(Data(range(SIZE)), batch_sampler=Rounds(rank))
+
+
+def equal_parts(rank: int, epoch: int) -> Any:
+    """A stream of this rank's part of the samples, which are cut off where they cannot be divided."""
+    size = SIZE // WORLD_SIZE
+    return DataLoader(Stream(range(size * rank, size * (rank + 1))), 2)
+
+
 def own_sampler(more: int) -> Make:
     return lambda rank, epoch: DataLoader(Data(OWN[rank]), 2, sampler=Places(OWN[rank], more))
 
@@ -283,6 +304,8 @@ def in_lightning(line: str, make: Make, expected: Expected | str, **options: Any
 NO_SAMPLER, STREAM, SHARDS = "one dataset, no sampler", "one stream, the same on each rank", "a shard for each rank"
 OURS, TORCHS = "`UnpaddedDistributedSampler`", "`DistributedSampler`"
 TORCHS_DROPPING, DROPPING = "`DistributedSampler(drop_last=True)`", "`DataLoader(drop_last=True)`"
+ROUNDS = "a sampler that knows W and repeats batches until all ranks have as many"
+PARTS = "a stream in equal parts, such as Ray Data's `streaming_split(equal=True)`"
 LIMIT, OVERFIT = "`limit_train_batches=0.5`", "`overfit_batches=2`"
 RELOAD = "`reload_dataloaders_every_n_epochs=1`"
 LONG, SHORT = "`__len__` of a stream, a sampler or a loader: too large", "the same: too small"
@@ -333,6 +356,8 @@ CASES = [
         {},
         FILLED_UP,
     ),
+    *everywhere(ROUNDS, rounds, exactly([0, 1, 6, 7, 12, 13], [2, 3, 8, 9, 0, 1], [4, 5, 10, 11, 2, 3])),
+    *everywhere(PARTS, equal_parts, exactly([0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11])),
     in_lightning(LIMIT, own(), first_of_own(0, 4, 2), limit_train_batches=0.5, **ALONE),
     in_lightning(LIMIT, whole(), lambda epoch: shuffled(epoch, 2), limit_train_batches=0.5),
     in_lightning(LIMIT, own(), "The dataloaders of rank 2 cannot be run", limit_train_batches=0.3, **ALONE),

@@ -30,6 +30,7 @@ from torch_join._handover.objects import gather as gather_objects
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.lockstep_join import LockstepJoin
 from torch_join._lockstep.step_driver import StepDriver
+from torch_join._monitor.monitor import check_monitored
 from torch_join._monitor.records import EpochRecord, RankRecord
 from torch_join._participants import ModuleMetrics, Participant
 from torch_join._participants.arguments import listed
@@ -58,13 +59,14 @@ __all__ = [
     "Begin", "Changes", "Channel", "Count", "Driver", "EpochRecord", "FileRows", "JoinOptions", "LoaderPlace",
     "Lockstep", "LockstepJoin", "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Order",
     "Participant", "RankRecord", "ReadStep", "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "Resuming",
-    "RowsPart", "StepDriver", "StepMirror", "begin_anew", "check_names", "closed", "draws_exactly", "driver_of",
-    "early_termination", "epochs_of", "factor_of_count", "follow_sharded_model", "forget_states", "gather_given",
-    "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward",
-    "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows",
-    "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "read_rows",
-    "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
-    "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
+    "RowsPart", "StepDriver", "StepMirror", "begin_anew", "check_monitored", "check_names", "closed", "draws_exactly",
+    "driver_of", "early_termination", "epochs_of", "factor_of_count", "follow_sharded_model", "forget_states",
+    "gather_given", "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts",
+    "in_backward", "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model",
+    "join_rows", "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops",
+    "read_rows", "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join", "state_of",
+    "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed",
+    "whole_signature",
 ]
 # fmt: on
 

@@ -59,6 +59,11 @@ class Loop(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if self.distributed:
+            if dist.group.WORLD is None:
+                raise JoinError(
+                    "A loop whose ranks serve each other was begun while there is no process group. Call"
+                    " fabric.launch(), or make the Accelerator, before the loop, and destroy the group after it."
+                )
             _end_at_exit()
             _unbegun.append((ref(dist.group.WORLD), self))
         return self._go_through()

@@ -29,6 +29,7 @@ from torch_join.integration import (
     ReadStep,
     Rebalancing,
     StepDriver,
+    check_monitored,
     factor_of_count,
     follow_sharded_model,
     open_channel,
@@ -171,8 +172,10 @@ class Run:
 
     def tell_lengths(self, loader: EvenedLoader) -> None:
         """Find the lengths of all ranks' loaders; all ranks meet."""
-        everyone = self.channel.gather(tuple(loader.said), of=tuple[int | None, int | None])
-        loader.everyone = [Said(*said) for said in everyone]
+        mine = *loader.said, bool(self._monitors)
+        everyone = self.channel.gather(mine, of=tuple[int | None, int | None, bool])
+        check_monitored([monitored for *_, monitored in everyone])
+        loader.everyone = [Said(*said) for *said, _ in everyone]
 
     # ------------------------------------------------------------ reading
 

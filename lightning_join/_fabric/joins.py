@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
-from itertools import count
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -69,6 +68,7 @@ class Joins:
     _operations: Operations | None = None
     _within: str | None = None  # why nothing that ranks do together can be done in a loop within another
     _deals_out = False  # whether a sampler of a loader deals a dataset out to the ranks
+    _numbered = 0  # how many loaders were set up
     _inner = 0  # how many loops within the current one are under way
 
     @renamed("heartbeat", "may_break")
@@ -91,8 +91,6 @@ class Joins:
         super().__init__(*args, **kwargs)
         self.joinables: list[Any] = list(joinables)
         self._set_up: list[Any] = []
-        self._loaders: weakref.WeakValueDictionary[int, JoinedLoader[Any]] = weakref.WeakValueDictionary()
-        self._numbers = count(1)
         timeout = Options.timeout if self._timeout is None else self._timeout
         self.options = Options.of(locals())
 
@@ -231,10 +229,15 @@ class Joins:
         self._deals_out = self._deals_out or is_dealt_out(found)
         return self._joined(found)
 
+    @cached_property  # made after the launch: processes that Fabric spawns get this object pickled
+    def _loaders(self) -> "weakref.WeakValueDictionary[int, JoinedLoader[Any]]":
+        return weakref.WeakValueDictionary()
+
     def _joined(self, loader: Iterable[T]) -> JoinedLoader[T]:
         if self._driver is not None and self._driver.in_loop:  # which ranks that have joined do not come to
             return JoinedLoader(loader, self)
-        joined = JoinedLoader(loader, self, next(self._numbers))
+        self._numbered += 1
+        joined = JoinedLoader(loader, self, self._numbered)
         self._loaders[joined.number] = joined
         return joined
 

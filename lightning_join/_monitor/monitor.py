@@ -91,6 +91,11 @@ class JoinMonitor(Callback):
                 " Trainer(strategy='ddp_join'), add a lightning_join.JoinCallback to strategy='ddp', or leave"
                 " JoinMonitor out."
             )
+        strategy.monitored = stage == "fit"
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        strategy: Any = trainer.strategy
+        strategy.monitored = False
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self.epochs.clear()

@@ -7,18 +7,20 @@ import lightning.pytorch as pl
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from torch_join import JoinValueError
-from torch_join.integration import Channel
+from torch_join.integration import Channel, check_monitored
 
 
-def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel) -> list[Joinable]:
+def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel, monitored: bool = False) -> list[Joinable]:
     """Return those `given` to the strategy and those of the module's `configure_joinables()`; all ranks meet.
 
     Raises:
-        JoinValueError: The ranks have different ones, or an object is there twice.
+        JoinValueError: The ranks have different ones, or an object is there twice; or some only are monitored.
     """
     configure = getattr(module, "configure_joinables", None)
     joinables = [*given, *((configure() or ()) if configure is not None else ())]
-    everyone = channel.gather([type(joinable).__name__ for joinable in joinables], of=list[str])
+    mine = [type(joinable).__name__ for joinable in joinables], monitored
+    everyone, everywhere = zip(*channel.gather(mine, of=tuple[list[str], bool]), strict=True)
+    check_monitored(everywhere)
     if any(names != everyone[0] for names in everyone):
         by_rank = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone))
         raise JoinValueError(

@@ -1,5 +1,6 @@
 """`save_state` and `load_state` in the tail, also with the main process joined."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_join import Accelerator, join_uneven_inputs
 from tests.emulator import DEVICE, place
@@ -204,6 +205,43 @@ def test_a_stateful_loader_is_resumed_in_the_tail(workers: Workers, lengths: tup
     everything = workers.run(2, stateful, 0, lengths, str(tmp_path), 3)
     left = workers.run(2, stateful, 0, lengths, str(tmp_path), None)
     assert left == [numbers[4 - AGAIN :] for numbers in everything]
+
+
+class Stream(IterableDataset[Tensor]):
+    """Has no state, so that what a place has behind it is read again."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(64))
+
+
+def in_parts(rank: int, kind: str, in_context: bool, folder: str) -> tuple[list[Any], list[Any]]:
+    """Go through an epoch, and through one by objects made anew after each second batch, and at the end."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=kind == "dispatched")
+    data: Any = range(64) if kind == "own folder" else Stream()
+    folder += f"/{rank}" if kind == "own folder" else ""
+    found: list[list[Any]] = [[], [], []]
+    for number, stop, loads in [(0, 99, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1), (1, 99, 1), (2, 99, 1)]:
+        with accelerator_of(rank, Accelerator, dataloader_config=config) as accelerator:
+            loader = accelerator.prepare(DataLoader(data, 4))
+            if loads:
+                accelerator.load_state(folder)
+            for step, batch in enumerate(accelerator.join_batches(loader) if in_context else loader):
+                found[number].append(batch.tolist())
+                if step == stop:
+                    accelerator.save_state(folder)
+                    break
+            if number == 1 and stop == 99:
+                accelerator.save_state(folder)
+            accelerator.wait_for_everyone()
+    return found[0] * 2, found[1] + found[2]
+
+
+@pytest.mark.skipif(bool(AGAIN), reason="these begin again too early")
+@pytest.mark.parametrize(("kind", "in_context"), [("dispatched", False), ("sharded", True), ("own folder", False)])
+def test_an_epoch_is_resumed_again_and_again(workers: Workers, kind: str, in_context: bool, tmp_path: Path) -> None:
+    for whole, resumed in workers.run(2, in_parts, kind, in_context, str(tmp_path)):
+        assert len(whole) == 16
+        assert resumed == whole
 
 
 def own_loader(rank: int, lengths: tuple[int, ...]) -> Any:

@@ -3,6 +3,7 @@
 import gc
 import inspect
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import accelerate_join
-from accelerate_join import join_uneven_inputs
+from accelerate_join import Accelerator, _compat, join_batches, join_uneven_inputs
 from tests.support.front_ends.accelerate import Script, accelerator_of, dataset, make_loader
 from tests.support.inside import given_objects
 from tests.support.joinables import Counter
@@ -273,3 +274,27 @@ def test_the_signature_is_accelerates() -> None:
     assert issubclass(UnsupportedError, accelerate_join.JoinError)
     gc.collect()
     assert not dist.is_initialized()
+
+
+def searches(rank: int, kind: Any) -> list[int]:
+    """Return how often the models' wrappers had been looked for after each loop, and after another `prepare`."""
+    net, counts = nn.Linear(4, 1), []
+    with (
+        accelerator_of(rank, kind) as accelerator,
+        mock.patch.object(_compat, "_all_wrappers", wraps=_compat._all_wrappers) as search,
+    ):
+        for _ in range(2):
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for _ in range(3):
+                for x in join_batches(accelerator, [torch.ones(2, 4)] * (1 + rank)):
+                    accelerator.backward(model(x).sum())
+                    optimizer.step()
+                counts.append(search.call_count)
+            del model, optimizer
+            accelerator.free_memory()
+    return counts
+
+
+@pytest.mark.parametrize("kind", [Accelerator, accelerate.Accelerator])
+def test_wrappers_are_looked_for_once_after_prepare(workers: Workers, kind: Any) -> None:
+    assert workers.run(2, searches, kind) == [[1, 1, 1, 2, 2, 2]] * 2

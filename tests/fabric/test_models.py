@@ -25,6 +25,7 @@ from lightning_join.fabric import DDPJoinStrategy, FSDPJoinStrategy, ModelParall
 from tests.support.front_ends.fabric import fabric_of, to_the_end
 from tests.support.sharded_fits import Double, _whole_state, on_cpus
 from tests.support.workers import Workers
+from torch_join import JoinError
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = ((1, 4), (0, 3, 2))
@@ -312,7 +313,7 @@ def test_the_other_package(tmp_path: Path) -> None:
     program = PROGRAM.replace("lightning.fabric", "lightning_fabric").replace(
         "import lightning_join", "import pytorch_lightning_join"
     )
-    ran = run_program(tmp_path, "ddp_join_fork", program=program)
+    ran = run_program(tmp_path, "ddp_join_spawn", program=program)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -334,3 +335,9 @@ def test_processes_that_fabric_starts(strategy: str, tmp_path: Path) -> None:
     assert "of the user's" in ran.stderr
     if strategy == "ddp_join":  # elsewhere whoever has started them ends all with the first that fails
         assert "PeerFailedError: Rank 1" in ran.stderr
+
+
+def test_a_loop_without_a_process_group_names_the_launch() -> None:
+    strategy = DDPJoinStrategy(parallel_devices=[torch.device("cpu")] * 2)
+    with pytest.raises(JoinError, match=r"while there is no process group\. Call fabric\.launch\(\)"):
+        list(strategy.batches([1]))

@@ -112,6 +112,16 @@ def test_the_monitor_counts_donated_batches(workers: Workers) -> None:
             assert epoch.donated_bytes == epochs[0].donated_bytes > 0
 
 
+def run_monitored(rank: int, lengths: tuple[int, ...]) -> Any:
+    """Run with a monitor on the first rank alone."""
+    return run(rank, JoinTrainer, Fit(lengths, epochs=1), {}, JoinMonitor() if rank == 0 else None)
+
+
+def test_a_monitor_on_one_rank(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, run_monitored, (2, 2)):
+        assert "among the callbacks of rank 0, and not of rank 1" in outcome.error
+
+
 def test_the_monitor(workers: Workers, tmp_path: Path) -> None:
     monitor = JoinMonitor(tmp_path / "report.html")
     found = workers.run(2, run, JoinTrainer, Fit((2, 5), epochs=2), {}, monitor)

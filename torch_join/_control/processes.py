@@ -20,7 +20,7 @@ class Process(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The letter that ps shows; `X` if it has ended."""
+        """The letter that ps shows; `X` if it has ended, and `?` where this process cannot find out."""
         return _look(self.pid, self.began)[0]
 
     @property
@@ -52,8 +52,10 @@ def _look(pid: int, began: int | None) -> tuple[str, int]:
     try:
         # The name, in parentheses, may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X", 0
+    except OSError:  # no free file descriptor, say, which tells nothing about the other process
+        return "?", 0
     if began is not None and (int(fields[19]) != began or int(fields[6]) & _EXITING):
         return "X", 0
     return fields[0], int(fields[19])

@@ -25,7 +25,21 @@ _CONTAINERS = ("state", "param_groups")
 
 def is_optimizer(value: Any) -> bool:
     """Whether `value` is an optimizer, of torch or something like it."""
-    return isinstance(value, Optimizer) or (has_state(value) and hasattr(value, "param_groups"))
+    return isinstance(value, Optimizer) or (has_state(value) and has_groups(value))
+
+
+def has_groups(value: Any) -> bool:
+    """Whether `value` has parameter groups; a mock, which has an attribute of every name, has none."""
+    return isinstance(getattr(value, "param_groups", None), (list, tuple))
+
+
+def wrapped_optimizers(optimizer: Any, *names: str) -> list[Any]:
+    """Return `optimizer`, the one that it holds in the first of these attributes that it has, and so on."""
+    found: list[Any] = []
+    while has_groups(optimizer) and not any(optimizer is one for one in found):
+        found.append(optimizer)
+        optimizer = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
+    return found
 
 
 def with_wrapped(optimizer: Any) -> list[Any]:

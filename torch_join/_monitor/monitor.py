@@ -2,13 +2,13 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torch_join._base.errors import JoinTypeError
+from torch_join._base.errors import JoinTypeError, JoinValueError, name_ranks
 from torch_join._control.channel import Channel
 from torch_join._monitor.page import page
 from torch_join._monitor.plot import check_can_draw, draw_timeline
@@ -134,6 +134,21 @@ class JoinMonitor:
     def steps(self) -> int:
         """How many steps there were in all epochs."""
         return sum(epoch.steps for epoch in self.epochs)
+
+
+def check_monitored(monitored: Sequence[bool]) -> None:
+    """Raise if some ranks have a monitor, by rank, and others none: they tell each other what they have measured.
+
+    Raises:
+        JoinValueError: So it is.
+    """
+    if any(monitored) and not all(monitored):
+        having = name_ranks(rank for rank, has in enumerate(monitored) if has)
+        lacking = name_ranks(rank for rank, has in enumerate(monitored) if not has)
+        raise JoinValueError(
+            f"A JoinMonitor is among the callbacks of {having}, and not of {lacking}. The ranks tell each other what"
+            " they have measured: give all of them one, or none."
+        )
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

@@ -39,7 +39,7 @@ def check_given(joinables: Sequence[Any]) -> None:
 
     Raises:
         JoinValueError: `joinables` is empty.
-        JoinTypeError: A loader is among them.
+        JoinTypeError: A loader is among them, or a mock.
     """
     if not joinables:
         raise JoinValueError(
@@ -51,6 +51,12 @@ def check_given(joinables: Sequence[Any]) -> None:
             "A loader is among the joinables, which are models, optimizers and whatever else is the same on all ranks."
             " Leave it out, and loop over it: `for batch in join.batches(loader)`."
         )
+    for thing in joinables:
+        if getattr(thing, "no_object_has_this_attribute", None) is not None:
+            raise JoinTypeError(
+                f"A {type(thing).__name__} is among the joinables that has attributes of every name, as a mock has, so"
+                " that Join cannot tell what it is. Give Join a real model or optimizer, or leave it out."
+            )
 
 
 def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:

@@ -1,5 +1,6 @@
 """How often an optimizer, or a model, has been asked to clear its gradients."""
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import update_wrapper
@@ -7,6 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_join._base.devices import read
+from torch_join._compat import ddp as _compat
+from torch_join._handover.optimizers import wrapped_optimizers
 from torch_join._participants.hook import Hook
 
 
@@ -21,6 +25,10 @@ class Clears:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.calls = self.steps = 0
+        self._batch: tuple[int, int] | None = None  # that of the last backward
+        self._then = 0, 0  # at that batch's first one: how many steps there had been, and the version of a parameter
+        self._calls_then = 0  # at the last one
+        self._discards = 0  # how often it has cleared what it had not stepped with
         self._cleared: list[Tensor] = []  # of a model, by its last call: one that FSDP shards has others at times
         self._before = {"zero_grad": vars(optimizer)["zero_grad"]} if "zero_grad" in vars(optimizer) else {}
         self._zero_grad = self._counted(optimizer.zero_grad)
@@ -35,6 +43,7 @@ class Clears:
 
     def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            self._discards += self._is_behind
             self.calls += 1
             if isinstance(self._optimizer, nn.Module):
                 self._cleared = [*self._optimizer.parameters()]
@@ -48,6 +57,37 @@ class Clears:
     def clears_each_step(self, calls: int, steps: int) -> bool:
         """Whether it has been called for each step since it had these numbers: so that is how gradients are cleared."""
         return self._counts and self.calls - calls >= max(1, self.steps - steps - 1)
+
+    def note_backward(self, batch: tuple[int, int]) -> None:
+        """Note a backward that adds to the gradients of an optimizer, in this batch of this loop."""
+        if batch != self._batch:
+            self._batch, self._then = batch, (self.steps, self._version())
+        self._calls_then = self.calls
+
+    @property
+    def _is_behind(self) -> bool:
+        if not self._counts or self._batch is None or self.calls != self._calls_then:
+            return False
+        return self._then == (self.steps, self._version())
+
+    def _version(self) -> int:
+        """Return how often a parameter was changed: an optimizer may have a method for that beside `step`."""
+        trained = (p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad)
+        return next((p._version for p in trained), 0)
+
+    def awaits_step(self, holds_others: bool) -> bool:
+        """Whether gradients are there that an optimizer has yet to step with: an accumulation has begun.
+
+        They are the parameters', or, with `holds_others`, such as FSDP keeps elsewhere until a backward syncs. Not in a
+        batch in which the optimizer has stepped, nor where it clears such gradients as a rule: a model may be in the
+        way of another one's loss.
+        """
+        if not self._is_behind or 2 * self._discards > self.steps:
+            return False
+        if holds_others:
+            return True
+        norms = _compat.norms(_compat.values_of([p.grad for p in self.parameters()]))
+        return any(0 < norm < math.inf for (norm,) in read([norm for norm in norms if norm is not None]))
 
     def parameters(self) -> list[Tensor]:
         """Return what is cleared."""
@@ -66,7 +106,5 @@ class Clears:
 
 def innermost_optimizer(thing: Any) -> Any:
     """Return `thing` if it is an optimizer, the one inside if it wraps another, and else `None`."""
-    found = None
-    while thing is not found and hasattr(thing, "param_groups") and callable(getattr(thing, "zero_grad", None)):
-        found, thing = thing, getattr(thing, "optimizer", None)
-    return found
+    clearing = [one for one in wrapped_optimizers(thing, "optimizer") if callable(getattr(one, "zero_grad", None))]
+    return clearing[-1] if clearing else None

@@ -35,8 +35,13 @@ from torch_join._shadow.zero_gradient import broadcast_gradient
 
 
 def _before_backward(driver: "weakref.ref[Driver]", model: int, loop: int) -> None:
-    if (its := driver()) is not None:  # a loss that is kept keeps nothing of ours
+    if (its := driver()) is not None:
         its.before_backward(model, loop)
+
+
+def _accumulates(driver: "weakref.ref[Driver]", model: int, _: Tensor) -> None:
+    if (its := driver()) is not None:
+        its.note_accumulation(model)
 
 
 class ModelParticipant(Participant, LoopModel):
@@ -193,10 +198,13 @@ class ModelParticipant(Participant, LoopModel):
         if self._has_rebuilt != self.ddp._has_rebuilt_buckets:
             self.rebind()
         outputs = _compat.differentiable(output)
+        driver = weakref.ref(self.driver)  # a loss that is kept keeps nothing of ours
         if self.ddp.require_backward_grad_sync:
-            self._second_backward.forward(
-                outputs, partial(_before_backward, weakref.ref(self.driver), self.index, self.driver.loop_number)
-            )
+            begins_backward = partial(_before_backward, driver, self.index, self.driver.loop_number)
+            self._second_backward.forward(outputs, begins_backward)
+        else:
+            for each in outputs:
+                each.register_hook(partial(_accumulates, driver, self.index))  # type: ignore[no-untyped-call]
         if self._watch.is_on or (self._has_met and self.driver.meets_at is not MeetingPoint.FORWARD):
             return
         begins = weakref.WeakMethod(self._meet_or_remember)  # a loss that is kept keeps nothing of ours

@@ -118,6 +118,10 @@ class Driver(Protocol):
         """Note that a backward of this part's is followed."""
         return
 
+    def note_accumulation(self, model: int) -> None:
+        """Note that a backward of this rank's own adds to a model's gradients."""
+        return
+
     def before_backward(self, model: int, loop: int = 0) -> None:
         """Raise for the backward of a batch whose loop has ended on all ranks, some of which ran out before others.
 
@@ -150,11 +154,13 @@ class LoopModel:
         index: Of this part.
         forwards: The forwards of this rank's own, since the last tail.
         synced: How many of these a backward that averages gradients follows.
+        holds_unsynced: Whether there are gradients, accumulated without a sync, that are none of the parameters'.
         deferred: The forwards that joined ranks hear of, if there are any, when their backward begins.
     """
 
     index: int
     forwards = synced = deferred = 0
+    holds_unsynced = False
     _task = -1  # the backward that has come to this model
     _remembers = -1  # the last one that is remembered at its end
 

@@ -13,10 +13,12 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torch_join._handover.optimizers import has_groups, wrapped_optimizers
 from torch_join._participants.hook import untraced
 from torch_join._participants.kinds import is_engine
 from torch_join._participants.participant import Driver, LoopModel, Participant
 
+_HOLD = ("optimizer", "optim")  # in which a wrapper holds an optimizer
 _warned: WeakSet[Any] = WeakSet()  # the optimizers that there has been a warning about, in this process
 
 
@@ -47,7 +49,9 @@ class UnregisteredOptimizerParticipant(Participant):
             self._take(thing)
         models = [cast(LoopModel, each).modules[0] for each in self.tail_log.participants if each.is_model]
         self._parameters = {id(p) for model in models for p in model.parameters() if p.requires_grad}
-        wrapped = {id(inner) for optimizer in self._given.values() for inner in _chain(optimizer)[1:]}
+        wrapped = {
+            id(inner) for optimizer in self._given.values() for inner in wrapped_optimizers(optimizer, *_HOLD)[1:]
+        }
         for key, optimizer in self._given.items():
             groups = optimizer.param_groups
             has_scheduler = any("initial_lr" in group for group in groups)
@@ -71,11 +75,11 @@ class UnregisteredOptimizerParticipant(Participant):
             self._take(thing.lr_scheduler)
         if isinstance(thing, nn.Module) or id(thing) in self._given:
             return  # a module's state is its tensors
-        if hasattr(thing, "param_groups"):
+        if has_groups(thing):
             self._given[id(thing)] = thing
         for value in vars(thing).values() if hasattr(thing, "__dict__") else ():
             for one in value if isinstance(value, (list, tuple)) else (value,):
-                if hasattr(one, "param_groups") or _is_scheduler(one):
+                if has_groups(one) or _is_scheduler(one):
                     self._take(one)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -129,16 +133,7 @@ def _is_scheduler(thing: Any) -> bool:
 def _scheduled_by(scheduler: Any) -> Iterator[Any]:
     """Yield the optimizers of a scheduler and of the one that it wraps, if it does."""
     inner = getattr(scheduler, "scheduler", None)
-    if inner is not None:
+    if inner is not scheduler and _is_scheduler(inner):
         yield from _scheduled_by(inner)
     for optimizer in (getattr(scheduler, "optimizer", None), *getattr(scheduler, "optimizers", ())):
-        yield from _chain(optimizer)
-
-
-def _chain(optimizer: Any) -> list[Any]:
-    """Return an optimizer, the one that it wraps, and so on."""
-    found: list[Any] = []
-    while hasattr(optimizer, "param_groups") and not any(optimizer is one for one in found):
-        found.append(optimizer)
-        optimizer = getattr(optimizer, "optimizer", getattr(optimizer, "optim", None))
-    return found
+        yield from wrapped_optimizers(optimizer, *_HOLD)

@@ -53,7 +53,8 @@ def resumed_at(loaders: Sequence[Any], epochs: Sequence[Any], taken: int) -> Ite
             loader.restore = True  # it takes the end of an epoch for the begin of the next
     # `torchdata.nodes.Loader` begins anew at its end, where this rank has no batch in the rest of the epoch.
     restarting = [loader for loader in loaders if getattr(loader, "restart_on_stop_iteration", False)]
-    yielded = [_yielded(getattr(loader, "next_iter_state", None)) for loader in loaders]
+    states = [getattr(loader, "next_iter_state", None) for loader in loaders]
+    yielded = [None if is_finished(state) else _yielded(state) for state in states]  # one that is begins anew
     for loader in restarting:
         loader.restart_on_stop_iteration = False
     try:

@@ -134,6 +134,7 @@ class LoopDriver(Driver):
         self._backward_collectives = options.backward_collectives
         self._loop: Loop | None = None  # the current one, or the last
         self._clears: list[Clears] = []
+        self._steppers: dict[int, list[Clears]] = {}  # by model, those of optimizers that step it
         self._unbegun = Unbegun()
         self._named = NamedLoops(*((self.members.rank, self.members.world_size) if options.enable else (0, 1)))
         self.positions = self._named.current
@@ -250,6 +251,7 @@ class LoopDriver(Driver):
         self.place = Place.OUTSIDE
         self._unbegun = Unbegun()
         self.tail_log.close()
+        self._steppers.clear()
         while self._clears:
             self._clears.pop().remove()
         self.tail_log.channel.close()
@@ -371,7 +373,19 @@ class LoopDriver(Driver):
         self.meet()
         exchange = next(each for each in self.tail_log.participants if isinstance(each, PositionExchange))
         with self._telling:
+            if self.place in (Place.LOOP, Place.LEFT, Place.FINISHING) and self.is_amid_window():
+                raise JoinError(
+                    f"{name} at step {self.step_number} of a loop, where rank {self.members.name} holds gradients that"
+                    " its optimizer has not stepped with: an accumulation has begun, and a state holds no gradients, so"
+                    " that a resumed run would leave these batches out. Save at the end of a window, after the"
+                    " optimizer's step; or, if they are not to count, call zero_grad() before."
+                )
             return exchange.gather(self.step_number if self.in_loop else -1, name, which)
+
+    def is_amid_window(self) -> bool:
+        """Whether this rank holds gradients of an accumulation that has begun."""
+        models = self.tail_log.models()
+        return any(each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers.get(m.index, ()))
 
     def _find_place(self, which: int = 0) -> LoaderPlace | None:
         if which:
@@ -497,7 +511,8 @@ class LoopDriver(Driver):
         loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
             model.check_can_train(reader.has_next)
-        length = None if self.members.meets_late else reader.certain_length()
+        # Where ranks meet in each step, a length only tells whether there is anything to rebalance.
+        length = reader.certain_length() if self._rebalancing.enabled or not self.members.meets_late else None
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
         begin = length, hyperparameters(self.given), how, given, first, name or ""
@@ -788,6 +803,10 @@ class LoopDriver(Driver):
             found = {id(inner): inner for thing in self.given if (inner := innermost_optimizer(thing)) is not None}
             models = [module for each in self.tail_log.models() for module in each.modules]
             self._clears = [Clears(one) for one in (*found.values(), *models)]
+            for model in self.tail_log.models():
+                own = {id(p) for p in model.modules[0].parameters()}
+                steppers = self._clears[: len(found)]
+                self._steppers[model.index] = [c for c in steppers if any(id(p) in own for p in c.parameters())]
         return self._clears
 
     @property
@@ -880,12 +899,17 @@ class LoopDriver(Driver):
         if self.place is Place.LOOP and self._loop is not None:
             self._loop.trains.add(model)
 
+    def note_accumulation(self, model: int) -> None:
+        for each in self._steppers.get(model, ()):
+            each.note_backward((self._loops, self.step_number))
+
     def before_backward(self, model: int, loop: int = 0) -> None:
         here = self._loop
         if here is None:
             return
         if self.place is Place.LOOP and loop == here.number:
             here.trains.add(model)
+            self.note_accumulation(model)
         elif (loop, model) in self._uneven_loops:
             with self._telling:
                 raise _nesting.late_backward(self.members.name)

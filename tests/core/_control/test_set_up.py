@@ -1,5 +1,6 @@
 """What ranks wait for, and how, while their connections are made."""
 
+import errno
 import gc
 import os
 import pickle
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from tests.support.inside import shared_tensor
 from torch_join import JoinError, JoinTimeoutError, PeerFailedError
 from torch_join._control.codec import encode
-from torch_join._control.processes import Process
+from torch_join._control.processes import Process, this_process
 from torch_join._control.run_polling import run_polling
 from torch_join._control.set_up import SetUp
 
@@ -115,6 +116,15 @@ def test_why_a_rank_that_is_gone_failed_is_read_where_it_has_said_so() -> None:
     set_up.peers.processes = {2: ENDED}
     with pytest.raises(PeerFailedError, match=r"^Rank 2 failed, so rank 1 cannot go on. Rank 2: KeyError: 'a hole'$"):
         set_up.exchange(None, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_there"), [(OSError(errno.EMFILE, "Too many open files"), True), (FileNotFoundError(), False)]
+)
+def test_only_what_proves_that_a_process_has_ended_counts(error: OSError, is_there: bool) -> None:
+    process = this_process()
+    with mock.patch.object(Path, "read_text", side_effect=error):
+        assert (process.is_there, process.is_stopped, this_process().pid) == (is_there, False, 0)
 
 
 def test_who_does_not_come_in_time_is_named() -> None:

@@ -1,5 +1,6 @@
 """Making connections, among strangers; and what all hear when a rank fails that others are connected through."""
 
+import errno
 import os
 import signal
 import socket
@@ -136,6 +137,15 @@ def test_a_failure_meanwhile_is_no_connection_that_cannot_be_made(end: str, erro
             accept(listener, {1}, SECRET, 20.0, look)
         else:
             connect_to(where, 1, SECRET, 20.0, look)  # nobody answers
+
+
+def test_a_rank_without_free_file_descriptors_says_so_at_once() -> None:
+    listener, where = listen(False)
+    full = OSError(errno.EMFILE, "Too many open files")
+    with listener, socket.create_connection((where[0][0], where[1])), mock.patch.object(socket.socket, "accept") as own:
+        own.side_effect = full
+        with pytest.raises(OSError, match="Too many open files"):
+            accept(listener, {1}, SECRET, 20.0, lambda: None)
 
 
 def open_among_strangers(rank: int, hosts: str) -> tuple[list[int], list[bool]]:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.joinables import WorldJoinable
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinTypeError, JoinValueError
+from torch_join._handover.optimizers import with_wrapped
 from torch_join._participants.arguments import check_options
+from torch_join._participants.clears import innermost_optimizer
 
 MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model": (
@@ -33,6 +36,11 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: Join([nn.Linear(1, 1), StatefulDataLoader([1])]),  # type: ignore[arg-type]
         JoinTypeError,
         r"A loader is among the joinables.*for batch in join.batches\(loader\)",
+    ),
+    "a mock": (
+        lambda: Join([nn.Linear(1, 1), Mock()]),
+        JoinTypeError,
+        "A Mock is among the joinables that has attr",
     ),
     "seconds": (
         lambda: Join([nn.Linear(1, 1)], timeout=5),  # type: ignore[arg-type]
@@ -55,6 +63,18 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "There is no argument 'colour'",
     ),
 }
+
+
+def test_what_is_followed_from_one_optimizer_to_the_next_comes_to_an_end() -> None:
+    """A mock has an optimizer, and that one too; of two wrappers each may hold the other."""
+    inner: Any = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    outer = type("Outer", (torch.optim.SGD,), {})(inner.param_groups[0]["params"])
+    inner.optimizer, outer.optimizer, outer.watched = outer, inner, Mock()
+    assert innermost_optimizer(Mock()) is None
+    assert innermost_optimizer(outer) is inner
+    assert with_wrapped(outer) == [outer, inner]
+    with Join([nn.Linear(1, 1), outer]) as join:
+        assert list(join.batches([1])) == [1]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 import torch
 import torchdata.nodes as tn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -332,6 +335,7 @@ def test_it_goes_on_under_other_options(
         ("shuffled", (9, 1, 4), {"weighting": "samples"}),
         ("stream", (1, 0, 9), {}),
         ("stream", (2, 7, 3), {"weighting": "samples"}),
+        ("list", (4, 4, 4), {"weighting": "samples"}),
     ],
 )
 def test_it_goes_on_where_batches_are_rebalanced(
@@ -450,6 +454,42 @@ def test_what_cannot_be_resumed_raises_on_all_ranks(workers: Workers, what: str,
     assert re.search(message, " ".join(found)), found
     for error in found:
         assert re.search(message, error) or "failed, so rank" in error, found
+
+
+def save_each_step(rank: int, way: str, lengths: tuple[int, ...]) -> None:
+    """Ask for a place after each batch, where two models are trained in turns, or one over windows of two batches."""
+    first: Any
+    first, second = (DistributedDataParallel(nn.Linear(1, 1).double()) for _ in range(2))
+    if way == "sharded":
+        first = fully_shard(nn.Linear(1, 1).double(), mesh=init_device_mesh("cpu", (len(lengths),)))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (first, second)]
+    with Join([first, second, *optimizers]) as join:
+        for x in join.batches(loader_of("list", rank, len(lengths), lengths)):
+            if way == "adversaries":  # the second loss leaves gradients in the first model, which has stepped
+                for number in range(2):
+                    optimizers[number].zero_grad()
+                    (second(first(x)) if number else first(x)).sum().backward()
+                    optimizers[number].step()
+            else:
+                if way == "sharded":
+                    first.set_requires_gradient_sync(join.step % 2 == 1)
+                with first.no_sync() if way == "unsynced" and join.step % 2 == 0 else nullcontext():
+                    first(x).sum().backward()
+                if join.step % 2 == 1:
+                    optimizers[0].step()
+                    optimizers[0].zero_grad()
+            if way == "adversaries" or join.step >= 1:
+                join.state_dict()
+
+
+@pytest.mark.parametrize("lengths", [(0, 4), (4, 4)], ids=str)
+@pytest.mark.parametrize("way", ["adversaries", "synced", "unsynced", "sharded"])
+def test_a_place_within_a_window_is_refused(workers: Workers, way: str, lengths: tuple[int, ...]) -> None:
+    for outcome in workers.outcomes(2, save_each_step, way, lengths, timeout=5.0):
+        if way == "adversaries":
+            assert not outcome.error, outcome.error
+        else:
+            assert re.search("at step 2 of a loop, where rank . holds gradients that its optim", outcome.error)
 
 
 def check_in_new_processes(workers: Workers, train: Callable[..., Any], kind: str, folder: str) -> None:

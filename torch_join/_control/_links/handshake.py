@@ -3,6 +3,7 @@
 Whoever connects is given five seconds, and does not hold up others. Both ends look meanwhile whether a rank has failed.
 """
 
+import errno
 import hmac
 import secrets
 import selectors
@@ -10,7 +11,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from torch_join._base.errors import JoinError
 
@@ -70,13 +70,16 @@ def accept(
                 look()
                 for key, _ in selector.select(_LOOKS_EVERY):
                     if key.fileobj is listener:
-                        with suppress(OSError):
+                        try:
                             stranger = _Stranger(listener.accept()[0])
                             if len(strangers) == _MOST_STRANGERS:
                                 drop(strangers[0])
                             strangers.append(stranger)
                             selector.register(stranger.socket, selectors.EVENT_READ, stranger)
                             stranger.socket.send(stranger.nonce)
+                        except OSError as error:
+                            if error.errno in (errno.EMFILE, errno.ENFILE):  # no child can be accepted either
+                                raise
                         continue
                     stranger = key.data
                     try:

@@ -90,6 +90,10 @@ class ShardedModelParticipant(Participant, LoopModel):
         """The gradients that this rank has accumulated without a sync, and whose they are."""
         return [(unit, gradient) for unit in self.following.units for gradient in unit.unsynced]
 
+    @property
+    def holds_unsynced(self) -> bool:  # type: ignore[override]
+        return any(gradient is not None for _, gradient in self._unsynced)
+
     def _raise_if_unsynced_changed(self) -> None:
         found = self._unsynced if self._known else []
         for (unit, gradient), before in zip(found, self._known, strict=True):
