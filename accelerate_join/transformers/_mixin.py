@@ -18,8 +18,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join._compat import has_prepared
+from accelerate_join._loaders import length_of, refuse_distributed_sampler
 from accelerate_join.transformers._evaluation import by_rank
-from accelerate_join.transformers._loader import EvenedLoader, length_of
+from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._run import Run, check_supported, have_wrapped
 from torch_join import JoinTypeError, UnsupportedError, Weighting
 from torch_join.integration import Options, factor_of_count, setting
@@ -146,6 +147,7 @@ class JoinTrainerMixin:
         if isinstance(loader, EvenedLoader):
             return loader
         if type(loader) is DataLoaderDispatcher or isinstance(getattr(loader, "dataset", None), IterableDatasetShard):
+            refuse_distributed_sampler(loader.batch_sampler, self.args.world_size)
             _warn_of_filled(type(self).__name__)
         if not isinstance(loader, DataLoaderShard):
             return loader

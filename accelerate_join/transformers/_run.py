@@ -1,6 +1,7 @@
 """One run of `train`, `evaluate` or `predict`: who has a batch in each step, and what ranks do in it together."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -15,6 +16,7 @@ from accelerate_join import _compat_transformers as _compat
 from accelerate_join import _prepared
 from accelerate_join._active import ActiveOperations
 from accelerate_join._compat import forget_prepared, gather
+from accelerate_join._loaders import DEALER, deals_out, shards_checked
 from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader, Said
 from accelerate_join.transformers._monitor import JoinMonitor
@@ -29,6 +31,7 @@ from torch_join.integration import (
     ReadStep,
     Rebalancing,
     StepDriver,
+    dealt_again,
     factor_of_count,
     follow_sharded_model,
     open_channel,
@@ -140,6 +143,7 @@ class Run:
             stack.callback(monitor.watch, None)
         stack.callback(self.driver.close)
         stack.enter_context(self._operations.replacing())
+        stack.enter_context(shards_checked())
         stack.enter_context(_compat.skipping(_skip))
         for owner, name, ours in (
             (trainer, "training_step", self._training_step),
@@ -173,6 +177,9 @@ class Run:
         """Find the lengths of all ranks' loaders; all ranks meet."""
         everyone = self.channel.gather(tuple(loader.said), of=tuple[int | None, int | None])
         loader.everyone = [Said(*said) for said in everyone]
+        dealt = [said.examples if deals_out(loader.loader) else None for said in loader.everyone]
+        if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
+            warnings.warn(text, stacklevel=2)
 
     # ------------------------------------------------------------ reading
 

@@ -158,6 +158,12 @@ class LockstepJoin(Lockstep):
 
     def _complete(self, output: Any) -> Any:
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and not loss.requires_grad:
+            raise UnsupportedError(
+                f"The loss of rank {self.channel.global_ranks[self.channel.rank]} does not require a gradient: it is a"
+                " constant, or was computed without gradients (torch.no_grad). To skip a batch, return"
+                " torch.zeros((), requires_grad=True)."
+            )
         if output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss)):
             return output
         if self._has_gathered or self.driver.tail_log.in_pieces or has_synced_norms(self._shadow.inner):
@@ -189,6 +195,8 @@ class LockstepJoin(Lockstep):
         Returns:
             `False` if it is known that no rank has a loss. Without a sync nobody knows.
         """
+        if self._syncs:
+            self.driver.synced_backwards += 1
         if not (self.joined or self.no_loss):
             with self.leaving_out() if self.counts_nothing else nullcontext():
                 self._listening_to(backward)
@@ -197,7 +205,7 @@ class LockstepJoin(Lockstep):
         parameters = self._shadow.parameters
         # Where the lowest active rank has said that it has a loss, no joined one need ask whether somebody has.
         counts = self._syncs and not (self.joined and self.driver.has_loss)
-        count = f"lossless/{self.channel.barrier_number}"
+        count = f"lossless/{self.driver.synced_backwards}"
         if counts:
             self.channel.add(count, 1 if any(p.grad is not None for p in parameters) else 1 + _GRADIENTS)
         if self.joined and self._in_pieces:

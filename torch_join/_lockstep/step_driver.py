@@ -39,6 +39,7 @@ class StepDriver(Driver):
         members: Who is active.
         tail_log: Where participants announce what they do, and what has a joined rank mirror it.
         has_loss: Whether this rank has a loss in this step; on a joined rank, whether the lowest active one has.
+        synced_backwards: The number of synced backwards so far, the same on all ranks.
     """
 
     # What participants ask of a driver: there is always a meeting before the step.
@@ -46,6 +47,7 @@ class StepDriver(Driver):
     sees_steps = True
     tail_log: TailLog
     has_loss = True
+    synced_backwards = 0
 
     def __init__(
         self,
