@@ -263,12 +263,14 @@ class JoinTrainerMixin:
     def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:  # of transformers 4: the same, for all ranks' samples
         return self.evaluation_loop(*args, **kwargs)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
         control = self.control
         looks = control.should_log or control.should_evaluate or control.should_save
         if self._join_run is not None and (looks or control.should_epoch_stop or control.should_training_stop):
             self._join_run.hand_over_kept()
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
+        if self._join_run is not None:
+            self._join_run.average_loss(tr_loss)
 
 
 def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:

@@ -177,10 +177,9 @@ class Reading:
     def _to_device(self, batch: Any) -> Any:
         return batch if batch is _END else send_to_device(batch, self._device)
 
-    def totals(self, batches: Sequence[Any]) -> tuple[float, float]:
-        """Return what some of the batches that were read count together: on this rank, and on all."""
-        steps = [step for given, step in self._ahead if any(given is batch for batch in batches)]
-        return math.fsum(step.counted for step in steps), math.fsum(step.total for step in steps)
+    def steps_of(self, batches: Sequence[Any]) -> list[ReadStep]:
+        """Return the steps of some of the batches that were read."""
+        return [step for given, step in self._ahead if any(given is batch for batch in batches)]
 
     def _begin(self, loader: EvenedLoader, batch: Any, length: int | None) -> list[_Mine]:
         """Begin to go through a loader; all ranks meet.

@@ -1,5 +1,6 @@
 """One run of `train`, `evaluate` or `predict`: who has a batch in each step, and what ranks do in it together."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,6 +118,8 @@ class Run:
         self._reading: dict[bool, Reading] = {}  # by whether what is read is trained on
         self._begins: dict[bool, bool] = {}  # by the same: whether Trainer is about to go through its loader
         self._computed = self._backwards = 0  # in the step that is trained on
+        self._epoch_ends = False  # Trainer has come to what it does last in an epoch
+        self._window_ranks: set[int] = set()  # those that have a batch in the optimizer's step
         self._window_total = 0.0  # of what all ranks' micro-batches of the optimizer's step count
         self._factor: float | None = None  # of the loss, inside of such a step
         self._around_step = ExitStack()
@@ -152,6 +156,7 @@ class Run:
             (trainer.accelerator, "backward", self._backward),
             (trainer.accelerator, "pad_across_processes", self._pad),
             (trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin),
+            (trainer.callback_handler, "on_epoch_end", self._on_epoch_end),
         ):
             stack.enter_context(setting(owner, **{name: partial(ours, getattr(owner, name))}))
         return self
@@ -194,6 +199,20 @@ class Run:
         control = own(*args, **kwargs)
         self._begins[True] = True
         return control
+
+    def _on_epoch_end(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._epoch_ends = True
+        return own(*args, **kwargs)
+
+    def average_loss(self, loss: Tensor) -> None:
+        """Give all ranks their mean of what was trained since the last log, as an epoch ends; all ranks call this.
+
+        Trainer makes its `train_loss` of each rank's own, as far as that was not logged.
+        """
+        ends, self._epoch_ends = self._epoch_ends, False
+        if ends:
+            dist.all_reduce(loss)
+            loss /= self.channel.world_size
 
     def _begin_training(self, mine: Any) -> Any:
         return self._find_join().begin(0, None if mine[0] else 0, 0, mine)
@@ -269,6 +288,8 @@ class Run:
                 with ExitStack() as self._around_step:
                     self._serve(join)
                     loss = own(model, inputs, num_items_in_batch, **kwargs)
+                    if join.in_tail and self._trainer.args.logging_nan_inf_filter:
+                        self.driver.has_loss = bool(torch.isfinite(loss))  # Trainer is about to ask the same
             finally:
                 self._factor = None
         if (self._computed, self._backwards) != (1, 1):
@@ -297,7 +318,8 @@ class Run:
         zero = join.shadow_forward()
         join.backward(partial(trainer.accelerator.backward, zero))
         self.driver.follow(join.active_ranks)
-        return torch.zeros((), device=trainer.args.device)
+        # In place of a loss that is not finite Trainer adds an average: the mean of all ranks', if all do so.
+        return torch.full((), 0.0 if self.driver.has_loss else torch.nan, device=trainer.args.device)
 
     def _compute_loss(self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._factor is None:
@@ -352,8 +374,9 @@ class Run:
                     " batch in Trainer's place. If a compute_loss of your own does not, set"
                     " model_accepts_loss_kwargs = False on the trainer."
                 )
-            if trainer.args.average_tokens_across_devices:
-                return 1.0, 1.0
+            # Else a rank divides by the items of its own micro-batches, and those of a window are one loss.
+            averages = trainer.args.average_tokens_across_devices
+            return 1.0, 1.0 if averages else world_size / len(self._window_ranks)
         if callable(weighting):
             # In place of Trainer's division by the number of micro-batches.
             factor = trainer.current_gradient_accumulation_steps * factor_of_count(
@@ -380,9 +403,13 @@ class Run:
             JoinValueError: By none.
             UnsupportedError: Each rank would divide by its own.
         """
-        if not callable(self._trainer.weighting) or not batches or self._evaluation is not None:
+        if not batches or self._evaluation is not None:
             return num_items
-        _, self._window_total = self._reading[True].totals(batches)
+        steps = self._reading[True].steps_of(batches)
+        self._window_ranks = {rank for step in steps for rank in step.active_ranks}
+        if not callable(self._trainer.weighting):
+            return num_items
+        self._window_total = math.fsum(step.total for step in steps)
         if num_items is None:
             return None
         if not self._trainer.args.average_tokens_across_devices:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.front_ends.transformers import Fit, Net, Recording, Trained, train
+from tests.support.front_ends.transformers import Fit, Net, Recording, Trained, reference, train
 from tests.support.workers import Workers
 
 PLAIN = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
@@ -63,3 +63,47 @@ def test_constant_losses_in_two_steps(workers: Workers, lengths: tuple[int, ...]
 def test_a_loss_that_requires_no_gradient_is_refused(workers: Workers) -> None:
     for outcome in workers.outcomes(2, train, Fit((4, 4), counts=False, extra=PLAIN), SkippingWithoutGradient):
         assert "The loss of rank 1 does not require a gradient" in outcome.error
+
+
+def shown(found: list[Trained], name: str) -> list[list[float]]:
+    return [[log[name] for log in trained.logs if name in log] for trained in found]
+
+
+@pytest.mark.parametrize("every", [1, 3, 500])
+def test_the_train_loss_is_that_of_one_process(workers: Workers, every: int) -> None:
+    fit = Fit((5, 0, 8), accumulate=2, counts=False, weighting="samples", extra={"logging_steps": every})
+    found = workers.run(3, train, fit)
+    first, *others = shown(found, "train_loss")
+    assert others == [first, first]
+    assert first == pytest.approx(shown([reference(fit, found)], "train_loss")[0], abs=1e-6)
+
+
+class Ones(Recording):
+    """Each item has a loss of 1; a step of the last rank has none that is finite."""
+
+    not_finite = -1
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        step = len(self.seen[-1])
+        loss = 0 * super().compute_loss(model, inputs, *args, **kwargs)
+        if num_items_in_batch is not None:
+            return loss + (inputs["labels"] != -100).sum() / num_items_in_batch
+        return loss + (torch.nan if step == self.not_finite else 1)
+
+
+class NotFinite(Ones):
+    not_finite = 4
+
+
+@pytest.mark.parametrize("lengths", [(2, 6), (6, 2), (6, 6)])
+def test_a_window_of_a_ranks_own_items_is_one_loss(workers: Workers, lengths: tuple[int, ...]) -> None:
+    own = {**PLAIN, "average_tokens_across_devices": False}
+    found = workers.run(2, train, Fit(lengths, accumulate=4, epochs=1, extra=own), Ones)
+    assert shown(found, "loss") == [[pytest.approx(1, abs=1e-4)] * 2] * 2
+
+
+@pytest.mark.parametrize("lengths", [(2, 6), (6, 2), (6, 6)])
+def test_in_place_of_a_loss_that_is_not_finite_the_mean_is_shown(workers: Workers, lengths: tuple[int, ...]) -> None:
+    fit = Fit(lengths, epochs=1, counts=False, extra={**PLAIN, "logging_steps": 6, "learning_rate": 0.0})
+    found = workers.run(2, train, fit, NotFinite)
+    assert shown(found, "loss") == [[pytest.approx((5 + 4 / 5) / 6, abs=1e-4)]] * 2

@@ -65,6 +65,6 @@ def dealt_again(samples: Sequence[int | None], dealer: str, remedy: str, which: 
         return None
     return (
         f"The ranks' datasets{which} have different lengths ({min(known)} to {max(known)}), so each seems to be a shard"
-        f" of its own. {dealer} deals every one of them out again, and each rank runs 1 of {len(known)} samples of its own."
-        f" {remedy} to run all of them, or give all ranks the same dataset."
+        f" of its own. {dealer} deals every one of them out again, and each rank runs 1 of {len(known)} samples of its"
+        f" own. {remedy} to run all of them, or give all ranks the same dataset."
     )
