@@ -68,6 +68,7 @@ class JoinTrainerMixin:
     control: Any
     current_gradient_accumulation_steps: int
     train_dataset: Any
+    eval_dataset: Any
     # In one process.
     _counts: Sequence[tuple[Any, float]] = ()  # what each micro-batch of the window counts
     _evaluates = False
@@ -247,6 +248,18 @@ class JoinTrainerMixin:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if self._join_run is not None and checkpoint is not None and not self.args.ignore_data_skip:
             self._join_run.position.load(checkpoint, self.args.process_index, self.args.world_size)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not isinstance(given, dict):
+            return super().evaluate(eval_dataset, *args, **kwargs)  # type: ignore[misc]
+        with self._joining():
+            if self._join_run is not None:
+                given = self._join_run.in_one_order(given)
+            if eval_dataset is not None:
+                return super().evaluate(given, *args, **kwargs)  # type: ignore[misc]
+            self.eval_dataset = given  # Trainer asks for each by its name
+            return super().evaluate(None, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         with self._joining():
