@@ -157,6 +157,7 @@ class Run:
             (trainer.accelerator, "pad_across_processes", self._pad),
             (trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin),
             (trainer.callback_handler, "on_epoch_end", self._on_epoch_end),
+            (trainer.callback_handler, "on_log", self._on_log),
         ):
             stack.enter_context(setting(owner, **{name: partial(ours, getattr(owner, name))}))
         return self
@@ -203,6 +204,20 @@ class Run:
     def _on_epoch_end(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._epoch_ends = True
         return own(*args, **kwargs)
+
+    def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
+        """Log; what is logged in a step of the tail joined ranks log too: rank 0, which writes it, may be one."""
+        if self._factor is not None and self._join is not None and self._join.in_tail:
+            self.driver.parting.append({name: _plain(value) for name, value in logs.items()})
+        return own(args, state, control, logs, **kwargs)
+
+    def _log_told(self) -> None:
+        """Log on a joined rank what the lowest active one has logged in the step."""
+        trainer, told = self._trainer, self.driver.parting
+        self.driver.parting = []
+        for logs in told:
+            trainer.state.log_history.append({**logs, "step": trainer.state.global_step})
+            trainer.control = trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
 
     def average_loss(self, loss: Tensor) -> None:
         """Give all ranks their mean of what was trained since the last log, as an epoch ends; all ranks call this.
@@ -318,6 +333,7 @@ class Run:
         zero = join.shadow_forward()
         join.backward(partial(trainer.accelerator.backward, zero))
         self.driver.follow(join.active_ranks)
+        self._log_told()
         # In place of a loss that is not finite Trainer adds an average: the mean of all ranks', if all do so.
         return torch.full((), 0.0 if self.driver.has_loss else torch.nan, device=trainer.args.device)
 
@@ -506,6 +522,10 @@ def _rows_of(batch: Any) -> int:
             " in the batch. Put one of its tensors with a row for each sample into it, or use another weighting."
         )
     return rows
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
 
 
 def _skip(loader: Any, number: int) -> Any:
