@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain, islice
 from typing import Any, TypeAlias, get_args
 
@@ -30,6 +30,7 @@ from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import Begin, Count, LoaderPlace, Reader, draws_exactly, refuse_position, setting
 
+DEALER = "Accelerate"
 _KINDS = get_args(PreparedLoader)
 Iterate: TypeAlias = Callable[[Any], Iterator[Any]]
 
@@ -47,8 +48,10 @@ class PreparedReader(Reader[Any]):
         prepared: The loader.
     """
 
+    dealer = DEALER, "Do not prepare these, and loop over join_batches(loader)"
+
     def __init__(self, own_iter: Iterate, counts: bool, is_at_end: bool, loader: PreparedLoader) -> None:
-        self.prepared = loader
+        self.prepared, self.dealt_samples = loader, dealt_samples(loader)
         # What is dispatched is on a device when it comes to a process, but for the main one.
         self._unplaced: deque[Any] | None = deque() if counts and type(loader) is not DataLoaderDispatcher else None
         self._own = own_iter(loader)
@@ -170,6 +173,22 @@ def deals_out(loader: PreparedLoader) -> bool:
     return _dispatches(loader) or isinstance(batch_sampler(loader), shards) or isinstance(loader.dataset, shards)
 
 
+def dealt_samples(loader: PreparedLoader) -> int | None:
+    """Return how many samples the dataset has that is dealt out: each process reads its share of its own one."""
+    if not deals_out(loader) or _dispatches(loader):
+        return None
+    dataset = loader.dataset
+    return length_of(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+
+
+def length_of(sized: Any) -> int | None:
+    """Return the length of what may have none."""
+    try:
+        return len(sized)
+    except TypeError:
+        return None
+
+
 def remainder(loader: PreparedLoader) -> int:
     """Return how many samples the last step has besides those that have been given out before, as Accelerate does.
 
@@ -209,7 +228,7 @@ def loops_replaced(
     def iterates(own_iter: Iterate) -> Iterate:
         def __iter__(loader: PreparedLoader) -> Iterator[Any]:  # noqa: N807
             if type(loader) is DataLoaderDispatcher:
-                _refuse_distributed_sampler(loader.batch_sampler, loader.state.num_processes)
+                refuse_distributed_sampler(loader.batch_sampler, loader.state.num_processes)
             return iterate(own_iter, loader)
 
         return __iter__
@@ -224,8 +243,7 @@ def loops_replaced(
         stack.enter_context(setting(DataLoader, __iter__=noting))
         for kind in _KINDS:
             stack.enter_context(setting(kind, __iter__=iterates(_compat.without_none(kind.__iter__))))
-        checking = _checking(BatchSamplerShard.__iter__)
-        stack.enter_context(setting(BatchSamplerShard, __iter__=checking))
+        stack.enter_context(shards_checked())
         for skipping in (SkipBatchSampler, SkipDataLoader):  # past the end of a rank that has fewer batches
             stack.enter_context(setting(skipping, __len__=_not_negative(skipping.__len__)))
         yield
@@ -296,7 +314,7 @@ def _not_negative(own_len: Callable[[Any], int]) -> Callable[[Any], int]:
 
 def _checking(own_iter: Iterate) -> Iterate:
     def __iter__(shard: Any) -> Iterator[Any]:  # noqa: N807
-        _refuse_distributed_sampler(shard.batch_sampler, shard.num_processes)
+        refuse_distributed_sampler(shard.batch_sampler, shard.num_processes)
         if shard.batch_size is not None and type(shard.batch_sampler) is not BatchSampler:
             shard = copy.copy(shard)
             shard.batch_sampler = _SizeCheckingSampler(shard)
@@ -305,14 +323,19 @@ def _checking(own_iter: Iterate) -> Iterate:
     return __iter__
 
 
-def _refuse_distributed_sampler(batches: Any, processes: int) -> None:
+def shards_checked() -> AbstractContextManager[None]:
+    """Within, a loader that would leave out samples where Accelerate deals it out raises."""
+    return setting(BatchSamplerShard, __iter__=_checking(BatchSamplerShard.__iter__))
+
+
+def refuse_distributed_sampler(batches: Any, processes: int) -> None:
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and min(sampler.num_replicas, processes) > 1:
         raise JoinError(
             f"The sampler of a prepared loader is {type(sampler).__name__}, which gives this process 1 of"
             f" {sampler.num_replicas} samples. Accelerate deals these out to {processes} processes once more,"
-            " so that most samples would never be seen. Prepare the loader without this sampler; or do not prepare it,"
-            " and go through join_batches(loader)."
+            " so that most samples would never be seen. Leave this sampler out; or do not prepare the loader, and with"
+            " Accelerate alone loop over join_batches(loader)."
         )
 
 

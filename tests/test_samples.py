@@ -1,10 +1,11 @@
 """Which sample is trained on how often, by identity: each cell of the table in docs/data.md."""
 
 import re
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch_join import Join, UnpaddedDistributedSampler
 
 WORLD_SIZE, EPOCHS, SIZE = 3, 2, 14
 OWN = (range(0), range(8), range(8, 14))  # each rank's own: rank 0 has none
-FRONT_ENDS = ("plain", "lightning", "fabric", "accelerate")
+FRONT_ENDS = ("plain", "lightning", "fabric", "accelerate", "trainer")
 Seen = list[list[int]]  # the samples of each epoch, or of each rank in an epoch
 Make = Callable[[int, int], Any]  # a loader, for a rank in an epoch
 Expected = Callable[[int], Seen]  # by epoch, the samples of each rank
@@ -198,6 +199,28 @@ def accelerate(rank: int, make: Make, prepare: bool = True, dispatch: bool | Non
     return seen
 
 
+def trainer(rank: int, make: Make, prepare: bool = True, **options: Any) -> Seen:
+    from accelerate_join.transformers import JoinTrainer
+    from tests.support.front_ends import transformers as hf
+
+    loader, seen = make(rank, 0), list[list[int]]()
+    loader.collate_fn = lambda rows: {"x": torch.stack(rows)}
+
+    class Seeing(JoinTrainer):
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(loader) if prepare else loader
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            seen[-1].extend(numbers(inputs["x"]))
+            return model(inputs["x"]).mean()
+
+    net, optimizer = net_and_optimizer()
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+        arguments = hf.arguments_of(hf.Fit((1,) * WORLD_SIZE, EPOCHS), folder)
+        Seeing(net, arguments, callbacks=[hf.EpochCounter(seen)], optimizers=(optimizer, None), **options).train()
+    return seen
+
+
 # ---------------------------------------------------------------- what is expected, by rank in an epoch
 
 
@@ -283,17 +306,14 @@ WORDS = {(1, 1): "once", (0, 1): "some never", (1, 2): "some twice", (3, 3): "on
 
 # What has a front end leave a loader as it is.
 ALONE, UNPREPARED = {"use_distributed_sampler": False}, {"prepare": False}
-AS_IT_IS: dict[str, dict[str, Any]] = dict(zip(FRONT_ENDS, ({}, ALONE, ALONE, UNPREPARED), strict=True))
+AS_IT_IS: dict[str, dict[str, Any]] = dict(zip(FRONT_ENDS, ({}, ALONE, ALONE, UNPREPARED, UNPREPARED), strict=True))
 
 
-def everywhere(
-    line: str, make: Make, expected: Expected | str, lightning: Expected | None = None, lightning_warns: str = ""
-) -> list[Case]:
-    """Return a case for each front end, which leaves the loader as it is; Lightning may do something else with it."""
-    kept = [Case(line, name, make, expected, options) for name, options in AS_IT_IS.items()]
+def everywhere(line: str, make: Make, expected: Expected | str, **others: tuple[Expected, str]) -> list[Case]:
+    """Return a case for each front end, which leaves the loader as it is; some may do something else, and warn."""
     return [
-        replace(case, expected=lightning or expected, warns=lightning_warns) if case.front_end == "lightning" else case
-        for case in kept
+        Case(line, name, make, others.get(name, (expected, ""))[0], options, others.get(name, ("", ""))[1])
+        for name, options in AS_IT_IS.items()
     ]
 
 
@@ -314,13 +334,17 @@ LONG_DATA, SHORT_DATA = "`__len__` of a dataset with indices: too large", "that 
 TWICE = "which gives this process 1 of 3 samples. Accelerate deals these out to 3 processes once more"
 DEALT_AGAIN = "each rank runs 1 of 3 samples of its own"
 FILLED_UP = "fill up their last batches with samples that are there already"
-SAID = "said it had 6 batches and yielded 4"
+SAID, LEFT = "said it had 6 batches and yielded 4", "have batches left after 2 steps"
+MINE = {"own_shards": True}
+ACCELERATES = exactly([0, 1, 6, 7, 12, 13], [2, 3, 8, 9], [4, 5, 10, 11])
+TOO_SHORT = {"lightning": (first_of_own(0, 4, 2), ""), "trainer": (first_of_own(0, 4, 4), LEFT)}
 
 CASES = [
     Case(NO_SAMPLER, "plain", whole(), on_each),
     Case(NO_SAMPLER, "lightning", whole(), shuffled),
     Case(NO_SAMPLER, "fabric", whole(), in_order),
-    Case(NO_SAMPLER, "accelerate", whole(), exactly([0, 1, 6, 7, 12, 13], [2, 3, 8, 9], [4, 5, 10, 11])),
+    Case(NO_SAMPLER, "accelerate", whole(), ACCELERATES),
+    Case(NO_SAMPLER, "trainer", whole(), ACCELERATES),
     Case(
         NO_SAMPLER,
         "accelerate",
@@ -332,21 +356,27 @@ CASES = [
     Case(OURS, "lightning", dealt(), in_order),
     Case(OURS, "fabric", dealt(), in_order),
     Case(OURS, "accelerate", dealt(), TWICE),
+    Case(OURS, "trainer", dealt(), TWICE),
     *everywhere(TORCHS, dealt(DistributedSampler), padded),
     Case(TORCHS, "lightning", dealt(DistributedSampler), padded),
     Case(TORCHS, "fabric", dealt(DistributedSampler), padded),
     Case(TORCHS, "accelerate", dealt(DistributedSampler), TWICE),
     Case(TORCHS, "accelerate", dealt(DistributedSampler), TWICE, {"dispatch": True}),
+    Case(TORCHS, "trainer", dealt(DistributedSampler), TWICE),
     *everywhere(TORCHS_DROPPING, dealt(DistributedSampler, {"drop_last": True}), without_the_last),
     Case(TORCHS_DROPPING, "accelerate", dealt(DistributedSampler, {"drop_last": True}), TWICE),
+    Case(TORCHS_DROPPING, "trainer", dealt(DistributedSampler, {"drop_last": True}), TWICE),
     Case(DROPPING, "plain", dealt(drop_last=True), without_the_last),
     Case(DROPPING, "lightning", whole(drop_last=True), lambda epoch: shuffled(epoch, 4)),
     Case(DROPPING, "fabric", whole(drop_last=True), without_the_last),
     Case(DROPPING, "accelerate", whole(drop_last=True), exactly([0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11])),
+    Case(DROPPING, "trainer", whole(drop_last=True), exactly([0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11])),
     *everywhere(SHARDS, own(), own_shards),
+    Case(SHARDS, "trainer", own(), own_shards, MINE),
+    Case(SHARDS, "trainer", own(), exactly([], [2, 3], [12, 13]), warns=DEALT_AGAIN),
     Case(SHARDS, "lightning", own(), shards_dealt_again, warns=DEALT_AGAIN),
     Case(SHARDS, "fabric", own(), exactly([], [1, 4, 7], [10, 13]), warns=DEALT_AGAIN),
-    Case(SHARDS, "accelerate", own(), exactly([], [2, 3], [12, 13])),
+    Case(SHARDS, "accelerate", own(), exactly([], [2, 3], [12, 13]), warns=DEALT_AGAIN),
     *everywhere(STREAM, whole(Stream), on_each),
     Case(
         STREAM,
@@ -358,6 +388,14 @@ CASES = [
     ),
     *everywhere(ROUNDS, rounds, exactly([0, 1, 6, 7, 12, 13], [2, 3, 8, 9, 0, 1], [4, 5, 10, 11, 2, 3])),
     *everywhere(PARTS, equal_parts, exactly([0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11])),
+    Case(
+        STREAM,
+        "trainer",
+        whole(Stream),
+        exactly([0, 1, 6, 7, 12], [2, 3, 8, 9, 13], [4, 5, 10, 11, 0]),
+        {},
+        "fills up its last batches",
+    ),
     in_lightning(LIMIT, own(), first_of_own(0, 4, 2), limit_train_batches=0.5, **ALONE),
     in_lightning(LIMIT, whole(), lambda epoch: shuffled(epoch, 2), limit_train_batches=0.5),
     in_lightning(LIMIT, own(), "The dataloaders of rank 2 cannot be run", limit_train_batches=0.3, **ALONE),
@@ -365,12 +403,12 @@ CASES = [
     in_lightning(OVERFIT, whole(), lambda _: shares([*range(SIZE)], 4), overfit_batches=2),
     in_lightning(RELOAD, in_turn, shards_in_turn, reload_dataloaders_every_n_epochs=1, **ALONE),
     in_lightning(RELOAD, whole(), shuffled, reload_dataloaders_every_n_epochs=1),
-    *everywhere(LONG, own(Stream, 4), own_shards, lightning_warns=SAID),
-    *everywhere(LONG, own_sampler(4), own_shards, lightning_warns=SAID),
-    *everywhere(LONG, own_loader(2), own_shards, lightning_warns=SAID),
-    *everywhere(SHORT, own(Stream, -4), own_shards, lightning=first_of_own(0, 4, 2)),
-    *everywhere(SHORT, own_sampler(-4), own_shards, lightning=first_of_own(0, 4, 2)),
-    *everywhere(SHORT, own_loader(-2), own_shards, lightning=first_of_own(0, 4, 2)),
+    *everywhere(LONG, own(Stream, 4), own_shards, lightning=(own_shards, SAID), trainer=(own_shards, SAID)),
+    *everywhere(LONG, own_sampler(4), own_shards, lightning=(own_shards, SAID), trainer=(own_shards, SAID)),
+    *everywhere(LONG, own_loader(2), own_shards, lightning=(own_shards, SAID)),
+    *everywhere(SHORT, own(Stream, -4), own_shards, **TOO_SHORT),
+    *everywhere(SHORT, own_sampler(-4), own_shards, **TOO_SHORT),
+    *everywhere(SHORT, own_loader(-2), own_shards, lightning=TOO_SHORT["lightning"]),
     *everywhere(LONG_DATA, lambda *_: DataLoader(Data(range(4), 2), 2), "IndexError"),
     *everywhere(SHORT_DATA, own(Data, -2), first_of_own(0, 6, 4)),
 ]
@@ -387,6 +425,8 @@ def train(rank: int, place: int) -> tuple[Seen, list[str]]:
 @pytest.mark.parametrize("place", range(len(CASES)), ids=[f"{case.front_end}-{case.line}" for case in CASES])
 def test_how_often_each_sample_is_trained_on(workers: Workers, place: int) -> None:
     case = CASES[place]
+    if case.front_end == "trainer":
+        pytest.importorskip("transformers")  # which needs Python 3.11
     outcomes = workers.outcomes(WORLD_SIZE, train, place)
     if isinstance(case.expected, str):
         for outcome in outcomes:
@@ -403,7 +443,8 @@ def test_how_often_each_sample_is_trained_on(workers: Workers, place: int) -> No
 def table() -> dict[str, list[str]]:
     """Return the cells of each line of the table in docs/data.md, by its first one."""
     text = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
-    lines = text.split("| | plain loops | Lightning | Fabric | Accelerate |\n")[1].split("\n\n")[0].splitlines()[1:]
+    head = "| | plain loops | Lightning | Fabric | Accelerate | Trainer |\n"
+    lines = text.split(head)[1].split("\n\n")[0].splitlines()[1:]
     cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
     return {name: others for name, *others in cells}
 

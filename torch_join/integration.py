@@ -17,6 +17,7 @@ from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.membership import MeetingPoint
 from torch_join._base.names import check_names, naming_missing
+from torch_join._base.sampler import dealt_again
 from torch_join._base.weighting import Count, factor_of_count
 from torch_join._collectives.gather_active import join_rows
 from torch_join._compat.ddp import is_communication_error
@@ -59,13 +60,14 @@ __all__ = [
     "Begin", "Changes", "Channel", "Count", "Driver", "EpochRecord", "FileRows", "JoinOptions", "LoaderPlace",
     "Lockstep", "LockstepJoin", "LoopDriver", "MeetingPoint", "ModelShadow", "ModuleMetrics", "Options", "Order",
     "Participant", "RankRecord", "ReadStep", "Reader", "Rebalancer", "Rebalancing", "RefillGuard", "Resuming",
-    "RowsPart", "StepDriver", "StepMirror", "begin_anew", "check_monitored", "check_names", "closed", "draws_exactly",
+    "RowsPart", "StepDriver", "StepMirror", "begin_anew", "check_monitored", "check_names", "closed", "dealt_again",
+    "draws_exactly",
     "driver_of", "early_termination", "epochs_of", "factor_of_count", "follow_sharded_model", "forget_states",
     "gather_given", "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts",
     "in_backward", "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model",
     "join_rows", "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops",
-    "read_rows", "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join", "state_of",
-    "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed",
+    "read_rows", "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join",
+    "state_of", "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed",
     "whole_signature",
 ]
 # fmt: on

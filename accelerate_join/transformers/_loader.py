@@ -9,6 +9,7 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat_transformers as _compat
+from accelerate_join._loaders import length_of
 from torch_join import JoinTypeError
 from torch_join.integration import steps_of
 
@@ -115,14 +116,6 @@ class EvenedLoader:
         if name == "loader":  # of one that is being made
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-def length_of(sized: Any) -> int | None:
-    """Return the length of what may have none."""
-    try:
-        return len(sized)
-    except TypeError:
-        return None
 
 
 def without_rows(batch: Any) -> Any:

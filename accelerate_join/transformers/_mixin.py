@@ -18,8 +18,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join._compat import has_prepared
+from accelerate_join._loaders import length_of, refuse_distributed_sampler
 from accelerate_join.transformers._evaluation import by_rank
-from accelerate_join.transformers._loader import EvenedLoader, length_of
+from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._run import Run, check_supported, have_wrapped
 from torch_join import JoinTypeError, UnsupportedError, Weighting
 from torch_join.integration import Options, factor_of_count, setting
@@ -67,6 +68,7 @@ class JoinTrainerMixin:
     control: Any
     current_gradient_accumulation_steps: int
     train_dataset: Any
+    eval_dataset: Any
     # In one process.
     _counts: Sequence[tuple[Any, float]] = ()  # what each micro-batch of the window counts
     _evaluates = False
@@ -146,6 +148,7 @@ class JoinTrainerMixin:
         if isinstance(loader, EvenedLoader):
             return loader
         if type(loader) is DataLoaderDispatcher or isinstance(getattr(loader, "dataset", None), IterableDatasetShard):
+            refuse_distributed_sampler(loader.batch_sampler, self.args.world_size)
             _warn_of_filled(type(self).__name__)
         if not isinstance(loader, DataLoaderShard):
             return loader
@@ -246,6 +249,18 @@ class JoinTrainerMixin:
         if self._join_run is not None and checkpoint is not None and not self.args.ignore_data_skip:
             self._join_run.position.load(checkpoint, self.args.process_index, self.args.world_size)
 
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not isinstance(given, dict):
+            return super().evaluate(eval_dataset, *args, **kwargs)  # type: ignore[misc]
+        with self._joining():
+            if self._join_run is not None:
+                given = self._join_run.in_one_order(given)
+            if eval_dataset is not None:
+                return super().evaluate(given, *args, **kwargs)  # type: ignore[misc]
+            self.eval_dataset = given  # Trainer asks for each by its name
+            return super().evaluate(None, *args, **kwargs)  # type: ignore[misc]
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         with self._joining():
             if self._join_run is None or not isinstance(dataloader, EvenedLoader):
@@ -261,12 +276,14 @@ class JoinTrainerMixin:
     def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:  # of transformers 4: the same, for all ranks' samples
         return self.evaluation_loop(*args, **kwargs)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
         control = self.control
         looks = control.should_log or control.should_evaluate or control.should_save
         if self._join_run is not None and (looks or control.should_epoch_stop or control.should_training_stop):
             self._join_run.hand_over_kept()
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
+        if self._join_run is not None:
+            self._join_run.average_loss(tr_loss)
 
 
 def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:

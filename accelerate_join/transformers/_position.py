@@ -17,6 +17,8 @@ from accelerate_join._loaders import drawn_from
 from torch_join import UnsupportedError
 from torch_join.integration import Order
 
+_INSTEAD = "resume from a checkpoint of an epoch's end, or with ignore_data_skip=True"
+
 
 class Position:
     """How far a rank is: in which pass, and after how many batches of it.
@@ -39,7 +41,7 @@ class Position:
         if pending is None and self._order is not None:
             self.passes, self.taken = self.passes + 1, 0
         self._is_over = False
-        self._order = Order(drawn_from(loader), pending and pending["order"])
+        self._order = Order(drawn_from(loader), pending and pending["order"], f" Or {_INSTEAD}.")
         return self._order.go_through(batches)
 
     def pass_of(self, epoch: int) -> int:
@@ -79,8 +81,7 @@ class Position:
         if place["world_size"] != world_size and place["taken"]:
             raise UnsupportedError(
                 f"The checkpoint was written in the middle of an epoch by {place['world_size']} ranks, and this job has"
-                f" {world_size}. Resume with {place['world_size']} ranks, from a checkpoint of an epoch's end, or with"
-                " ignore_data_skip=True."
+                f" {world_size}. Resume with {place['world_size']} ranks; or {_INSTEAD}."
             )
         self._pending, self.passes, self.taken = place, place["passes"], place["taken"]
         self._passes_before = self.passes

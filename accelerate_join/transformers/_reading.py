@@ -1,6 +1,7 @@
 """Going through a loader on all ranks together: who has a batch in which step, several steps before it is run."""
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -79,6 +80,7 @@ class Reading:
         loader.end_of_dataloader = False
         rebalances = self._rebalancing is not None and self._rebalancing.enabled
         steps = self._planned(loader, self._rebalancing) if rebalances and self._rebalancing else self._own(loader)
+        lengths = _Lengths(loader)
         first = [*islice(steps, 1)]  # with which Accelerate's own loader has begun: ours comes after it
         with closing(steps), _compat.active_loader(loader):
             for batch, step in chain(first, steps):
@@ -89,9 +91,11 @@ class Reading:
                     loader.template, last = without_rows(last), _END
                 given = loader.template if batch is _END else batch
                 self._ahead.append((given, step))
+                lengths.note(step)
                 yield given
         if last is not _END:
             loader.template = without_rows(last)
+        lengths.end()
         self._finish_loop()
 
     def _own(self, loader: EvenedLoader) -> _Steps:
@@ -173,10 +177,9 @@ class Reading:
     def _to_device(self, batch: Any) -> Any:
         return batch if batch is _END else send_to_device(batch, self._device)
 
-    def totals(self, batches: Sequence[Any]) -> tuple[float, float]:
-        """Return what some of the batches that were read count together: on this rank, and on all."""
-        steps = [step for given, step in self._ahead if any(given is batch for batch in batches)]
-        return math.fsum(step.counted for step in steps), math.fsum(step.total for step in steps)
+    def steps_of(self, batches: Sequence[Any]) -> list[ReadStep]:
+        """Return the steps of some of the batches that were read."""
+        return [step for given, step in self._ahead if any(given is batch for batch in batches)]
 
     def _begin(self, loader: EvenedLoader, batch: Any, length: int | None) -> list[_Mine]:
         """Begin to go through a loader; all ranks meet.
@@ -194,6 +197,47 @@ class Reading:
             if self._channel.rank in lacking:
                 loader.template = self._to_device(shared)
         return everyone
+
+
+class _Lengths:
+    """Warns where the loaders' lengths, by which Trainer plans an epoch, prove wrong.
+
+    Args:
+        loader: What is gone through. The rest of one, where an epoch is resumed, is not compared.
+    """
+
+    def __init__(self, loader: EvenedLoader) -> None:
+        known = [said.length for said in loader.everyone if loader.trains]
+        self._lengths = [] if None in known else [length or 0 for length in known]
+        self._planned = len(loader) if self._lengths else 0
+        self._rebalances = loader.rebalances
+        self._yielded = [0] * len(self._lengths)
+        self._steps = 0
+
+    def note(self, step: ReadStep) -> None:
+        """Note a step that was read."""
+        self._steps += 1
+        for rank in step.active_ranks if self._lengths else ():
+            self._yielded[rank] += 1
+        if self._steps == self._planned and not step.is_last_step:
+            warnings.warn(
+                f"The train dataloaders have batches left after {self._planned} steps, which is as many as their"
+                f" lengths say (by rank: {self._lengths}). Trainer reads no further, in one process too. Return a"
+                " length that is not too small, or none, and set max_steps.",
+                stacklevel=2,
+            )
+
+    def end(self) -> None:
+        """Compare what the ranks have yielded with what they have said, at the end of all batches."""
+        if self._rebalances and self._steps == self._planned:
+            return  # a rank trains on others' batches
+        for rank, (length, yielded) in enumerate(zip(self._lengths, self._yielded, strict=True)):
+            if yielded < length:
+                warnings.warn(
+                    f"The train dataloader of rank {rank} said it had {length} batches and yielded {yielded}. The rank"
+                    " joins after those. Trainer has planned the learning rate and the number of steps by that length.",
+                    stacklevel=2,
+                )
 
 
 def broadcast(value: Any, source: int, device: torch.device) -> Any:

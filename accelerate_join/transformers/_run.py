@@ -1,6 +1,8 @@
 """One run of `train`, `evaluate` or `predict`: who has a batch in each step, and what ranks do in it together."""
 
+import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -8,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +18,7 @@ from accelerate_join import _compat_transformers as _compat
 from accelerate_join import _prepared
 from accelerate_join._active import ActiveOperations
 from accelerate_join._compat import forget_prepared, gather
+from accelerate_join._loaders import DEALER, deals_out, shards_checked
 from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader, Said
 from accelerate_join.transformers._monitor import JoinMonitor
@@ -30,6 +34,7 @@ from torch_join.integration import (
     Rebalancing,
     StepDriver,
     check_monitored,
+    dealt_again,
     factor_of_count,
     follow_sharded_model,
     open_channel,
@@ -114,6 +119,8 @@ class Run:
         self._reading: dict[bool, Reading] = {}  # by whether what is read is trained on
         self._begins: dict[bool, bool] = {}  # by the same: whether Trainer is about to go through its loader
         self._computed = self._backwards = 0  # in the step that is trained on
+        self._epoch_ends = False  # Trainer has come to what it does last in an epoch
+        self._window_ranks: set[int] = set()  # those that have a batch in the optimizer's step
         self._window_total = 0.0  # of what all ranks' micro-batches of the optimizer's step count
         self._factor: float | None = None  # of the loss, inside of such a step
         self._around_step = ExitStack()
@@ -141,6 +148,7 @@ class Run:
             stack.callback(monitor.watch, None)
         stack.callback(self.driver.close)
         stack.enter_context(self._operations.replacing())
+        stack.enter_context(shards_checked())
         stack.enter_context(_compat.skipping(_skip))
         for owner, name, ours in (
             (trainer, "training_step", self._training_step),
@@ -149,6 +157,8 @@ class Run:
             (trainer.accelerator, "backward", self._backward),
             (trainer.accelerator, "pad_across_processes", self._pad),
             (trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin),
+            (trainer.callback_handler, "on_epoch_end", self._on_epoch_end),
+            (trainer.callback_handler, "on_log", self._on_log),
         ):
             stack.enter_context(setting(owner, **{name: partial(ours, getattr(owner, name))}))
         return self
@@ -176,6 +186,9 @@ class Run:
         everyone = self.channel.gather(mine, of=tuple[int | None, int | None, bool])
         check_monitored([monitored for *_, monitored in everyone])
         loader.everyone = [Said(*said) for *said, _ in everyone]
+        dealt = [said.examples if deals_out(loader.loader) else None for said in loader.everyone]
+        if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
+            warnings.warn(text, stacklevel=2)
 
     # ------------------------------------------------------------ reading
 
@@ -190,6 +203,34 @@ class Run:
         control = own(*args, **kwargs)
         self._begins[True] = True
         return control
+
+    def _on_epoch_end(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._epoch_ends = True
+        return own(*args, **kwargs)
+
+    def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
+        """Log; what is logged in a step of the tail joined ranks log too: rank 0, which writes it, may be one."""
+        if self._factor is not None and self._join is not None and self._join.in_tail:
+            self.driver.parting.append({name: _plain(value) for name, value in logs.items()})
+        return own(args, state, control, logs, **kwargs)
+
+    def _log_told(self) -> None:
+        """Log on a joined rank what the lowest active one has logged in the step."""
+        trainer, told = self._trainer, self.driver.parting
+        self.driver.parting = []
+        for logs in told:
+            trainer.state.log_history.append({**logs, "step": trainer.state.global_step})
+            trainer.control = trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
+
+    def average_loss(self, loss: Tensor) -> None:
+        """Give all ranks their mean of what was trained since the last log, as an epoch ends; all ranks call this.
+
+        Trainer makes its `train_loss` of each rank's own, as far as that was not logged.
+        """
+        ends, self._epoch_ends = self._epoch_ends, False
+        if ends:
+            dist.all_reduce(loss)
+            loss /= self.channel.world_size
 
     def _begin_training(self, mine: Any) -> Any:
         return self._find_join().begin(0, None if mine[0] else 0, 0, mine)
@@ -265,6 +306,8 @@ class Run:
                 with ExitStack() as self._around_step:
                     self._serve(join)
                     loss = own(model, inputs, num_items_in_batch, **kwargs)
+                    if join.in_tail and self._trainer.args.logging_nan_inf_filter:
+                        self.driver.has_loss = bool(torch.isfinite(loss))  # Trainer is about to ask the same
             finally:
                 self._factor = None
         if (self._computed, self._backwards) != (1, 1):
@@ -293,7 +336,9 @@ class Run:
         zero = join.shadow_forward()
         join.backward(partial(trainer.accelerator.backward, zero))
         self.driver.follow(join.active_ranks)
-        return torch.zeros((), device=trainer.args.device)
+        self._log_told()
+        # In place of a loss that is not finite Trainer adds an average: the mean of all ranks', if all do so.
+        return torch.full((), 0.0 if self.driver.has_loss else torch.nan, device=trainer.args.device)
 
     def _compute_loss(self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._factor is None:
@@ -348,8 +393,9 @@ class Run:
                     " batch in Trainer's place. If a compute_loss of your own does not, set"
                     " model_accepts_loss_kwargs = False on the trainer."
                 )
-            if trainer.args.average_tokens_across_devices:
-                return 1.0, 1.0
+            # Else a rank divides by the items of its own micro-batches, and those of a window are one loss.
+            averages = trainer.args.average_tokens_across_devices
+            return 1.0, 1.0 if averages else world_size / len(self._window_ranks)
         if callable(weighting):
             # In place of Trainer's division by the number of micro-batches.
             factor = trainer.current_gradient_accumulation_steps * factor_of_count(
@@ -376,9 +422,13 @@ class Run:
             JoinValueError: By none.
             UnsupportedError: Each rank would divide by its own.
         """
-        if not callable(self._trainer.weighting) or not batches or self._evaluation is not None:
+        if not batches or self._evaluation is not None:
             return num_items
-        _, self._window_total = self._reading[True].totals(batches)
+        steps = self._reading[True].steps_of(batches)
+        self._window_ranks = {rank for step in steps for rank in step.active_ranks}
+        if not callable(self._trainer.weighting):
+            return num_items
+        self._window_total = math.fsum(step.total for step in steps)
         if num_items is None:
             return None
         if not self._trainer.args.average_tokens_across_devices:
@@ -406,6 +456,22 @@ class Run:
                 setattr(trainer, name, value)
 
     # ------------------------------------------------------------ evaluation
+
+    def in_one_order(self, datasets: dict[str, Any]) -> dict[str, Any]:
+        """Return evaluation datasets in the order that they have on rank 0; all ranks meet.
+
+        Raises:
+            JoinValueError: The ranks have other names.
+        """
+        everyone = self.channel.gather([*map(str, datasets)], of=list[str])
+        if any({*names} != {*everyone[0]} for names in everyone):
+            by_rank = "; ".join(f"rank {rank}: {', '.join(sorted(names))}" for rank, names in enumerate(everyone))
+            raise JoinValueError(
+                f"The ranks have evaluation datasets of other names ({by_rank}), and evaluate them together, one after"
+                " the other. Give all ranks the same names; a rank without samples of one has a dataset of none."
+            )
+        by_name = {str(name): (name, dataset) for name, dataset in datasets.items()}
+        return dict(by_name[name] for name in everyone[0])
 
     @contextmanager
     def evaluation(self, loader: EvenedLoader) -> Iterator[list[list[int]]]:
@@ -459,6 +525,10 @@ def _rows_of(batch: Any) -> int:
             " in the batch. Put one of its tensors with a row for each sample into it, or use another weighting."
         )
     return rows
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
 
 
 def _skip(loader: Any, number: int) -> Any:

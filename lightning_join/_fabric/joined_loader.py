@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+from lightning_join._reading.samplers import sharded_samples
 from torch_join.integration import LoaderPlace, Reader, Resuming, has_epoch, told_epochs
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class JoinedLoader(Generic[T]):
     def open(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> Reader[T]:
         """Return what reads it in a loop."""
         self.positions.reader, self.is_within = _AheadReader(loader, place, after), False
+        self.positions.reader.dealt_samples = sharded_samples(loader)
         return self.positions.reader
 
     def tell_epoch(self, loader: Any) -> None:
@@ -75,6 +77,7 @@ class JoinedLoader(Generic[T]):
 class _AheadReader(Reader[T]):
     """Reads one batch ahead, so that it knows which one is the last."""
 
+    dealer = "Fabric's sampler", "Pass setup_dataloaders(..., use_distributed_sampler=False)"
     _reads_ahead = True
 
     @property

@@ -1,7 +1,6 @@
 """What the strategies of Fabric have in common: all but how a model is set up."""
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,7 +17,7 @@ from lightning_join import _compat_fabric as _compat
 from lightning_join._collectives import active_places, is_mean
 from lightning_join._fabric.joined_loader import JoinedLoader
 from lightning_join._fabric.operations import Operations
-from lightning_join._reading.samplers import deals_out_shards, is_dealt_out, mark_injected, without_padding
+from lightning_join._reading.samplers import is_dealt_out, mark_injected, without_padding
 from torch_join import Join, JoinError, JoinMonitor, UnsupportedError, Weighting
 from torch_join.integration import (
     Channel,
@@ -287,11 +286,7 @@ class Joins:
             joined.positions.load(loaded)
             driver.positions.loaded = None
         driver.positions, driver.find_other_place = joined.positions, self._find_place
-        is_first = True
         for batch in driver.go_through(loader, joined.open):
-            if is_first:
-                self._warn_of_shards(loader, driver.certain_lengths)
-                is_first = False
             yield batch
             if self._inner:
                 with telling_failures(driver.tail_log.channel):
@@ -300,16 +295,6 @@ class Joins:
                         f" begun inside it, has not ended. If these are two loaders of one loop, go {_BATCHES}. If an"
                         " iterator is held in a variable (a progress bar), `del` it where its loop is left."
                     )
-
-    def _warn_of_shards(self, loader: Iterable[Any], lengths: list[int] | None) -> None:
-        if lengths is not None and not self.options.rebalance and deals_out_shards(loader, lengths):
-            warnings.warn(
-                f"The ranks have {lengths} batches, which are not the shares of one dataset: each seems to have a shard"
-                " of its own. Fabric's sampler deals every one of them out again, and each rank runs 1 of"
-                f" {len(lengths)} samples of its own. Pass setup_dataloaders(..., use_distributed_sampler=False) to run"
-                " all of them, or give all ranks the same dataset.",
-                stacklevel=3,
-            )
 
     def _nested(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
         """Go through a loader within a loop of another, as in a validation each few steps: no rank has joined yet."""

@@ -109,7 +109,8 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         check_rates(
             [rates for *_, rates in everyone],
             f"at the begin of epoch {trainer.current_epoch}. A rank has set its own, in a hook for example, by a value"
-            " that others do not have: decide by one that was reduced over all ranks",
+            " that others do not have (len(loader), a counter of its own batches): decide by trainer.global_step, or by"
+            " one that was reduced over all ranks",
         )
         for rank, (_, _, claimed, its_end, *_) in enumerate(everyone):
             if claimed is not None:

@@ -15,7 +15,7 @@ from lightning_join import _compat
 from lightning_join._compat import Stateful, parse_num_batches, sized_len
 from lightning_join._reading.samplers import sharded_samples
 from torch_join import JoinValueError
-from torch_join.integration import Channel, closed, is_length_certain, name_ranks
+from torch_join.integration import Channel, closed, dealt_again, is_length_certain, name_ranks
 
 
 class DataloaderError(JoinValueError, MisconfigurationException):
@@ -87,14 +87,10 @@ def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
 def warn(loaders: Sequence[Any], everyone: Sequence[Loaders]) -> None:
     """Warn of dataloaders that run, but probably not as the user means them to."""
     for place, loader in enumerate(loaders):
-        samples = {each.sharded[place] for each in everyone}
-        if len(samples) > 1 and None not in samples:
-            rank_zero_warn(
-                f"The ranks' datasets of dataloader {place} have different lengths ({min(samples)} to {max(samples)}),"  # type: ignore[type-var]
-                " so each seems to be a shard of its own. Lightning's sampler deals every one of them out again, and"
-                f" each rank runs 1 of {len(everyone)} samples of its own. Pass Trainer(use_distributed_sampler=False)"
-                " to run all of them, or give all ranks the same dataset."
-            )
+        remedy = "Pass Trainer(use_distributed_sampler=False)"
+        samples = [each.sharded[place] for each in everyone]
+        if (text := dealt_again(samples, "Lightning's sampler", remedy, f" of dataloader {place}")) is not None:
+            rank_zero_warn(text)
         if sized_len(loader) is not None and has_iterable_dataset(loader):
             rank_zero_warn(  # the text is Lightning's
                 "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when"

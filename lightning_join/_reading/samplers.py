@@ -1,10 +1,10 @@
 """The samplers that Lightning injects, without their padding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_join._compat import DistributedSamplerWrapper, wrapped_sampler
 from torch_join import UnpaddedDistributedSampler
@@ -97,18 +97,6 @@ def _samplers(loader: Any) -> Iterator[Any]:
 def sharded_samples(dataloader: object) -> int | None:
     """Return of how many samples this rank gets its share from a sampler of Lightning's, if it does."""
     return next((len(sampler.dataset) for sampler in _injected(dataloader)), None)  # type: ignore[arg-type]
-
-
-def deals_out_shards(dataloader: object, lengths: Sequence[int]) -> bool:
-    """Whether Lightning's sampler deals out another dataset on each rank, as the ranks' numbers of batches tell."""
-    sampler, batches = next(_injected(dataloader), None), getattr(dataloader, "batch_sampler", None)
-    if sampler is None or sampler.num_replicas != len(lengths) or type(batches) is not BatchSampler:
-        return False
-    shares = [len(range(rank, len(sampler.dataset), len(lengths))) for rank in range(len(lengths))]  # type: ignore[arg-type]
-    rest = 0 if batches.drop_last else batches.batch_size - 1
-    expected = [(share + rest) // batches.batch_size for share in shares]
-    # A rank that has fewer batches than its own dataset gives goes on in the middle of an epoch.
-    return expected[sampler.rank] == lengths[sampler.rank] and expected != [*lengths]
 
 
 def _injected(dataloader: object) -> Iterator[DistributedSampler[Any]]:

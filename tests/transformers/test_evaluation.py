@@ -128,3 +128,22 @@ def test_evaluation_in_the_tail_and_the_best_model(workers: Workers) -> None:
     assert len(found[0][0]) == found[0][1]
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][2], found[1][2], strict=True))
+
+
+def evaluate_sets(rank: int, names: dict[int, list[str]]) -> Any:
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as folder:
+        data = {name: Samples(5000 + 100 * "ab".index(name) + 10 * rank, 3) for name in names[rank]}
+        trainer = JoinTrainer(Net(True), arguments_of(Fit(), folder), eval_dataset=data, own_shards=True)
+        metrics = trainer.evaluate()
+        return {f"eval_{name}_loss": trainer.evaluate(data[name])["eval_loss"] for name in "ab"}, metrics
+
+
+def test_sets_in_another_order_are_evaluated_in_one(workers: Workers) -> None:
+    for apart, metrics in workers.run(2, evaluate_sets, {0: ["a", "b"], 1: ["b", "a"]}):
+        assert {name: metrics[name] for name in apart} == apart
+        assert apart["eval_a_loss"] != apart["eval_b_loss"]
+
+
+def test_sets_of_other_names_are_refused(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, evaluate_sets, {0: ["a"], 1: ["a", "b"]}):
+        assert "evaluation datasets of other names (rank 0: a; rank 1: a, b)" in outcome.error

@@ -1,12 +1,14 @@
 """What raises, on all ranks; and the monitor's numbers."""
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from accelerate_join.transformers import JoinMonitor, JoinTrainer
@@ -39,6 +41,23 @@ class Unwrapping(JoinTrainer):
         return super().compute_loss(model.module, *args, **kwargs)
 
 
+class Varying:
+    """Batches of other sizes than the sampler says: a round whose last one is smaller would be left out."""
+
+    batch_size, drop_last = 2, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2], [3, 4], [5, 6]])
+
+    def __len__(self) -> int:
+        return 4
+
+
+class FromVarying(JoinTrainer):
+    def get_train_dataloader(self) -> Any:
+        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_sampler=Varying()))
+
+
 class GRPOTrainer(JoinTrainer):
     """Is refused by its name."""
 
@@ -68,7 +87,9 @@ def run(rank: int, kind: type[JoinTrainer], fit: Fit, options: dict[str, Any], m
         args = arguments_of(fit, folder)
         callbacks = [] if monitor is None else [monitor]
         data = data_of(fit, rank)
-        trainer = kind(Net(fit.counts), args, train_dataset=data, callbacks=callbacks, own_shards=True, **options)
+        trainer = kind(
+            Net(fit.counts), args, train_dataset=data, callbacks=callbacks, **{"own_shards": True, **options}
+        )
         trainer.found = []  # type: ignore[attr-defined]
         trainer.train()
         monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
@@ -84,6 +105,7 @@ REFUSED: dict[str, tuple[type[JoinTrainer], Fit, dict[str, Any], str]] = {
     "generating": (GRPOTrainer, UNEVEN, {}, "generates and scores"),
     "weighting": (JoinTrainer, UNEVEN, {"weighting": "samples"}, "Use weighting='world'"),
     "termination": (JoinTrainer, UNEVEN, {"throw_on_early_termination": True}, "exhausted"),
+    "varying": (FromVarying, Fit((4, 4)), {"own_shards": False}, "but its batch 1 is of another size"),
     "batch size": (JoinTrainer, Fit((2, 5), extra={"auto_find_batch_size": True}), {}, "auto_find_batch_size"),
 }
 if hasattr(TrainingArguments, "train_sampling_strategy"):

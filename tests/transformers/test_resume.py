@@ -201,3 +201,21 @@ def test_it_goes_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path
     finally:
         others.close()
     assert found == [[it for it in seen if it[0] >= 12] for seen in whole]
+
+
+def resume_with_more(rank: int) -> None:
+    with accelerator_of(rank), tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names)
+        train(rank, Case("map", (4, 9)), names[0], save_strategy="steps", save_steps=3)
+        dist.barrier()
+        more = Case("map", (5, 10))
+        train(rank, more, names[0], 9)  # an epoch's end
+        train(rank, more, names[0], 3, ignore_data_skip=True)
+        train(rank, more, names[0], 3)
+
+
+def test_more_data_amid_an_epoch_is_refused_with_a_remedy(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, resume_with_more):
+        assert "The state was written in a loop over another loader" in outcome.error
+        assert "Or resume from a checkpoint of an epoch's end, or with ignore_data_skip=True." in outcome.error

@@ -16,7 +16,7 @@ from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.front_ends.transformers import Fit, Net, Samples, arguments_of, data_of, sample
 from tests.support.workers import Workers
 
-LENGTHS = (3, 8)
+LENGTHS = (3, 8, 1)
 
 
 def make(
@@ -175,3 +175,31 @@ def test_samples_are_counted_in_lists(workers: Workers) -> None:
 def test_the_mixin_comes_first() -> None:
     with pytest.raises(TypeError, match="Put it before the trainer's class"):
         type("Wrong", (Trainer, JoinTrainerMixin), {})
+
+
+class LoggingItsLoss(JoinTrainer):
+    """Logs in its loss, and after the backward."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.log({"mine": loss.detach()})
+        return loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.log({"after": float(loss)})
+        return loss
+
+
+def logged(rank: int, folder: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+    fit = Fit(lengths, epochs=1, counts=False)
+    trainer = make(rank, folder, LoggingItsLoss, fit)
+    trainer.train()
+    return [log for log in trainer.state.log_history if log.keys() & {"mine", "after"}]
+
+
+def test_what_is_logged_in_the_tail_comes_to_rank_0(workers: Workers) -> None:
+    first, second, third = workers.run(3, alone, logged, (0, 2, 5))
+    assert [log["step"] for log in first] == [step for step in range(5) for _ in range(2)]
+    assert first == [*second[:4], *third[4:]]  # of the lowest rank that has a batch
+    assert first[4:] == second[4:]

@@ -1,6 +1,6 @@
-"""A distributed sampler that neither pads nor drops."""
+"""A distributed sampler that neither pads nor drops; and what front ends say of theirs."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import cast
 
 import torch
@@ -49,3 +49,22 @@ class UnpaddedDistributedSampler(DistributedSampler[int]):
         else:
             order = list(range(self.total_size))
         return iter(order[self.rank :: self.num_replicas])
+
+
+def dealt_again(samples: Sequence[int | None], dealer: str, remedy: str, which: str = "") -> str | None:
+    """Return a warning if each rank's dataset is its own, as different lengths show, and is dealt out to all ranks.
+
+    Args:
+        samples: By rank, the length of the dataset that is dealt out; `None` without one.
+        dealer: What deals it out.
+        remedy: How to have it leave a loader as it is, as an imperative.
+        which: " of", and the loader's name, where there are several.
+    """
+    known = [each for each in samples if each is not None]
+    if len(known) < len(samples) or len({*known}) < 2:
+        return None
+    return (
+        f"The ranks' datasets{which} have different lengths ({min(known)} to {max(known)}), so each seems to be a shard"
+        f" of its own. {dealer} deals every one of them out again, and each rank runs 1 of {len(known)} samples of its"
+        f" own. {remedy} to run all of them, or give all ranks the same dataset."
+    )

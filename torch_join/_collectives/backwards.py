@@ -144,7 +144,7 @@ class Backwards:
         """
         if reduce_op not in ("SUM", "AVG"):
             return False
-        models = [one for one in self._tail_log.models() if any(map(one.holds_unsynced, tensors))]
+        models = [one for one in self._tail_log.models() if any(map(one.is_unsynced, tensors))]
         for model in models:
             self._tail_log.announce(model.index, "reduced", hold=True)
         if not models or self._members.weighting == "world":

@@ -20,7 +20,7 @@ from torch_join._participants._gradients.watch import Watch
 from torch_join._participants.kinds import unsynced_models
 from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.synced_norms import has_synced_norms
-from torch_join._shadow.zero_gradient import following_zero
+from torch_join._shadow.zero_gradient import following_zero, own_first
 
 _GRADIENTS = 1 << 32  # one addition counts the ranks without a loss, and those of them without gradients
 
@@ -47,6 +47,7 @@ class LockstepJoin(Lockstep):
         self._in_pieces = False  # the backward of this step, which this rank follows
         self._has_gathered = False  # in this step, with gradients
         self._shadow = self._model.shadow  # asked for often in a step
+        self._begin_sync: Callable[[Tensor], None] = lambda _: None  # amid a backward
         self._enter_model: Callable[[], None] = lambda: None  # ends what the wrapper does before the model
 
     @property
@@ -152,12 +153,20 @@ class LockstepJoin(Lockstep):
                 yield
         finally:
             self.follows_backward = False
+            if self.no_loss:
+                self._shadow.ddp.require_backward_grad_sync = self._shadow.ddp.require_forward_param_sync = True
 
     def note_gather(self) -> None:
         self._has_gathered = True
 
     def _complete(self, output: Any) -> Any:
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and not loss.requires_grad:
+            raise UnsupportedError(
+                f"The loss of rank {self.channel.global_ranks[self.channel.rank]} does not require a gradient: it is a"
+                " constant, or was computed without gradients (torch.no_grad). To skip a batch, return"
+                " torch.zeros((), requires_grad=True)."
+            )
         if output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss)):
             return output
         if self._has_gathered or self.driver.tail_log.in_pieces or has_synced_norms(self._shadow.inner):
@@ -174,7 +183,11 @@ class LockstepJoin(Lockstep):
         zero = self._shadow.no_loss_output()
         if output is None:
             return zero
-        return {**output, "loss": zero + loss} if isinstance(output, Mapping) else zero + loss
+        # In its own backward it may run some of the model's, each of a part of the batch (GradCache). DDP must take
+        # these for accumulation: it is made ready after them, and not where the wrapper's forward ends.
+        self._shadow.ddp.require_backward_grad_sync = False
+        loss = own_first(loss, lambda: self._begin_sync(zero), zero)
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def backward(self, backward: Callable[[], None]) -> bool:
         """Run the backward of a step, real or not; where no rank contributes to the gradients they are left cleared.
@@ -189,6 +202,8 @@ class LockstepJoin(Lockstep):
         Returns:
             `False` if it is known that no rank has a loss. Without a sync nobody knows.
         """
+        if self._syncs:
+            self.driver.synced_backwards += 1
         if not (self.joined or self.no_loss):
             with self.leaving_out() if self.counts_nothing else nullcontext():
                 self._listening_to(backward)
@@ -197,12 +212,19 @@ class LockstepJoin(Lockstep):
         parameters = self._shadow.parameters
         # Where the lowest active rank has said that it has a loss, no joined one need ask whether somebody has.
         counts = self._syncs and not (self.joined and self.driver.has_loss)
-        count = f"lossless/{self.channel.barrier_number}"
-        if counts:
-            self.channel.add(count, 1 if any(p.grad is not None for p in parameters) else 1 + _GRADIENTS)
+        count = f"lossless/{self.driver.synced_backwards}"
+
+        def say() -> None:
+            if counts:
+                self.channel.add(count, 1 if any(p.grad is not None for p in parameters) else 1 + _GRADIENTS)
+
         if self.joined and self._in_pieces:
+            say()
             self._listening_to(backward)  # which follows
+        elif not (self.joined or self.no_output):
+            counts = self._run_own(backward, say) and counts
         else:
+            say()
             self._shadow.backward(partial(self._listening_to, backward))  # the framework's, with its hooks
         if not counts:
             return True
@@ -211,6 +233,38 @@ class LockstepJoin(Lockstep):
         for parameter in parameters if total // _GRADIENTS == everyone else ():
             parameter.grad = None
         return total % _GRADIENTS < everyone
+
+    def _run_own(self, backward: Callable[[], None], say: Callable[[], None]) -> bool:
+        """Run the backward of a loss that does not lead to the model; return whether it has brought that nothing.
+
+        Args:
+            backward: Runs it, and then that of a zero, in which DDP averages what has come.
+            say: Called between the two, if nothing has.
+        """
+        came, watch = False, Watch(self._shadow.parameters)
+
+        def note(*_: Any) -> None:
+            nonlocal came
+            came = True
+
+        with ExitStack() as stack:
+
+            def begin_sync(zero: Tensor) -> None:
+                watch.end()
+                if came:
+                    self._shadow.accumulated = True
+                else:
+                    say()
+                stack.enter_context(self._shadow.around_backward(in_pieces=False))
+                _compat.expect_gradients(self._shadow.ddp, zero)
+
+            self._begin_sync = begin_sync
+            stack.callback(watch.end)
+            if self.counts_nothing:
+                stack.enter_context(self.leaving_out())
+            watch.begin(note)
+            self._listening_to(backward)
+        return not came
 
     @contextmanager
     def leaving_out(self) -> Iterator[None]:

@@ -39,6 +39,9 @@ class StepDriver(Driver):
         members: Who is active.
         tail_log: Where participants announce what they do, and what has a joined rank mirror it.
         has_loss: Whether this rank has a loss in this step; on a joined rank, whether the lowest active one has.
+        parting: What the front end of the lowest active rank tells that of joined ranks as its step is done: plain
+            values. A joined rank's takes them from here.
+        synced_backwards: The number of synced backwards so far, the same on all ranks.
     """
 
     # What participants ask of a driver: there is always a meeting before the step.
@@ -46,6 +49,7 @@ class StepDriver(Driver):
     sees_steps = True
     tail_log: TailLog
     has_loss = True
+    synced_backwards = 0
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class StepDriver(Driver):
     ) -> None:
         group = dist.group.WORLD if dist.is_initialized() else None
         self.options = options
+        self.parting: list[Any] = []
         self.members = Membership(group, options.weighting, sizes=sizes)
         self.tail_log = TailLog(self.members)
         self.tail_log.open(channel)
@@ -105,7 +110,8 @@ class StepDriver(Driver):
             tail_log.tap.install()
         try:
             yield
-            tail_log.announce(-1, DONE, (tail_log.in_pieces, self.has_loss))
+            tail_log.announce(-1, DONE, (tail_log.in_pieces, self.has_loss, self.parting))
+            self.parting = []
         finally:
             members.take_role(Role.EVEN)
             tail_log.tap.remove()
@@ -134,7 +140,8 @@ class StepDriver(Driver):
         """
         self.tail_log.begin_step(active)
         backwards = self.tail_log.backwards
-        in_pieces, self.has_loss = self.tail_log.follow(DONE)
+        in_pieces, self.has_loss, told = self.tail_log.follow(DONE)
+        self.parting += told
         backwards.in_pieces = in_pieces or backwards.in_pieces
         return backwards.in_pieces
 

@@ -262,7 +262,7 @@ class ModelParticipant(Participant, LoopModel):
     def accumulates(self) -> bool:
         return self._shadowed.accumulates
 
-    def holds_unsynced(self, tensor: Tensor) -> bool:
+    def is_unsynced(self, tensor: Tensor) -> bool:
         return self.accumulates and self._gradients.holds(tensor)
 
     def before_collective(self, ddps: bool) -> None:

@@ -196,7 +196,7 @@ class LoopModel:
         """Whether the backward that is under way adds to this model's gradients, and these are weighted then."""
         return False
 
-    def holds_unsynced(self, tensor: Tensor) -> bool:
+    def is_unsynced(self, tensor: Tensor) -> bool:
         """Whether a tensor is a gradient of this model that no sync has averaged yet, or all of these in one."""
         return False
 

@@ -197,10 +197,11 @@ class Order:
     Args:
         loader: All that draws the order.
         place: What `place` returned of the loop that goes on, or of the one before; by default this is another one.
+        advice: What else to do where the place is one in another loader, for the error.
     """
 
-    def __init__(self, loader: Any, place: LoaderPlace | None = None) -> None:
-        self._loader, self._place, self._begun = loader, place, drawing(loader)
+    def __init__(self, loader: Any, place: LoaderPlace | None = None, advice: str = "") -> None:
+        self._loader, self._place, self._begun, self._advice = loader, place, drawing(loader), advice
 
     def go_through(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the framework's batches, the first of which is not read yet.
@@ -216,7 +217,7 @@ class Order:
         elif place is not None:
             if "refused" in place:
                 raise UnsupportedError(place["refused"])
-            _check_same(self._loader, 1, place)
+            _check_same(self._loader, 1, place, self._advice)
             self._begun = place["begun"]
             with drawn_as(self._loader, place["begun"]):
                 first += islice(batches, 1)

@@ -56,6 +56,27 @@ def following_zero(follow: Callable[[], Any], device: torch.device) -> Tensor:
     return zero
 
 
+class _OwnFirst(torch.autograd.Function):
+    """A loss that leads to no zero; in its backward comes its own, and then the zero's."""
+
+    @staticmethod
+    def forward(ctx: Any, own: list[Tensor], between: Callable[[], None], zero: Tensor) -> Tensor:
+        ctx.own, ctx.between, ctx.zero = own, between, torch.zeros_like(zero)
+        return own[0].detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        torch.autograd.backward(ctx.own[0], gradient)
+        ctx.between()
+        return None, None, ctx.zero
+
+
+def own_first(loss: Tensor, between: Callable[[], None], zero: Tensor) -> Tensor:
+    """Return `loss`, in whose backward its own is run, then `between` is called, and then that of `zero` is run."""
+    found: Tensor = _OwnFirst.apply([loss], between, zero)  # type: ignore[no-untyped-call]
+    return found
+
+
 def broadcast_gradient(parameter: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Give every rank of `group` the gradient that its rank `source` has; a sparse one travels as a dense one."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

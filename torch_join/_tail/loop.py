@@ -1,6 +1,7 @@
 """The loops of a `Join`: how one is gone through, left and finished."""
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch_join._base.devices import use_device
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
 from torch_join._base.membership import MeetingPoint, Membership
+from torch_join._base.sampler import dealt_again
 from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
@@ -41,7 +43,7 @@ from torch_join._tail.tail_log import TailLog
 T = TypeVar("T")
 P = TypeVar("P", bound=Participant)
 
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str]  # of a loop
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
@@ -515,15 +517,17 @@ class LoopDriver(Driver):
         length = reader.certain_length() if self._rebalancing.enabled or not self.members.meets_late else None
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
-        begin = length, hyperparameters(self.given), how, given, first, name or ""
+        begin = length, hyperparameters(self.given), how, given, first, name or "", reader.dealt_samples
         said = self.tail_log.channel.gather(begin, not self.in_loop, _BEGIN)
-        lengths, hyper, ways, everyone, steps, loops = zip(*said, strict=True)
+        lengths, hyper, ways, everyone, steps, loops, dealt = zip(*said, strict=True)
         if self.begins_with_loop:
             self.tail.compare_given(everyone)
         compare(hyper, self.members.global_ranks)
         if _ASKS not in ways:
             return None
         check_resumed(self.members.global_ranks, steps, loops)
+        if (text := dealt_again(dealt, *reader.dealer)) is not None:
+            warnings.warn(text, stacklevel=2)
         rebalances = self._rebalancing.enabled
         refused = (_UNASKED, _EMPTY) if rebalances else (_UNASKED,)  # with none, it is to be given some
         _nesting.refuse_unasked(self.members.named(rank for rank, way in enumerate(ways) if way in refused))

@@ -33,11 +33,15 @@ class Reader(Source, Generic[T]):
     Attributes:
         pulling: Whether the loader is at work on its next batch.
         taken: How many batches have been taken, also before the loop was resumed.
+        dealer: The front end that deals out one dataset to all ranks, and how to have it leave a loader as it is.
+        dealt_samples: The length of the dataset that it deals out; `None` if it does not.
         lead: How many steps ahead a batch of another rank must have been given.
         plan: What a checkpoint says of batches that are rebalanced.
         has_ended: Whether a loop in which they were is over.
     """
 
+    dealer = "", ""
+    dealt_samples: int | None = None
     lead = 1
     plan: dict[str, Any] | None = None
     has_ended = False

@@ -15,7 +15,7 @@ RECORD = tuple[list[Announcement], tuple[int, ...]]  # and who is active
 _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
-    DONE: tuple[bool, bool],  # a step in lockstep; whether its backward is one too, and has a loss
+    DONE: tuple[bool, bool, list[Any]],  # a step in lockstep: is its backward one, has it a loss; the front end's
     END: tuple[list[Any], int, bool],  # closing messages, whose state all take, if backwards go in pieces
 }
 

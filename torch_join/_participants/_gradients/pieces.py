@@ -89,9 +89,10 @@ class Pieces:
         if not in_nested_backward():
             return
         raise UnsupportedError(
-            "Reentrant activation checkpointing together with collectives in backward (of SyncBatchNorm, or of a"
-            " loss over all ranks' outputs), while some ranks have joined: it runs backwards inside of the"
-            " backward, which these cannot follow. Use checkpointing with use_reentrant=False."
+            "Reentrant activation checkpointing, or a loss that runs backwards of its own (GradCache), together with"
+            " collectives in backward (of SyncBatchNorm, of a loss over all ranks' outputs, of DDP in each of these),"
+            " while some ranks have joined: it runs backwards inside of the backward, which these cannot follow. Use"
+            " checkpointing with use_reentrant=False, and compute such a loss in one part."
         )
 
     def begin_whole(self) -> None:
