@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base.errors import name_ranks
@@ -46,6 +46,9 @@ class Audit:
         hands_over_ignored: Whether parameters that DDP ignores are handed over: `None` where all ranks hold the same.
         forgotten: What may have been left out, and where it is looked for.
         unsynced: Buffers that may have to be the same.
+
+    Attributes:
+        joined: The ranks that ran out of inputs first, as errors call them.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Audit:
     def _forget(self) -> None:
         self._before: dict[str, Items] = {}
         self._ignored: list[int] | None = None  # checksums
-        self._joined: list[int] = []
+        self.joined: list[int] = []
         self._forgotten.clear()
 
     def begin(self, joined: Sequence[int], settled: bool, untouched: bool = True) -> None:
@@ -78,7 +81,7 @@ class Audit:
             untouched: Whether that has changed nothing else since the last step (after a `break`, on this rank alone).
         """
         self._forget()
-        self._joined = list(joined)
+        self.joined = list(joined)
         if self._hands_over_ignored is None and (ignored := ignored_parameters(self._objects)):
             self._ignored = checksums(list(ignored.values()))
         if self._often:
@@ -104,7 +107,7 @@ class Audit:
             local: What stays as it is on each rank.
             has_gradients: Whether the last backward has averaged the gradients.
         """
-        before, joined = self._before, self._joined
+        before, joined = self._before, self.joined
         if not self._often:
             self._forget()
             return
@@ -177,14 +180,16 @@ class Audit:
         tensors: list[Tensor] = []
         leaves: dict[str, Any] = {}
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
+        own = {id(p) for thing in self._objects if isinstance(thing, nn.Module) for p in thing.parameters()}
         for name, thing in named(self._objects):
             try:
                 values = dict(reachable(thing, name, local))
             except Exception:
                 continue
             for path, value in values.items():
-                leaves[path] = Slot(len(tensors)) if isinstance(value, Tensor) else value
-                tensors += [value] if isinstance(value, Tensor) else []
+                if id(value) not in own:
+                    leaves[path] = Slot(len(tensors)) if isinstance(value, Tensor) else value
+                    tensors += [value] if isinstance(value, Tensor) else []
         unsynced = () if self._unsynced is None else self._unsynced.doubtful()
         for path, tensor in (*self._forgotten.values(), *unsynced):
             leaves[path] = Slot(len(tensors))
@@ -273,10 +278,22 @@ def _differences(channel: Channel, before: dict[str, Items], after: dict[str, It
     wanted = [key for key in differing if key != "before, found" and (key != "found" or "before, found" in known)]
     result = {key: _unlike(channel.gather(looked[key], of=Items)) for key in wanted}
     if "found" in result:
-        usual = before["found"].keys() - _unlike(channel.gather(before["found"], of=Items))
-        result["found"] = {name: said for name, said in result["found"].items() if name in usual}
+        result["found"] = _alike_before(channel.gather(before["found"], of=Items), result["found"])
     at_join = {name: said for key in result if key.startswith("before, ") for name, said in result[key].items()}
     return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients"))]
+
+
+def _alike_before(everyone: list[Items], found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return of what differs now what was the same on all ranks before, or was on none and is alike where it is now."""
+    usual = everyone[0].keys() - _unlike(everyone).keys()
+    known = set().union(*everyone)
+    return {
+        name: values
+        for name, values in found.items()
+        if name in usual
+        # An item that was added to a list shows in the list's length.
+        or not (name in known or len({*values} - {None}) > 1 or f"len({name.rpartition('[')[0]})" in known)
+    }
 
 
 def _unlike(everyone: list[Items]) -> dict[str, list[Any]]:

@@ -493,10 +493,9 @@ class LoopDriver(Driver):
         loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
             model.check_can_train(reader.has_next)
-        length = None if self.members.meets_late else reader.certain_length()
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
-        begin = length, hyperparameters(self.given), how, given, first, name or ""
+        begin = reader.certain_length(), hyperparameters(self.given), how, given, first, name or ""
         said = self.tail_log.channel.gather(begin, not self.in_loop, _BEGIN)
         lengths, hyper, ways, everyone, steps, loops = zip(*said, strict=True)
         if self.begins_with_loop:
@@ -538,7 +537,8 @@ class LoopDriver(Driver):
 
     def _choose_schedule(self, loop: Loop, lengths: Sequence[int | None]) -> Schedule:
         self.step.check = None
-        rebalances = self._rebalancing.enabled and (None in lengths or len({*lengths}) > 1)
+        known = None if self.members.meets_late or None in lengths else cast(list[int], [*lengths])
+        rebalances = self._rebalancing.enabled and (known is None or len({*known}) > 1)
         if loop.first > 0 and rebalances != (self.positions.plan is not None):
             now, then = ("with", "without") if rebalances else ("without", "with")
             raise JoinValueError(
@@ -553,11 +553,10 @@ class LoopDriver(Driver):
                 loop.source = source
                 self.step.check = planned.check_barrier
                 return planned
-        if self.members.meets_late:
-            return EachUse(self.step, loop.reader, self.tail_log)
-        if None in lengths:
-            return EachBatch(self.step, loop.reader)
-        known = cast(list[int], [*lengths])
+        if self.options.may_break or (self.members.meets_late and None not in lengths):
+            return EachUse(self.step, loop.reader, self.tail_log, lengths, self.tail.look)
+        if known is None:
+            return EachBatch(self.step, loop.reader, self.members)
         return Certain(self.step, loop.reader, self.tail_log, known, self._throws, loop.first)
 
     def _is_in(self, loop: Loop) -> bool:
@@ -710,12 +709,12 @@ class LoopDriver(Driver):
             if members.active != members.before:
                 with self.step.watching_loaders() if joined else nullcontext():
                     self.tail.compare_steps(self._steps, members.meets_late)
-            at_top = self.meets_at is MeetingPoint.TOP and loop is not None and loop.asked
+            at_top = asked and self.in_loop and loop is not None and loop.asked
             if joined:
                 self.tail.serve(at_top)
                 return False
             if not members.announces:
-                self.tail.begin(at_top)
+                self.tail.begin(self.step_number, at_top)
             self.tail_log.agreement.compare(members.rank, members.active)
         if self.step.ending and self.in_loop and self.tail_log.parting.begin(self.step_number, self.step.ending):
             self.tail_log.tap.install()
@@ -761,7 +760,8 @@ class LoopDriver(Driver):
     def meets_at(self) -> MeetingPoint:
         if self.place is not Place.LOOP:
             return MeetingPoint.FORWARD
-        return MeetingPoint.FIRST_USE if self.members.meets_late else MeetingPoint.TOP
+        late = self.members.meets_late and self._loop is not None and not isinstance(self._loop.schedule, EachBatch)
+        return MeetingPoint.FIRST_USE if late else MeetingPoint.TOP
 
     @property
     def sees_steps(self) -> bool:
@@ -792,7 +792,9 @@ class LoopDriver(Driver):
         # As long as the tap listens, nothing that others take part in can come before the answer is asked for. Where
         # all are certain to be active, only a `break` is yet to be heard of.
         late = self.tail_log.tap.installed and (self.in_loop or self.members.announces)
-        if waits or self._throws or not (late or (self._loop is not None and self._loop.schedule.presumes_all)):
+        late = late or (self._loop is not None and self._loop.schedule.presumes_all)
+        # Nobody foresees a `break`. What is compared where a rank leaves must be as it was before this forward.
+        if waits or self._throws or not late or (self.options.may_break and not self.members.uneven):
             self.step.meet()
         return not self.step.has_arrived
 

@@ -60,6 +60,7 @@ class Tail:
     def reset(self) -> None:
         """Begin anew, as before the first loop."""
         self.early_exit: EarlyExit | None = None
+        self._looked_at = -1  # the step of the current loop at whose top this rank has looked
         self.tail_log.members.last_joiner = True
 
     def leave_early(self, watches: bool) -> None:
@@ -67,15 +68,30 @@ class Tail:
         states = [thing for thing in stateful(self._objects) if thing is not self.changes_freely]
         self.early_exit = EarlyExit(self._objects, states if watches else None)
 
+    @torch.inference_mode(False)
+    def look(self, step: int) -> None:
+        """Look, at the top of a step, at what there is: another rank is expected to have no batch for it.
+
+        That rank looks where it runs out. If the others looked where they meet it, within the step, they might have run
+        its forward already.
+        """
+        if not self.tail_log.members.uneven:
+            self._look(at_top=True)
+            self._looked_at = step
+
     # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
     @torch.inference_mode(False)
-    def begin(self, at_top: bool) -> None:
+    def begin(self, step: int, at_top: bool) -> None:
         """Begin a tail on an active rank.
 
         Args:
-            at_top: Whether this rank is at the top of a step, before any code of the user's.
+            step: The number of the step.
+            at_top: Whether this rank is at the top of it, before any code of the user's.
         """
-        self._look(at_top)
+        if self._looked_at == step:
+            self._audit.joined = self.tail_log.members.joined_names
+        else:
+            self._look(at_top)
         self.tail_log.begin_tail()
 
     @torch.inference_mode(False)
@@ -85,6 +101,7 @@ class Tail:
         Args:
             has_run: Whether there was anything since the last loop ended.
         """
+        self._looked_at = -1
         self.tail_log.members.last_joiner = True
         if self.tail_log.members.announces:
             self._hand_over(self.tail_log.end_tail())
@@ -94,9 +111,14 @@ class Tail:
 
     @torch.inference_mode(False)
     def serve(self, at_top: bool) -> None:
-        """Do what the active ranks announce, with nothing, until they have joined too; see `begin`."""
+        """Do what the active ranks announce, with nothing, until they have joined too.
+
+        Args:
+            at_top: Whether this rank has asked for a batch, and has run no code of the user's since.
+        """
         if self.refusal is not None:
             raise self.refusal
+        self._looked_at = -1
         members = self.tail_log.members
         if not members.announces:
             self._look(at_top)
