@@ -88,6 +88,15 @@ class Audit:
             self._forgotten.look()
             self._before = {**(self._look(settled) if untouched else {}), "found": self._found(exact=False)}
 
+    def note(self) -> None:
+        """Note what this rank alone may keep, before its last step, if it runs out before others."""
+        if self._often:
+            self._forgotten.note()
+
+    def leave(self) -> None:
+        """Find out, as this rank runs out before others, what that step has changed of it."""
+        self._forgotten.leave()
+
     def local(self, channel: Channel) -> frozenset[int]:
         """Return the `id` of each parameter that stays as it is on each rank; every rank calls this."""
         ignored = list(ignored_parameters(self._objects).values())
@@ -114,10 +123,11 @@ class Audit:
         parameters, rest = self._captured(local, exact=True, takes=True)
         after = {"handed over": parameters | rest, "found": self._found(exact=True)}
         after["gradients"] = self._gradients() if has_gradients else {}
+        kept = self._forgotten.kept
         self._forget()
         when = f"When {name_ranks(joined)} ran out of inputs"
-        found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after)
-        texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY), found, strict=True)
+        found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after, kept)
+        texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY, _ALONE), found, strict=True)
         self._warn(
             channel, [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]
         )
@@ -228,6 +238,12 @@ _EMPTY = (
     " and leaves what has none. Use zero_grad(set_to_none=True)."
 )
 
+_ALONE = (
+    "An average was not updated in the tail of a loop, since not all ranks keep it: {what}. Its rank ran out of inputs"
+    " while others went on. Keep it on all ranks, update it in each step, and give it to Join, if need be in an object"
+    " with state_dict and load_state_dict: Join([model, optimizer, it])."
+)
+
 
 def _flat(tree: Any, path: str, names: dict[int, str], capture: Capture) -> Iterable[tuple[str, Any]]:
     if isinstance(tree, dict):
@@ -267,11 +283,17 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LENGTH else f"#{_hash(text.encode())}"
 
 
-def _differences(channel: Channel, before: dict[str, Items], after: dict[str, Items]) -> list[dict[str, list[Any]]]:
-    """Return what differs by rank: before, of what was handed over, of what was found, of the gradients."""
+def _differences(
+    channel: Channel, before: dict[str, Items], after: dict[str, Items], kept: Items | None = None
+) -> list[dict[str, list[Any]]]:
+    """Return what differs by rank: before, of what was handed over, of what was found, of gradients, of averages."""
     looked = {f"before, {key}": items for key, items in before.items()} | after
     digests = {key: _hash(repr(sorted(items.items())).encode()) if items else "" for key, items in looked.items()}
+    kept = kept or {}
+    digests["kept"] = "changed" if "changed" in kept.values() else ""
     everyone = channel.gather(digests, of=dict[str, str])
+    held = channel.gather(kept, of=Items) if any(said.pop("kept", "") for said in everyone) else []
+    alone = {name: said for name, said in _unlike(held).items() if None in said and "changed" in said}
     # Where one rank cannot tell, nobody asks.
     known = [key for key in digests if all(said.get(key) for said in everyone)]
     differing = [key for key in known if len({said[key] for said in everyone}) > 1]
@@ -280,7 +302,7 @@ def _differences(channel: Channel, before: dict[str, Items], after: dict[str, It
     if "found" in result:
         result["found"] = _alike_before(channel.gather(before["found"], of=Items), result["found"])
     at_join = {name: said for key in result if key.startswith("before, ") for name, said in result[key].items()}
-    return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients"))]
+    return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients")), alone]
 
 
 def _alike_before(everyone: list[Items], found: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -312,7 +334,7 @@ def _list(found: dict[str, list[Any]], names: Sequence[int]) -> str:
         thing, _, what = name.rpartition(": ")
         by_thing.setdefault(thing, []).append(_value(what, values, names))
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(f"{thing}: {', '.join(what)}" for thing, what in by_thing.items()) + more
+    return "; ".join(f"{thing}: {', '.join(what)}".removeprefix(": ") for thing, what in by_thing.items()) + more
 
 
 def _value(name: str, values: list[Any], names: Sequence[int]) -> str:

@@ -644,12 +644,21 @@ class LoopDriver(Driver):
         self._steps.begin()
         self.tail_log.parting.end()
         if not schedule.begin(self.step_number):
+            if self._ends_before_others(schedule.expected):
+                self.tail.note()
             return True
         goes_on = self._go_on()
+        if goes_on and self.members.rank in self.step.ending and not self.step.is_last:
+            self.tail.note()
         schedule.check(self.step_number)
         if schedule.lengths is not None and self._is_even():
             loop.even_until = min(schedule.lengths) - 1  # that step is the last one of some
         return goes_on
+
+    def _ends_before_others(self, lengths: Sequence[int | None]) -> bool:
+        """Whether this step is expected to be this rank's last one, and not that of another active rank."""
+        ends = self.step_number + 1
+        return bool(lengths) and lengths[self.members.rank] == ends and any(n is None or n > ends for n in lengths)
 
     def _is_even(self) -> bool:
         """Whether a step is as the one before, and leaves nothing to do to the next one."""

@@ -16,10 +16,12 @@ class Schedule:
 
     Attributes:
         lengths: All ranks' numbers of batches, where these can be no others.
+        expected: The same, but that some may be others; `None` for each that is not known.
         presumes_all: Whether all ranks are taken to be active in this step until this one hears that some have left.
     """
 
     lengths: list[int] | None = None
+    expected: Sequence[int | None] = ()
     presumes_all = False
 
     @property
@@ -75,14 +77,14 @@ class EachUse(Schedule):
         look: Callable[[int], None],
     ) -> None:
         self._current, self._reader, self._tail_log = step, reader, tail_log
-        self._lengths, self._look = lengths, look
+        self.expected, self._look = lengths, look
 
     def begin(self, step: int) -> bool:
         self._current.meet()  # at the step before, in which this rank has done nothing with others
         if not self._reader.has_next():
             self._current.meet_now(False)
             return True
-        if step in self._lengths or self._current.ending:
+        if step in self.expected or self._current.ending:
             self._look(step)
         count = self._tail_log.members.count
         self._current.defer(0 if count is None else self._reader.count(count), self._reader.at_last)

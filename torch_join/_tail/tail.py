@@ -68,6 +68,10 @@ class Tail:
         states = [thing for thing in stateful(self._objects) if thing is not self.changes_freely]
         self.early_exit = EarlyExit(self._objects, states if watches else None)
 
+    def note(self) -> None:
+        """Note, before the last step of this rank, what it alone may keep; others have more steps."""
+        self._audit.note()
+
     @torch.inference_mode(False)
     def look(self, step: int) -> None:
         """Look, at the top of a step, at what there is: another rank is expected to have no batch for it.
@@ -122,6 +126,7 @@ class Tail:
         members = self.tail_log.members
         if not members.announces:
             self._look(at_top)
+        self._audit.leave()
         self.tail_log.join()
         with on_device(self.tail_log.members.group):
             words, leader, in_pieces = self.tail_log.follow(END)
