@@ -4,7 +4,7 @@ A handover makes ranks equal, so that whoever looks after it sees nothing of wha
 are therefore taken twice: at the step at which the first rank joins, when all have done the same, and right after the
 handover. Both are compared in one message at the end of the tail; names follow only where they differ.
 
-when a rank joins     parameters of the given models, and of the given optimizers; where it joins at the top of
+when a rank joins     parameters of the given models, and of the given optimizers; where ranks look at the top of
                       a step, also their state, hyperparameters, schedulers, scalers, what is frozen or in training
 after the handover    the same again, with every bit, and buffers; where `.grad` is None; and what hangs on the
                       given things in attributes and closures, if it was the same on all ranks before
@@ -31,6 +31,7 @@ from torch_join._handover.state import Capture
 
 Often = Literal["tail"] | bool
 Items = dict[str, str]  # the name of a value, and what it is in few characters
+Leaves = dict[str, Any]  # the name of a value, and the value: a tensor or a plain one
 
 _KINDS = ("model", "optimizer", "LR scheduler", "GradScaler")
 _SHOWN = 8
@@ -86,7 +87,8 @@ class Audit:
             self._ignored = checksums(list(ignored.values()))
         if self._often:
             self._forgotten.look()
-            self._before = {**(self._look(settled) if untouched else {}), "found": self._found(exact=False)}
+            looked = self._look(settled) if untouched else {}
+            self._before = _described({**looked, "found": self._found()}, exact=False)
 
     def note(self) -> None:
         """Note what this rank alone may keep, before its last step, if it runs out before others."""
@@ -121,7 +123,7 @@ class Audit:
             self._forget()
             return
         parameters, rest = self._captured(local, exact=True, takes=True)
-        after = {"handed over": parameters | rest, "found": self._found(exact=True)}
+        after = _described({"handed over": parameters | rest, "found": self._found()}, exact=True)
         after["gradients"] = self._gradients() if has_gradients else {}
         kept = self._forgotten.kept
         self._forget()
@@ -141,7 +143,8 @@ class Audit:
             left: Whether this rank has left it by `break`, and so is elsewhere than those that came to its end.
         """
         if self._often is True:
-            looked = {**self._look(settled=True), "gradients": self._gradients() if has_gradients else {}}
+            looked = _described(self._look(settled=True), exact=False)
+            looked["gradients"] = self._gradients() if has_gradients else {}
             if left:
                 looked = {f"{which}, after a break": items for which, items in looked.items()}
             found, *_ = _differences(channel, {**looked, "found": {}}, {})
@@ -156,15 +159,15 @@ class Audit:
 
     # ------------------------------------------------------------ what there is
 
-    def _look(self, settled: bool) -> dict[str, Items]:
+    def _look(self, settled: bool) -> dict[str, Leaves]:
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
         parameters, rest = self._captured(local, exact=False, takes=settled)
         return {"parameters": parameters, "settled": rest}
 
-    def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Items, Items]:
+    def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Leaves, Leaves]:
         """Return the parameters, and all else if `takes`; buffers only where every bit counts."""
         capture = Capture(canonical=True, local=local)
-        parameters, rest = dict[str, Any](), dict[str, Any]()
+        parameters, rest = Leaves(), Leaves()
         names: dict[int, str] = {}
         for name, thing in named(self._objects):
             kind = kind_of(thing)
@@ -180,15 +183,14 @@ class Audit:
                     if part == "parameters":
                         for key, slot in content.items():
                             names.setdefault(slot.index, f"{name}: {key}")
-                            parameters.setdefault(names[slot.index], slot)
+                            parameters.setdefault(names[slot.index], capture.tensors[slot.index])
                     elif takes and (exact or part not in ("buffers", "extra")):
                         prefix = f"{name}: {part}" if not one else f"{name}: {part} of optimizer {one} in it"
                         rest |= dict(_flat(content, prefix, names, capture))
-        return _described(parameters, capture.tensors, exact), _described(rest, capture.tensors, exact)
+        return parameters, rest
 
-    def _found(self, exact: bool) -> Items:
-        tensors: list[Tensor] = []
-        leaves: dict[str, Any] = {}
+    def _found(self) -> Leaves:
+        leaves = Leaves()
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
         own = {id(p) for thing in self._objects if isinstance(thing, nn.Module) for p in thing.parameters()}
         for name, thing in named(self._objects):
@@ -196,15 +198,10 @@ class Audit:
                 values = dict(reachable(thing, name, local))
             except Exception:
                 continue
-            for path, value in values.items():
-                if id(value) not in own:
-                    leaves[path] = Slot(len(tensors)) if isinstance(value, Tensor) else value
-                    tensors += [value] if isinstance(value, Tensor) else []
-        unsynced = () if self._unsynced is None else self._unsynced.doubtful()
-        for path, tensor in (*self._forgotten.values(), *unsynced):
-            leaves[path] = Slot(len(tensors))
-            tensors.append(tensor)
-        return _described(leaves, tensors, exact)
+            leaves |= {path: value for path, value in values.items() if id(value) not in own}
+        leaves.update(self._forgotten.values())
+        leaves.update(() if self._unsynced is None else self._unsynced.doubtful())
+        return leaves
 
     def _gradients(self) -> Items:
         return {
@@ -259,22 +256,26 @@ def _flat(tree: Any, path: str, names: dict[int, str], capture: Capture) -> Iter
     elif isinstance(tree, Pickled):
         yield path, _hash(tree.data)
         for number, slot in enumerate(tree.slots):
-            yield f"{path}, tensor {number}", Slot(slot)
+            yield f"{path}, tensor {number}", capture.tensors[slot]
     elif isinstance(tree, Slot):
-        yield names.setdefault(tree.index, path), tree
+        yield names.setdefault(tree.index, path), capture.tensors[tree.index]
     else:
         yield path, tree.kind if isinstance(tree, Keep) else tree
 
 
-def _described(leaves: dict[str, Any], tensors: Sequence[Tensor], exact: bool) -> Items:
-    wanted = sorted({leaf.index for leaf in leaves.values() if isinstance(leaf, Slot)})
+def _described(looked: dict[str, Leaves], exact: bool) -> dict[str, Items]:
+    # A tensor that has several names is gone through once.
+    tensors = {id(leaf): leaf for leaves in looked.values() for leaf in leaves.values() if isinstance(leaf, Tensor)}
     with torch.no_grad():
-        sums = dict(zip(wanted, checksums([tensors[index] for index in wanted], exact), strict=True))
+        sums = dict(zip(tensors, checksums([*tensors.values()], exact), strict=True))
     return {
-        name: f"#{sums[leaf.index] & 0xFFFFFFFFFFFFFFFF:x} {tuple(tensors[leaf.index].shape)}"
-        if isinstance(leaf, Slot)
-        else _short(leaf + 0.0 if isinstance(leaf, float) else leaf)
-        for name, leaf in leaves.items()
+        key: {
+            name: f"#{sums[id(leaf)] & 0xFFFFFFFFFFFFFFFF:x} {tuple(leaf.shape)}"
+            if isinstance(leaf, Tensor)
+            else _short(leaf + 0.0 if isinstance(leaf, float) else leaf)
+            for name, leaf in leaves.items()
+        }
+        for key, leaves in looked.items()
     }
 
 

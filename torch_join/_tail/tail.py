@@ -13,7 +13,7 @@ from torch_join._base.weighting import name_of
 from torch_join._compat.optimizer_state import is_sharded
 from torch_join._handover.audit import Audit
 from torch_join._handover.buffers import UnsyncedBuffers
-from torch_join._handover.early_exit import EarlyExit, Word, check
+from torch_join._handover.early_exit import EarlyExit
 from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
 from torch_join._participants.clears import innermost_optimizer
@@ -180,13 +180,12 @@ class Tail:
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
         sharded = left is not None and is_shard and not tail_log.members.last_joiner
         word = left is not None, [] if left is None else left.changed(), sharded
-        check(tail_log.channel.gather(word, of=Word), tail_log.members.global_ranks, tail_log.members.rank)
         local = self._audit.local(tail_log.channel)
         if left is not None:
             left.before_handover()
         buffers = [self._buffers] if self._buffers.agree(tail_log.channel) else []
         if states := [*stateful(self._objects), *buffers]:
-            hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local)
+            hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local, word)
         return local
 
     def _restore_flags(self) -> None:
