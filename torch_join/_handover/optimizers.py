@@ -25,7 +25,7 @@ _CONTAINERS = ("state", "param_groups")
 
 def is_optimizer(value: Any) -> bool:
     """Whether `value` is an optimizer, of torch or something like it."""
-    return isinstance(value, Optimizer) or (has_state(value) and hasattr(value, "param_groups"))
+    return isinstance(value, Optimizer) or (hasattr(value, "param_groups") and has_state(value))
 
 
 def with_wrapped(optimizer: Any) -> list[Any]:
