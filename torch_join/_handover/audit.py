@@ -4,7 +4,7 @@ A handover makes ranks equal, so that whoever looks after it sees nothing of wha
 are therefore taken twice: at the step at which the first rank joins, when all have done the same, and right after the
 handover. Both are compared in one message at the end of the tail; names follow only where they differ.
 
-when a rank joins     parameters of the given models, and of the given optimizers; where it joins at the top of
+when a rank joins     parameters of the given models, and of the given optimizers; where ranks look at the top of
                       a step, also their state, hyperparameters, schedulers, scalers, what is frozen or in training
 after the handover    the same again, with every bit, and buffers; where `.grad` is None; and what hangs on the
                       given things in attributes and closures, if it was the same on all ranks before
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base.errors import name_ranks
@@ -31,6 +31,7 @@ from torch_join._handover.state import Capture
 
 Often = Literal["tail"] | bool
 Items = dict[str, str]  # the name of a value, and what it is in few characters
+Leaves = dict[str, Any]  # the name of a value, and the value: a tensor or a plain one
 
 _KINDS = ("model", "optimizer", "LR scheduler", "GradScaler")
 _SHOWN = 8
@@ -46,6 +47,9 @@ class Audit:
         hands_over_ignored: Whether parameters that DDP ignores are handed over: `None` where all ranks hold the same.
         forgotten: What may have been left out, and where it is looked for.
         unsynced: Buffers that may have to be the same.
+
+    Attributes:
+        joined: The ranks that ran out of inputs first, as errors call them.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Audit:
     def _forget(self) -> None:
         self._before: dict[str, Items] = {}
         self._ignored: list[int] | None = None  # checksums
-        self._joined: list[int] = []
+        self.joined: list[int] = []
         self._forgotten.clear()
 
     def begin(self, joined: Sequence[int], settled: bool, untouched: bool = True) -> None:
@@ -78,12 +82,22 @@ class Audit:
             untouched: Whether that has changed nothing else since the last step (after a `break`, on this rank alone).
         """
         self._forget()
-        self._joined = list(joined)
+        self.joined = list(joined)
         if self._hands_over_ignored is None and (ignored := ignored_parameters(self._objects)):
             self._ignored = checksums(list(ignored.values()))
         if self._often:
             self._forgotten.look()
-            self._before = {**(self._look(settled) if untouched else {}), "found": self._found(exact=False)}
+            looked = self._look(settled) if untouched else {}
+            self._before = _described({**looked, "found": self._found()}, exact=False)
+
+    def note(self) -> None:
+        """Note what this rank alone may keep, before its last step, if it runs out before others."""
+        if self._often:
+            self._forgotten.note()
+
+    def leave(self) -> None:
+        """Find out, as this rank runs out before others, what that step has changed of it."""
+        self._forgotten.leave()
 
     def local(self, channel: Channel) -> frozenset[int]:
         """Return the `id` of each parameter that stays as it is on each rank; every rank calls this."""
@@ -104,17 +118,18 @@ class Audit:
             local: What stays as it is on each rank.
             has_gradients: Whether the last backward has averaged the gradients.
         """
-        before, joined = self._before, self._joined
+        before, joined = self._before, self.joined
         if not self._often:
             self._forget()
             return
         parameters, rest = self._captured(local, exact=True, takes=True)
-        after = {"handed over": parameters | rest, "found": self._found(exact=True)}
+        after = _described({"handed over": parameters | rest, "found": self._found()}, exact=True)
         after["gradients"] = self._gradients() if has_gradients else {}
+        kept = self._forgotten.kept
         self._forget()
         when = f"When {name_ranks(joined)} ran out of inputs"
-        found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after)
-        texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY), found, strict=True)
+        found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after, kept)
+        texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY, _ALONE), found, strict=True)
         self._warn(
             channel, [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]
         )
@@ -128,7 +143,8 @@ class Audit:
             left: Whether this rank has left it by `break`, and so is elsewhere than those that came to its end.
         """
         if self._often is True:
-            looked = {**self._look(settled=True), "gradients": self._gradients() if has_gradients else {}}
+            looked = _described(self._look(settled=True), exact=False)
+            looked["gradients"] = self._gradients() if has_gradients else {}
             if left:
                 looked = {f"{which}, after a break": items for which, items in looked.items()}
             found, *_ = _differences(channel, {**looked, "found": {}}, {})
@@ -143,15 +159,15 @@ class Audit:
 
     # ------------------------------------------------------------ what there is
 
-    def _look(self, settled: bool) -> dict[str, Items]:
+    def _look(self, settled: bool) -> dict[str, Leaves]:
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
         parameters, rest = self._captured(local, exact=False, takes=settled)
         return {"parameters": parameters, "settled": rest}
 
-    def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Items, Items]:
+    def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Leaves, Leaves]:
         """Return the parameters, and all else if `takes`; buffers only where every bit counts."""
         capture = Capture(canonical=True, local=local)
-        parameters, rest = dict[str, Any](), dict[str, Any]()
+        parameters, rest = Leaves(), Leaves()
         names: dict[int, str] = {}
         for name, thing in named(self._objects):
             kind = kind_of(thing)
@@ -167,29 +183,25 @@ class Audit:
                     if part == "parameters":
                         for key, slot in content.items():
                             names.setdefault(slot.index, f"{name}: {key}")
-                            parameters.setdefault(names[slot.index], slot)
+                            parameters.setdefault(names[slot.index], capture.tensors[slot.index])
                     elif takes and (exact or part not in ("buffers", "extra")):
                         prefix = f"{name}: {part}" if not one else f"{name}: {part} of optimizer {one} in it"
                         rest |= dict(_flat(content, prefix, names, capture))
-        return _described(parameters, capture.tensors, exact), _described(rest, capture.tensors, exact)
+        return parameters, rest
 
-    def _found(self, exact: bool) -> Items:
-        tensors: list[Tensor] = []
-        leaves: dict[str, Any] = {}
+    def _found(self) -> Leaves:
+        leaves = Leaves()
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
+        own = {id(p) for thing in self._objects if isinstance(thing, nn.Module) for p in thing.parameters()}
         for name, thing in named(self._objects):
             try:
                 values = dict(reachable(thing, name, local))
             except Exception:
                 continue
-            for path, value in values.items():
-                leaves[path] = Slot(len(tensors)) if isinstance(value, Tensor) else value
-                tensors += [value] if isinstance(value, Tensor) else []
-        unsynced = () if self._unsynced is None else self._unsynced.doubtful()
-        for path, tensor in (*self._forgotten.values(), *unsynced):
-            leaves[path] = Slot(len(tensors))
-            tensors.append(tensor)
-        return _described(leaves, tensors, exact)
+            leaves |= {path: value for path, value in values.items() if id(value) not in own}
+        leaves.update(self._forgotten.values())
+        leaves.update(() if self._unsynced is None else self._unsynced.doubtful())
+        return leaves
 
     def _gradients(self) -> Items:
         return {
@@ -223,6 +235,12 @@ _EMPTY = (
     " and leaves what has none. Use zero_grad(set_to_none=True)."
 )
 
+_ALONE = (
+    "An average was not updated in the tail of a loop, since not all ranks keep it: {what}. Its rank ran out of inputs"
+    " while others went on. Keep it on all ranks, update it in each step, and give it to Join, if need be in an object"
+    " with state_dict and load_state_dict: Join([model, optimizer, it])."
+)
+
 
 def _flat(tree: Any, path: str, names: dict[int, str], capture: Capture) -> Iterable[tuple[str, Any]]:
     if isinstance(tree, dict):
@@ -238,22 +256,26 @@ def _flat(tree: Any, path: str, names: dict[int, str], capture: Capture) -> Iter
     elif isinstance(tree, Pickled):
         yield path, _hash(tree.data)
         for number, slot in enumerate(tree.slots):
-            yield f"{path}, tensor {number}", Slot(slot)
+            yield f"{path}, tensor {number}", capture.tensors[slot]
     elif isinstance(tree, Slot):
-        yield names.setdefault(tree.index, path), tree
+        yield names.setdefault(tree.index, path), capture.tensors[tree.index]
     else:
         yield path, tree.kind if isinstance(tree, Keep) else tree
 
 
-def _described(leaves: dict[str, Any], tensors: Sequence[Tensor], exact: bool) -> Items:
-    wanted = sorted({leaf.index for leaf in leaves.values() if isinstance(leaf, Slot)})
+def _described(looked: dict[str, Leaves], exact: bool) -> dict[str, Items]:
+    # A tensor that has several names is gone through once.
+    tensors = {id(leaf): leaf for leaves in looked.values() for leaf in leaves.values() if isinstance(leaf, Tensor)}
     with torch.no_grad():
-        sums = dict(zip(wanted, checksums([tensors[index] for index in wanted], exact), strict=True))
+        sums = dict(zip(tensors, checksums([*tensors.values()], exact), strict=True))
     return {
-        name: f"#{sums[leaf.index] & 0xFFFFFFFFFFFFFFFF:x} {tuple(tensors[leaf.index].shape)}"
-        if isinstance(leaf, Slot)
-        else _short(leaf + 0.0 if isinstance(leaf, float) else leaf)
-        for name, leaf in leaves.items()
+        key: {
+            name: f"#{sums[id(leaf)] & 0xFFFFFFFFFFFFFFFF:x} {tuple(leaf.shape)}"
+            if isinstance(leaf, Tensor)
+            else _short(leaf + 0.0 if isinstance(leaf, float) else leaf)
+            for name, leaf in leaves.items()
+        }
+        for key, leaves in looked.items()
     }
 
 
@@ -262,21 +284,39 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LENGTH else f"#{_hash(text.encode())}"
 
 
-def _differences(channel: Channel, before: dict[str, Items], after: dict[str, Items]) -> list[dict[str, list[Any]]]:
-    """Return what differs by rank: before, of what was handed over, of what was found, of the gradients."""
+def _differences(
+    channel: Channel, before: dict[str, Items], after: dict[str, Items], kept: Items | None = None
+) -> list[dict[str, list[Any]]]:
+    """Return what differs by rank: before, of what was handed over, of what was found, of gradients, of averages."""
     looked = {f"before, {key}": items for key, items in before.items()} | after
     digests = {key: _hash(repr(sorted(items.items())).encode()) if items else "" for key, items in looked.items()}
+    kept = kept or {}
+    digests["kept"] = "changed" if "changed" in kept.values() else ""
     everyone = channel.gather(digests, of=dict[str, str])
+    held = channel.gather(kept, of=Items) if any(said.pop("kept", "") for said in everyone) else []
+    alone = {name: said for name, said in _unlike(held).items() if None in said and "changed" in said}
     # Where one rank cannot tell, nobody asks.
     known = [key for key in digests if all(said.get(key) for said in everyone)]
     differing = [key for key in known if len({said[key] for said in everyone}) > 1]
     wanted = [key for key in differing if key != "before, found" and (key != "found" or "before, found" in known)]
     result = {key: _unlike(channel.gather(looked[key], of=Items)) for key in wanted}
     if "found" in result:
-        usual = before["found"].keys() - _unlike(channel.gather(before["found"], of=Items))
-        result["found"] = {name: said for name, said in result["found"].items() if name in usual}
+        result["found"] = _alike_before(channel.gather(before["found"], of=Items), result["found"])
     at_join = {name: said for key in result if key.startswith("before, ") for name, said in result[key].items()}
-    return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients"))]
+    return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients")), alone]
+
+
+def _alike_before(everyone: list[Items], found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return of what differs now what was the same on all ranks before, or was on none and is alike where it is now."""
+    usual = everyone[0].keys() - _unlike(everyone).keys()
+    known = set().union(*everyone)
+    return {
+        name: values
+        for name, values in found.items()
+        if name in usual
+        # An item that was added to a list shows in the list's length.
+        or not (name in known or len({*values} - {None}) > 1 or f"len({name.rpartition('[')[0]})" in known)
+    }
 
 
 def _unlike(everyone: list[Items]) -> dict[str, list[Any]]:
@@ -295,7 +335,7 @@ def _list(found: dict[str, list[Any]], names: Sequence[int]) -> str:
         thing, _, what = name.rpartition(": ")
         by_thing.setdefault(thing, []).append(_value(what, values, names))
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(f"{thing}: {', '.join(what)}" for thing, what in by_thing.items()) + more
+    return "; ".join(f"{thing}: {', '.join(what)}".removeprefix(": ") for thing, what in by_thing.items()) + more
 
 
 def _value(name: str, values: list[Any], names: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ _TILE = 2**17  # words that are weighed one by one, as a core's cache holds; til
 _TILES = 32  # at once, to keep an accelerator busy
 _SMALL, _TOGETHER = 2**17, 32  # up to so many bytes, so many tensors are copied together
 _ALIKE = 1.5e-5  # what stands for NaN where all NaN count as one
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 class Digests:
@@ -103,10 +104,10 @@ def unread_checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[tupl
         largest = max(tensors[index].nbytes for index in indices) // _WORD + 1
         weights = _weights(0, min(_TILE, largest), device)
         scratch = weights.new_empty(min(_tiles(device) * _TILE, largest))
-        small = [index for index in indices if exact and tensors[index].nbytes <= _SMALL]
+        small = [index for index in indices if tensors[index].nbytes <= _SMALL]
         sums: dict[int, Tensor] = {}
         for some in (small[first : first + _TOGETHER] for first in range(0, len(small), _TOGETHER)):
-            sums.update(zip(some, _small_sums([tensors[index] for index in some], weights), strict=True))
+            sums.update(zip(some, _small_sums([tensors[index] for index in some], weights, exact), strict=True))
         for index in (index for index in indices if index not in sums):
             sums[index] = _weighted_sum(tensors[index], weights, scratch, exact)
         # One transfer for each device, not one for each tensor.
@@ -114,9 +115,15 @@ def unread_checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[tupl
     return found
 
 
-def _small_sums(tensors: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
+def _small_sums(tensors: Sequence[Tensor], weights: Tensor, exact: bool) -> Sequence[Tensor]:
     """As `_weighted_sum`, of all in few operations: of small tensors each takes longer than what it computes."""
-    words = [_words(raw_bytes(tensor)) for tensor in tensors]
+    flat = [_flat(tensor) for tensor in tensors]
+    for dtype in () if exact else {part.dtype for part in flat} & _FLOATS:
+        places = [place for place, part in enumerate(flat) if part.dtype == dtype]
+        alike = _alike(torch.cat([flat[place] for place in places]))
+        for place, part in zip(places, torch.split(alike, [flat[place].numel() for place in places]), strict=True):
+            flat[place] = part
+    words = [_words(part.view(torch.uint8)) for part in flat]
     counts = [each.numel() for each in words]
     weighted = _mixed(torch.cat(words)).mul_(torch.cat([weights[:count] for count in counts]))
     return [part.sum() for part in torch.split(weighted, counts)]
@@ -131,9 +138,7 @@ def _read(sums: Sequence[tuple[list[int], Tensor]]) -> list[int]:
 
 def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
     """Sum the tensor's bytes as 64-bit words, each with a weight that belongs to its place."""
-    flat = flat_elements(tensor)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
+    flat = _flat(tensor)
     tile = _TILE * _WORD // flat.element_size()
     sums = [flat.new_zeros(0, dtype=torch.int64)]
     for piece in torch.split(flat, tile * _tiles(flat.device)):
@@ -148,11 +153,20 @@ def _tiles(device: torch.device) -> int:
 
 
 def _tile_sums(piece: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
-    if not exact and piece.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        piece = torch.nan_to_num(piece, _ALIKE, torch.inf, -torch.inf).add_(0.0)
+    if not exact and piece.dtype in _FLOATS:
+        piece = _alike(piece)
     words = _words(piece.view(torch.uint8))
     tile = min(words.numel(), _TILE)
     return _mixed(words, scratch[: words.numel()]).view(-1, tile).mul_(weights[:tile]).sum(1)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    flat = flat_elements(tensor)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _alike(flat: Tensor) -> Tensor:
+    return torch.nan_to_num(flat, _ALIKE, torch.inf, -torch.inf).add_(0.0)
 
 
 def _words(data: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ that the audit finds: it was the same on all ranks there, and is another one aft
 
 What a loop only reads is the same then as well. What a rank keeps or trains for itself differed before. A copy that the
 loop makes takes the place of another one, and changes none.
+
+An average that one rank alone keeps cannot be compared. It is noted before the last step of a rank that runs out before
+others, and again after it: if that step has changed it, it lacks the steps of the tail.
 """
 
 import itertools
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 
 from torch_join._base.specs import flaw
 from torch_join._compat.ddp import is_shard
+from torch_join._handover.digest import checksums
 from torch_join._handover.optimizers import is_optimizer
 
 _FRAMES = 16  # whose variables are looked through
@@ -45,11 +49,33 @@ class Forgotten:
 
     def __init__(self, given: Sequence[Any]) -> None:
         self._given = given
+        self._noted: dict[str, tuple[Any, set[int], list[int]]] = {}
         self.clear()
 
     def clear(self) -> None:
         """Hold nothing any more."""
         self._found: dict[str, tuple[Any, set[int]]] = {}
+        self._moved: list[str] = []
+
+    def note(self) -> None:
+        """Note what there is before the last step of a rank that runs out before others."""
+        self.look(sys._getframe(1))
+        self._noted = {name: (*found, self._sums(*found)) for name, found in self._found.items()}
+        self.clear()
+
+    def leave(self) -> None:
+        """Find out, as this rank runs out, what has changed since `note`."""
+        self._moved = [name for name, (*found, sums) in self._noted.items() if self._sums(*found) != sums]
+        self._noted = {}
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """What this rank holds, and what of it `leave` has found to be changed by a step."""
+        return dict.fromkeys(self._found, "there") | dict.fromkeys(self._moved, "changed")
+
+    @staticmethod
+    def _sums(thing: Any, own: set[int]) -> list[int]:
+        return checksums([tensor for _, tensor in _tensors(thing, own)])
 
     def look(self, frame: FrameType | None = None) -> None:
         """Look for them.

@@ -23,6 +23,7 @@ from torch_join._control.channel import Channel
 from torch_join._control.codec import closed
 from torch_join._handover import objects as _objects
 from torch_join._handover import transfer as _transfer
+from torch_join._handover.early_exit import Word, check
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture, Restore
 
@@ -30,6 +31,7 @@ from torch_join._handover.state import Capture, Restore
 class _Schema(NamedTuple):
     captured: list[Captured]
     specs: list[TensorSpec]
+    contents: bytes | None  # of the tensors, where these are few and small
 
 
 @closed("problem")
@@ -52,6 +54,8 @@ class _Word(NamedTuple):
     source: int
     given: list[str]
     problem: _Problem | None = None
+    nbytes: int = 0  # of the schema, on the source
+    left: Word | None = None
 
 
 def hand_over(
@@ -60,6 +64,7 @@ def hand_over(
     channel: Channel,
     group: dist.ProcessGroup | None = None,
     local: frozenset[int] | None = None,
+    left: Word | None = None,
 ) -> None:
     """Replace the state of `objects` on every rank by that on one of them, bit for bit.
 
@@ -74,6 +79,7 @@ def hand_over(
         group: The process group, by default the whole world.
         local: The `id` of each parameter that, with its optimizer state, stays as it is on each rank: by default of
             all that DDP ignores.
+        left: How this rank has left its loop, if all ranks are to `check` that first.
 
     Raises:
         JoinTypeError: An object is of no kind that can be handed over, or holds something that cannot.
@@ -93,17 +99,21 @@ def hand_over(
         local = frozenset(map(id, ignored_parameters(objects).values())) if local is None else local
         capture = Capture(local=local)
         word, packed = _word(objects, source, channel, capture)
-        words = channel.gather(word, of=_Word)
+        words = channel.gather(word._replace(left=left), of=_Word)
+        check([word.left for word in words if word.left is not None], channel.global_ranks, channel.rank)
         _raise_any([word.problem for word in words])
         _agree(words)
         if channel.world_size == 1:
             return
-        schema: _Schema = _objects.broadcast(packed, source, group)
+        schema: _Schema = _objects.broadcast(packed, source, group, words[source].nbytes)
         restore = Restore(schema.specs, local)
         problem = None if channel.rank == source else _prepare(objects, schema, restore)
         _raise_any(channel.gather(problem, of=_Problem | None))
-        tensors = [[tensor] for tensor in capture.tensors] if channel.rank == source else restore.targets
-        _transfer.broadcast(schema.specs, tensors, source, group)
+        if schema.contents is None:
+            tensors = [[tensor] for tensor in capture.tensors] if channel.rank == source else restore.targets
+            _transfer.broadcast(schema.specs, tensors, source, group)
+        elif channel.rank != source:
+            _transfer.unpack(schema.contents, schema.specs, restore.targets)
         restore.finish()
 
 
@@ -115,7 +125,9 @@ def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Captur
         if channel.rank != source:
             return _Word(source, given), None
         captured = [kind_of(value).capture(value, capture, name) for name, value in ordered]
-        return _Word(source, given), _objects.pack(_Schema(captured, capture.specs), "The state")
+        contents = _transfer.pack(capture.specs, capture.tensors)
+        packed = _objects.pack(_Schema(captured, capture.specs, contents), "The state")
+        return _Word(source, given, nbytes=len(packed)), packed
     except Exception as error:
         return _Word(source, [], _Problem.of(error)), None
 

@@ -73,19 +73,22 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:
     return [pickle.loads(each) for each in _transfer.collect(data, [int(size) for size in sizes], group)]
 
 
-def broadcast(packed: bytes | None, source: int, group: dist.ProcessGroup | None) -> Any:
+def broadcast(packed: bytes | None, source: int, group: dist.ProcessGroup | None, nbytes: int | None = None) -> Any:
     """Return the value that the source has packed; every rank of the group calls this at the same time.
 
     Args:
         packed: What `pack` has returned, on the source.
         source: The source's rank in `group`.
         group: The process group, by default the whole world.
+        nbytes: How many bytes that is, if all ranks know.
     """
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)
     # Torch's `broadcast_object_list` takes numpy to do it, which may not be there.
-    size = torch.tensor([len(packed or b"")], device="cpu")
-    _transfer.broadcast_flat(size, source, group)
-    data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    if nbytes is None:
+        size = torch.tensor([len(packed or b"")], device="cpu")
+        _transfer.broadcast_flat(size, source, group)
+        nbytes = int(size)
+    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     if packed is not None:
         data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     _transfer.broadcast_flat(data, source, group)

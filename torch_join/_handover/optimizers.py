@@ -25,7 +25,7 @@ _CONTAINERS = ("state", "param_groups")
 
 def is_optimizer(value: Any) -> bool:
     """Whether `value` is an optimizer, of torch or something like it."""
-    return isinstance(value, Optimizer) or (has_state(value) and has_groups(value))
+    return isinstance(value, Optimizer) or (has_groups(value) and has_state(value))
 
 
 def has_groups(value: Any) -> bool:

@@ -17,6 +17,7 @@ from torch_join._base.specs import flaw
 from torch_join._compat.metrics import is_metric
 from torch_join._compat.optimizer_state import is_sharded
 from torch_join._handover.optimizers import is_optimizer, with_wrapped
+from torch_join._handover.state import has_state
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _DEPTH = 4
@@ -73,6 +74,10 @@ def _values(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
             yield name, value
     elif depth and isinstance(value, (torch.device, torch.dtype)):
         yield name, str(value)
+    elif depth and isinstance(value, (set, frozenset)):
+        yield f"len({name})", len(value)
+        if all(isinstance(item, _PLAIN) for item in value):
+            yield name, str(sorted(map(repr, value)))
     elif depth and isinstance(value, Mapping):
         for index, (key, item) in enumerate(list(value.items())[:_ITEMS]):
             label = repr(key) if isinstance(key, _PLAIN) else f"entry {index}"
@@ -81,3 +86,19 @@ def _values(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield f"len({name})", len(value)
         for index, item in enumerate(list(value)[:_ITEMS]):
             yield from _values(item, f"{name}[{index}]", depth - 1)
+    elif depth and isinstance(value, nn.Module):  # one that is no submodule: in a list, or of an object
+        if not is_metric(value):
+            yield from ((f"{name}.{key}", p) for key, p in value.named_parameters() if flaw(p) is None)
+    # The position of a loader or of a sampler is each rank's own.
+    elif depth and has_state(value) and not (is_optimizer(value) or hasattr(value, "__iter__")):
+        yield from _values(value.state_dict(), f"{name}.state_dict()", depth - 1)
+    elif (memory := _memory(value)) is not None and memory.nbytes <= _ELEMENTS and "O" not in memory.format:
+        yield name, torch.frombuffer(bytearray(memory.tobytes() + b"."), dtype=torch.uint8)  # it takes no empty one
+
+
+def _memory(value: Any) -> memoryview | None:
+    """Return the contents of bytes and of arrays, those of numpy too, which may not be there."""
+    try:
+        return memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None

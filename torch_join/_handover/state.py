@@ -31,9 +31,9 @@ _REFERENCES: tuple[type, ...] = (
 
 def has_state(value: Any) -> bool:
     """Whether `value` has `state_dict` and `load_state_dict`."""
-    return not isinstance(value, type) and all(
-        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
-    )
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 class Capture:

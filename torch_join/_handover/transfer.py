@@ -20,6 +20,8 @@ BUCKET_BYTES = 25 * 2**20
 # From here on a broadcast of its own costs less than copying into a bucket and out of it.
 _LARGE = 4 * 2**20
 _ALIGNMENT = 16  # bytes: the size of the largest element
+_WITH_SPECS = 2**18  # bytes: up to here a broadcast costs more than another copy
+Bucket = Sequence[tuple[TensorSpec, Sequence[Tensor]]]
 
 
 def broadcast(
@@ -37,6 +39,29 @@ def broadcast(
     for device in sorted({spec.device for spec in specs}):
         for indices in _buckets(specs, device):
             _broadcast_bucket([(specs[i], tensors[i]) for i in indices], source, group)
+
+
+def pack(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> bytes | None:
+    """Return the contents of a few small tensors, to be sent with the specs; `None` where `broadcast` is to send them.
+
+    Args:
+        specs: What they are.
+        tensors: The source's tensors.
+    """
+    if any(spec.device != "cpu" for spec in specs) or sum(_aligned(spec.nbytes) for spec in specs) > _WITH_SPECS:
+        return None
+    bucket = _filled(specs, [[tensor] for tensor in tensors])
+    return copied_bytes(_packed(bucket)) if bucket else b""
+
+
+def unpack(data: bytes, specs: Sequence[TensorSpec], tensors: Sequence[Sequence[Tensor]]) -> None:
+    """Fill tensors with what `pack` has returned on the source; see `broadcast`."""
+    if bucket := _filled(specs, tensors):
+        _unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), bucket)
+
+
+def _filled(specs: Sequence[TensorSpec], tensors: Sequence[Sequence[Tensor]]) -> Bucket:
+    return [(spec, its) for spec, its in zip(specs, tensors, strict=True) if spec.nbytes]
 
 
 def _buckets(specs: Sequence[TensorSpec], device: str) -> Iterator[list[int]]:
@@ -58,9 +83,7 @@ def _buckets(specs: Sequence[TensorSpec], device: str) -> Iterator[list[int]]:
         yield bucket
 
 
-def _broadcast_bucket(
-    bucket: Sequence[tuple[TensorSpec, Sequence[Tensor]]], source: int, group: dist.ProcessGroup
-) -> None:
+def _broadcast_bucket(bucket: Bucket, source: int, group: dist.ProcessGroup) -> None:
     spec, tensors = bucket[0]
     if len(bucket) == 1 and (memory := _memory(tensors[0], spec)) is not None:
         broadcast_flat(memory, source, group)
@@ -68,23 +91,35 @@ def _broadcast_bucket(
             torch.autograd.graph.increment_version(tensors[0])  # autograd knows nothing of a broadcast
             _copy_to_others(tensors)
         return
-    # One tensor travels as it would from its own memory, because elsewhere it may.
-    total = sum(_aligned(spec.nbytes) for spec, _ in bucket[:-1]) + bucket[-1][0].nbytes
-    packed = torch.empty(total, dtype=torch.uint8, device=tensors[0].device)
     if dist.get_rank(group) == source:
-        for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
-            view = storage_view(tensors[0], spec)
-            piece.view(spec.dtype).view(view.shape).copy_(view)
-    broadcast_flat(packed, source, group)
-    if dist.get_rank(group) == source:
+        broadcast_flat(_packed(bucket), source, group)
         return
+    packed = torch.empty(_size(bucket), dtype=torch.uint8, device=tensors[0].device)
+    broadcast_flat(packed, source, group)
+    _unpack(packed, bucket)
+
+
+def _size(bucket: Bucket) -> int:
+    # One tensor travels as it would from its own memory, because elsewhere it may.
+    return sum(_aligned(spec.nbytes) for spec, _ in bucket[:-1]) + bucket[-1][0].nbytes
+
+
+def _packed(bucket: Bucket) -> Tensor:
+    packed = torch.empty(_size(bucket), dtype=torch.uint8, device=bucket[0][1][0].device)
+    for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
+        view = storage_view(tensors[0], spec)
+        piece.view(spec.dtype).view(view.shape).copy_(view)
+    return packed
+
+
+def _unpack(packed: Tensor, bucket: Bucket) -> None:
     for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
         # Where only the source repeats elements in memory, copying repeats them.
         storage_view(tensors[0], spec).copy_(piece.view(spec.dtype).view(spec.storage_shape))
         _copy_to_others(tensors)
 
 
-def _pieces(packed: Tensor, bucket: Sequence[tuple[TensorSpec, Sequence[Tensor]]]) -> Iterator[Tensor]:
+def _pieces(packed: Tensor, bucket: Bucket) -> Iterator[Tensor]:
     start = 0
     for spec, _ in bucket:
         yield packed[start : start + spec.nbytes]

@@ -9,7 +9,7 @@ penalty's `autograd.grad` too, and misses L2 terms on the parameters.
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from torch_join._base.errors import JoinError
 from torch_join._base.membership import MeetingPoint
 from torch_join._base.weighting import weighted
 from torch_join._compat import ddp as _compat
+from torch_join._handover.mirror import Known, is_known, known
 from torch_join._participants._gradients.evidence import Gradients
 from torch_join._participants._gradients.other_verdicts import OtherVerdicts
 from torch_join._participants._gradients.second_backward import SecondBackward
@@ -68,6 +69,7 @@ class ModelParticipant(Participant, LoopModel):
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
         self._watch = Watch(self._parameters)
         self._plumbing = ExitStack()
+        self._buffers: dict[int, Known] = {}
 
     def enter(self) -> None:
         self._undo.append(_compat.configure(self.ddp))
@@ -101,6 +103,7 @@ class ModelParticipant(Participant, LoopModel):
         self._shadow.news.forget()
         if self.driver.meets_at is MeetingPoint.TOP:
             self.remember()
+            self._note_buffers(self.ddp.module.buffers())
         if not self._watch.is_on:
             self._watch.begin(self._before_gradient)
 
@@ -146,13 +149,15 @@ class ModelParticipant(Participant, LoopModel):
         buffer_source, self._shadowed.buffer_source = self._shadowed.buffer_source, self.members.leader
         if not self.tail_log.meet():
             return
-        if not self.ddp.require_forward_param_sync:
-            buffer_source = 0
+        # The newest buffers are the last leader's, but for those that this step has changed before its forward, without
+        # that rank: of these the leader's are sent after them.
+        sources = [buffer_source, self.members.leader][buffer_source == self.members.leader :]
+        sources = sources if self.ddp.require_forward_param_sync and sources != [0] else []
         self._announce_deferred()
         frozen = self._shadow.frozen if self.tail_log.announces else []
         told = self.tail_log.announces and _compat.broadcasts_buffers(self.ddp)
         buffers = self._shadow.news.since(self.ddp.module) if told else None
-        forward = (grad, sync, buffer_source, frozen, buffers)
+        forward = (grad, sync, sources, frozen, buffers)
         if is_alone:
             self.tail_log.announce_alone(self.index, "forward", forward)
         else:
@@ -161,8 +166,19 @@ class ModelParticipant(Participant, LoopModel):
         self._plumbing.enter_context(self.tail_log.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
         self._plumbing.callback(inside.remove)
-        if buffer_source:
-            self._shadow.sync_buffers(buffer_source)
+        changed = self._changed_buffers() if sources[1:] and self.members.leads else []
+        for source in sources:
+            self._shadow.sync_buffers(source)
+            for buffer, its in changed:
+                buffer.data.copy_(its)
+
+    def _note_buffers(self, buffers: Iterable[Tensor]) -> None:
+        self._buffers = {id(buffer): known(buffer) for buffer in buffers}
+
+    def _changed_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the buffers that this rank has changed since they were noted, each with a copy."""
+        buffers = self.ddp.module.buffers()
+        return [(b, b.detach().clone()) for b in buffers if not is_known(b, self._buffers.get(id(b)))]
 
     def _check_reduction_finished(self) -> None:
         """Raise if DDP has not averaged all gradients of the last backward: its own error, or what has led to it.
@@ -190,9 +206,11 @@ class ModelParticipant(Participant, LoopModel):
     def _announce_deferred(self) -> None:
         while self.deferred:
             self.deferred -= 1
-            self.tail_log.announce_alone(self.index, "forward", (True, True, 0, self._frozen, None), hold=True)
+            self.tail_log.announce_alone(self.index, "forward", (True, True, [], self._frozen, None), hold=True)
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
+        if self.members.announces or self.driver.meets_at is not MeetingPoint.TOP:
+            self._note_buffers(_compat.buffers_to_broadcast(self.ddp))
         if not torch.is_grad_enabled():
             return
         if self._has_rebuilt != self.ddp._has_rebuilt_buckets:
@@ -336,7 +354,7 @@ class ModelParticipant(Participant, LoopModel):
             sync_norms(self.ddp, source, self.members.group)
         if deferred is not None and not self.members.last_joiner:
             # DDP averages in the next backward, in whichever loop.
-            self.mirror("forward", (True, True, 0, deferred, None))
+            self.mirror("forward", (True, True, [], deferred, None))
         self._settle(states_of(runs, len(self._parameters)), source, accumulates)
         self._others.reset()
         self._shadowed.forget()

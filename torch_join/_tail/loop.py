@@ -513,11 +513,10 @@ class LoopDriver(Driver):
         loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
             model.check_can_train(reader.has_next)
-        # Where ranks meet in each step, a length only tells whether there is anything to rebalance.
-        length = reader.certain_length() if self._rebalancing.enabled or not self.members.meets_late else None
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
-        begin = length, hyperparameters(self.given), how, given, first, name or "", reader.dealt_samples
+        length, dealt_samples = reader.certain_length(), reader.dealt_samples
+        begin = length, hyperparameters(self.given), how, given, first, name or "", dealt_samples
         said = self.tail_log.channel.gather(begin, not self.in_loop, _BEGIN)
         lengths, hyper, ways, everyone, steps, loops, dealt = zip(*said, strict=True)
         if self.begins_with_loop:
@@ -561,6 +560,7 @@ class LoopDriver(Driver):
 
     def _choose_schedule(self, loop: Loop, lengths: Sequence[int | None]) -> Schedule:
         self.step.check = None
+        known = None if self.members.meets_late or None in lengths else cast(list[int], [*lengths])
         rebalances = self._rebalancing.enabled and (None in lengths or len({*lengths}) > 1)
         if loop.first > 0 and rebalances != (self.positions.plan is not None):
             now, then = ("with", "without") if rebalances else ("without", "with")
@@ -576,11 +576,10 @@ class LoopDriver(Driver):
                 loop.source = source
                 self.step.check = planned.check_barrier
                 return planned
-        if self.members.meets_late:
-            return EachUse(self.step, loop.reader, self.tail_log)
-        if None in lengths:
-            return EachBatch(self.step, loop.reader)
-        known = cast(list[int], [*lengths])
+        if self.options.may_break or (self.members.meets_late and None not in lengths):
+            return EachUse(self.step, loop.reader, self.tail_log, lengths, self.tail.look)
+        if known is None:
+            return EachBatch(self.step, loop.reader, self.members)
         return Certain(self.step, loop.reader, self.tail_log, known, self._throws, loop.first)
 
     def _is_in(self, loop: Loop) -> bool:
@@ -588,8 +587,8 @@ class LoopDriver(Driver):
 
     def _is_at_end(self, loop: Loop) -> bool:
         """Whether this rank is certain to have had its last batch, and is done with it, while others have more."""
-        lengths = loop.schedule.lengths
-        if lengths is None or isinstance(loop.schedule, Planned) or min(lengths) == max(lengths):
+        lengths = loop.schedule.lengths or loop.schedule.expected
+        if len({*lengths}) < 2 or isinstance(loop.schedule, Planned) or lengths[self.members.rank] is None:
             return False
         is_whole = loop.stepped and not any(model.awaits_backward for model in self.tail_log.models())
         return is_whole and self.step_number + 1 == lengths[self.members.rank]
@@ -692,12 +691,21 @@ class LoopDriver(Driver):
         self._steps.begin()
         self.tail_log.parting.end()
         if not schedule.begin(self.step_number):
+            if self._ends_before_others(schedule.expected):
+                self.tail.note()
             return True
         goes_on = self._go_on()
+        if goes_on and self.members.rank in self.step.ending and not self.step.is_last:
+            self.tail.note()
         schedule.check(self.step_number)
         if schedule.lengths is not None and self._is_even():
             loop.even_until = min(schedule.lengths) - 1  # that step is the last one of some
         return goes_on
+
+    def _ends_before_others(self, lengths: Sequence[int | None]) -> bool:
+        """Whether this step is expected to be this rank's last one, and not that of another active rank."""
+        ends = self.step_number + 1
+        return bool(lengths) and lengths[self.members.rank] == ends and any(n is None or n > ends for n in lengths)
 
     def _is_even(self) -> bool:
         """Whether a step is as the one before, and leaves nothing to do to the next one."""
@@ -759,13 +767,13 @@ class LoopDriver(Driver):
             if members.active != members.before:
                 with self.step.watching_loaders() if joined else nullcontext():
                     self.tail.compare_steps(self._steps, members.meets_late)
-            at_top = self.meets_at is MeetingPoint.TOP and loop is not None and loop.asked
+            at_top = asked and self.in_loop and loop is not None and loop.asked
             if joined:
                 self.joined_amid = any(model.awaits_backward for model in self.tail_log.models())
                 self.tail.serve(at_top)
                 return False
             if not members.announces:
-                self.tail.begin(at_top)
+                self.tail.begin(self.step_number, at_top)
             self.tail_log.agreement.compare(members.rank, members.active)
         if self.step.ending and self.in_loop and self.tail_log.parting.begin(self.step_number, self.step.ending):
             self.tail_log.tap.install()
@@ -817,7 +825,8 @@ class LoopDriver(Driver):
     def meets_at(self) -> MeetingPoint:
         if self.place is not Place.LOOP:
             return MeetingPoint.FORWARD
-        return MeetingPoint.FIRST_USE if self.members.meets_late else MeetingPoint.TOP
+        late = self.members.meets_late and self._loop is not None and not isinstance(self._loop.schedule, EachBatch)
+        return MeetingPoint.FIRST_USE if late else MeetingPoint.TOP
 
     @property
     def sees_steps(self) -> bool:
@@ -848,7 +857,9 @@ class LoopDriver(Driver):
         # As long as the tap listens, nothing that others take part in can come before the answer is asked for. Where
         # all are certain to be active, only a `break` is yet to be heard of.
         late = self.tail_log.tap.installed and (self.in_loop or self.members.announces)
-        if waits or self._throws or not (late or (self._loop is not None and self._loop.schedule.presumes_all)):
+        late = late or (self._loop is not None and self._loop.schedule.presumes_all)
+        # Nobody foresees a `break`. What is compared where a rank leaves must be as it was before this forward.
+        if waits or self._throws or not late or (self.options.may_break and not self.members.uneven):
             self.step.meet()
         return not self.step.has_arrived
 

@@ -1,8 +1,10 @@
 """How the ranks find out who is active at each step of a loop over `batches`."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_join._base.errors import JoinValueError, raise_any
+from torch_join._base.membership import Membership
 from torch_join._schedule.plan import Share
 from torch_join._tail.reader import Reader
 from torch_join._tail.step import Step
@@ -14,10 +16,12 @@ class Schedule:
 
     Attributes:
         lengths: All ranks' numbers of batches, where these can be no others.
+        expected: The same, but that some may be others; `None` for each that is not known.
         presumes_all: Whether all ranks are taken to be active in this step until this one hears that some have left.
     """
 
     lengths: list[int] | None = None
+    expected: Sequence[int | None] = ()
     presumes_all = False
 
     @property
@@ -40,25 +44,48 @@ class Schedule:
 class EachBatch(Schedule):
     """The ranks meet at each batch."""
 
-    def __init__(self, step: Step, reader: Reader[Any]) -> None:
-        self._current, self._reader = step, reader
+    def __init__(self, step: Step, reader: Reader[Any], members: Membership) -> None:
+        self._current, self._reader, self._members = step, reader, members
 
     def begin(self, step: int) -> bool:
-        self._current.meet_now(self._reader.has_next(), 0, self._reader.at_last)
+        has_next, count = self._reader.has_next(), self._members.count
+        counted = self._reader.count(count) if has_next and count is not None else 0
+        self._current.meet_now(has_next, counted, self._reader.at_last)
         return True
 
 
 class EachUse(Schedule):
-    """The ranks meet where a rank first does something with others in its step: it may break before that."""
+    """The ranks meet where a rank first does something with others in its step: it may break before that.
 
-    def __init__(self, step: Step, reader: Reader[Any], tail_log: TailLog) -> None:
+    A rank that runs out of batches looks, at the top of a step, at what is compared with the others. They look there
+    too: they know from its length, or from what it said at its last step, that it has no batch.
+
+    Args:
+        step: The loop's steps.
+        reader: This rank's batches.
+        tail_log: The ranks' log.
+        lengths: All ranks' numbers of batches; `None` for each that is not certain.
+        look: Called at the top of a step that another rank is expected to have no batch for, with its number.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        reader: Reader[Any],
+        tail_log: TailLog,
+        lengths: Sequence[int | None],
+        look: Callable[[int], None],
+    ) -> None:
         self._current, self._reader, self._tail_log = step, reader, tail_log
+        self.expected, self._look = lengths, look
 
     def begin(self, step: int) -> bool:
         self._current.meet()  # at the step before, in which this rank has done nothing with others
         if not self._reader.has_next():
             self._current.meet_now(False)
             return True
+        if step in self.expected or self._current.ending:
+            self._look(step)
         count = self._tail_log.members.count
         self._current.defer(0 if count is None else self._reader.count(count), self._reader.at_last)
         self._tail_log.remember_gradients()

@@ -13,7 +13,7 @@ from torch_join._base.weighting import name_of
 from torch_join._compat.optimizer_state import is_sharded
 from torch_join._handover.audit import Audit
 from torch_join._handover.buffers import UnsyncedBuffers
-from torch_join._handover.early_exit import EarlyExit, Word, check
+from torch_join._handover.early_exit import EarlyExit
 from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
 from torch_join._participants.clears import innermost_optimizer
@@ -63,6 +63,7 @@ class Tail:
     def reset(self) -> None:
         """Begin anew, as before the first loop."""
         self.early_exit: EarlyExit | None = None
+        self._looked_at = -1  # the step of the current loop at whose top this rank has looked
         self.tail_log.members.last_joiner = True
 
     def leave_early(self, watches: bool) -> None:
@@ -71,15 +72,34 @@ class Tail:
         self.early_exit = EarlyExit(self._objects, states if watches else None)
         self.reads.watch()
 
+    def note(self) -> None:
+        """Note, before the last step of this rank, what it alone may keep; others have more steps."""
+        self._audit.note()
+
+    @torch.inference_mode(False)
+    def look(self, step: int) -> None:
+        """Look, at the top of a step, at what there is: another rank is expected to have no batch for it.
+
+        That rank looks where it runs out. If the others looked where they meet it, within the step, they might have run
+        its forward already.
+        """
+        if not self.tail_log.members.uneven:
+            self._look(at_top=True)
+            self._looked_at = step
+
     # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
     @torch.inference_mode(False)
-    def begin(self, at_top: bool) -> None:
+    def begin(self, step: int, at_top: bool) -> None:
         """Begin a tail on an active rank.
 
         Args:
-            at_top: Whether this rank is at the top of a step, before any code of the user's.
+            step: The number of the step.
+            at_top: Whether this rank is at the top of it, before any code of the user's.
         """
-        self._look(at_top)
+        if self._looked_at == step:
+            self._audit.joined = self.tail_log.members.joined_names
+        else:
+            self._look(at_top)
         self.tail_log.begin_tail()
 
     @torch.inference_mode(False)
@@ -89,6 +109,7 @@ class Tail:
         Args:
             has_run: Whether there was anything since the last loop ended.
         """
+        self._looked_at = -1
         self.tail_log.members.last_joiner = True
         if self.tail_log.members.announces:
             self._hand_over(self.tail_log.end_tail())
@@ -98,12 +119,18 @@ class Tail:
 
     @torch.inference_mode(False)
     def serve(self, at_top: bool) -> None:
-        """Do what the active ranks announce, with nothing, until they have joined too; see `begin`."""
+        """Do what the active ranks announce, with nothing, until they have joined too.
+
+        Args:
+            at_top: Whether this rank has asked for a batch, and has run no code of the user's since.
+        """
         if self.refusal is not None:
             raise self.refusal
+        self._looked_at = -1
         members = self.tail_log.members
         if not members.announces:
             self._look(at_top)
+        self._audit.leave()
         self.tail_log.join()
         with on_device(self.tail_log.members.group):
             words, leader, in_pieces = self.tail_log.follow(END)
@@ -157,13 +184,12 @@ class Tail:
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
         sharded = left is not None and is_shard and not tail_log.members.last_joiner
         word = left is not None, [] if left is None else left.changed(), sharded
-        check(tail_log.channel.gather(word, of=Word), tail_log.members.global_ranks, tail_log.members.rank)
         local = self._audit.local(tail_log.channel)
         if left is not None:
             left.before_handover()
         buffers = [self._buffers] if self._buffers.agree(tail_log.channel) else []
         if states := [*stateful(self._objects), *buffers]:
-            hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local)
+            hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local, word)
         return local
 
     def _restore_flags(self) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torchmetrics
@@ -172,6 +173,87 @@ def test_what_makes_ranks_drift_is_named(workers: Workers, kind: str) -> None:
         warnings.warn("\n".join(said), stacklevel=1)
     assert len(said) == 1
     assert workers.run(2, drift, kind, False, epochs) == [[], []]
+
+
+class Ticks(Holder):
+    """Something with a state, in a module."""
+
+    ticks = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ticks": self.ticks}
+
+
+class Attributes(nn.Linear):
+    """Its forward changes attributes of all kinds alike on all ranks, and some that are each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.calls, self.array, self.names = 0, numpy.zeros(2), {"0"}
+        self.data, self.ticks, self.losses, self.own = b"", Ticks(), [0.0], numpy.zeros(2)
+        self.listed = [nn.Linear(1, 1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.array, self.data = self.array + 1, self.data + b"x"
+        self.names.add(str(self.calls))
+        self.ticks.ticks += 1
+        self.losses[0], self.own = float(x.sum()), self.own + float(x.sum())
+        with torch.no_grad():
+            self.listed[0].weight += 1
+        if self.calls == 4:
+            self.scale = 0.5
+        self.seen = x.detach()
+        return super().forward(x)
+
+
+def count_in_attributes(rank: int, options: dict[str, Any], loop: str, lengths: Any) -> list[str]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Attributes())
+    temperature = nn.Parameter(torch.ones(1))
+    optimizer = SGD([*ddp.parameters(), temperature], 0.1)
+    torch.manual_seed(rank)
+    batches: Any = [torch.randn(3, 6) for _ in range(lengths[rank])]
+    if loop == "break":  # where others have run out
+        batches = [*batches, *batches[:1], *batches[:1]]
+    with warned("the ranks") as said, Join([ddp, optimizer], **options) as join:
+        for step, x in enumerate(batches if loop == "for" else join.batches(iter(batches) if loop else batches)):
+            if loop == "break" and step == lengths[rank]:
+                break
+            if loop not in ("break", "for"):  # there the ranks meet after this
+                temperature.data.mul_(0.9)
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+    return said
+
+
+KINDS_OF_LOOPS = [
+    ({}, ""),
+    ({"weighting": "samples"}, ""),
+    ({"weighting": len}, ""),
+    ({"weighting": "samples"}, "stream"),
+    ({"may_break": True}, ""),
+    ({"may_break": True}, "break"),
+    ({}, "for"),
+]
+
+
+@pytest.mark.parametrize(("options", "loop"), KINDS_OF_LOOPS, ids=str)
+def test_an_attribute_is_named_in_each_kind_of_loop(workers: Workers, options: dict[str, Any], loop: str) -> None:
+    said, *nothing = workers.run(3, count_in_attributes, options, loop, (2, 5, 5))
+    assert nothing == [[], []]
+    assert len(said) == 1
+    for name in ("array", "data", "listed[0].weight", "calls", "ticks.state_dict()['ticks']", "names"):
+        assert f".{name}" in said[0], name
+    assert ".scale (missing on rank 0, 0.5 on rank 1, 0.5 on rank 2)" in said[0]
+    assert not any(word in said[0] for word in (".losses", ".own", ".seen", "already differed"))
+
+
+@pytest.mark.parametrize("loop", ["", "stream"])
+def test_what_a_step_changes_before_the_ranks_meet_is_no_difference(workers: Workers, loop: str) -> None:
+    said, _ = workers.run(2, count_in_attributes, {"weighting": "samples"}, loop, (0, 2))
+    assert not any("already differed" in text for text in said)
 
 
 def test_even_loops_are_looked_at_if_asked(workers: Workers) -> None:

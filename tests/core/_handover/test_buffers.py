@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import SGD
 
 from tests.support.warned import warned
@@ -139,6 +140,57 @@ def test_the_user_can_tell(workers: Workers, kind: str) -> None:
     assert said == []
     assert own.equal(other)
     assert (own - alone(EPOCHS)[0]).abs().max() > 1e-4
+
+
+def keep_alike(rank: int, loop: str, options: dict[str, Any], epochs: Any) -> tuple[Tensor, Tensor]:
+    """Train with a buffer that each forward changes alike, without a collective."""
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.manual_seed(0)
+    net = spectral_norm(nn.Linear(4, 3).double())
+    ddp = DistributedDataParallel(net, broadcast_buffers=False)
+    optimizer = SGD(net.parameters(), 0.3)
+    with Join([ddp, optimizer], **options) as join:
+        for epoch, lengths in enumerate(epochs):
+            batches: Any = [inputs(epoch, rank, step) for step in range(9 if loop == "break" else lengths[rank])]
+            for step, x in enumerate(join.batches(iter(batches) if loop == "stream" else batches)):
+                if loop == "break" and step == lengths[rank]:
+                    break
+                optimizer.zero_grad()
+                ddp(x).square().sum(1).mean().backward()
+                optimizer.step()
+    return net.parametrizations.weight.original.detach(), net.parametrizations.weight[0]._u  # type: ignore[union-attr,index]
+
+
+def kept_alone(weighs: bool, epochs: Any) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    net = spectral_norm(nn.Linear(4, 3).double())
+    optimizer = SGD(net.parameters(), 0.3)
+    for epoch, lengths in enumerate(epochs):
+        for step in range(max(lengths)):
+            x = torch.cat([inputs(epoch, rank, step) for rank, length in enumerate(lengths) if step < length])
+            optimizer.zero_grad()
+            (net(x).square().sum(1).sum() / (len(x) if weighs else 3 * len(lengths))).backward()
+            optimizer.step()
+    return net.parametrizations.weight.original.detach(), net.parametrizations.weight[0]._u  # type: ignore[union-attr,index]
+
+
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [
+        ("list", {"weighting": "samples"}),
+        ("list", {"weighting": len}),
+        ("stream", {"weighting": "samples"}),
+        ("list", {"may_break": True}),
+        ("break", {"may_break": True}),
+    ],
+    ids=str,
+)
+def test_what_a_forward_keeps_alike_is_handed_over(workers: Workers, loop: str, options: dict[str, Any]) -> None:
+    epochs = ((2, 4, 4), (0, 3, 1))
+    expected = kept_alone("weighting" in options, epochs)
+    for weight, u in workers.run(3, keep_alike, loop, options, epochs):
+        assert (weight - expected[0]).abs().max() < 1e-10
+        assert (u - expected[1]).abs().max() < 1e-10
 
 
 class Growing(nn.Module):

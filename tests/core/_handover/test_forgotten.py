@@ -159,6 +159,55 @@ def test_it_is_named_in_each_kind_of_loop(workers: Workers, options: dict[str, A
     assert [FORGOTTEN["a teacher"][:7] in text for text in said] == [True]
 
 
+def keep_on_one(rank: int, kind: str, keeper: int, lengths: list[int], options: dict[str, Any]) -> list[str]:
+    """Keep on one rank alone what other ranks do not have."""
+    model = net()
+    ddp = DistributedDataParallel(model)
+    optimizer = SGD(ddp.parameters(), 0.1)
+    average: Any = None
+    if rank == keeper:
+        average = Shadow(model) if kind == "an object" else copy.deepcopy(model)
+    with warned("average") as said, Join([ddp, optimizer], **options) as join:
+        for x in join.batches([torch.randn(3, 4) for _ in range(lengths[rank])]):
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+            if rank == keeper:
+                if kind == "an object":
+                    average.update(model)
+                elif kind == "a model":
+                    follow(average.parameters(), model)
+                elif kind == "the best so far":
+                    average = copy.deepcopy(model)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "keeper", "lengths", "options"),
+    [
+        ("a model", 0, [1, 3], {}),
+        ("an object", 1, [5, 4, 2], {"weighting": "samples"}),
+        ("a model", 0, [2, 4], {"may_break": True}),
+    ],
+)
+def test_an_average_that_one_rank_alone_keeps_is_named(
+    workers: Workers, kind: str, keeper: int, lengths: list[int], options: dict[str, Any]
+) -> None:
+    said, *nothing = workers.run(len(lengths), keep_on_one, kind, keeper, lengths, options)
+    assert not any(nothing)
+    assert len(said) == 1
+    name = "average.shadow" if kind == "an object" else r"average \(Sequential\)"
+    others = ["missing", "missing", "missing"]
+    others[keeper] = "changed"
+    where = ", ".join(f"{what} on rank {rank}" for rank, what in enumerate(others[: len(lengths)]))
+    assert re.search(rf"not all ranks keep it: {name} in keep_on_one\(\), .* \({where}\)\. .* give it to Join", said[0])
+
+
+@pytest.mark.parametrize(("kind", "keeper"), [("a model", 1), ("the best so far", 0), ("only read", 0)])
+def test_what_one_rank_keeps_to_the_end_or_only_reads_is_not_named(workers: Workers, kind: str, keeper: int) -> None:
+    assert workers.run(2, keep_on_one, kind, keeper, [2, 4], {}) == [[], []]
+
+
 READ = ("nothing", "given, and in an object", "the best so far", "a rank's own", "an evaluation's BatchNorm")
 
 

@@ -82,6 +82,53 @@ def test_a_buffer_may_change_its_form(workers: Workers, loop: str, options: dict
     assert buffers["cache"] == ([0.25, 0.5, 0.75], torch.float64)
 
 
+class Tempered(nn.Linear):
+    """Divides by what a step counts in a buffer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(3, 3)
+        self.double().register_buffer("steps", torch.zeros(()).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean() / (1 + 0.2 * self.steps)  # type: ignore[operator]
+
+
+COUNTED = ((2, 5, 4), (0, 3, 4), (3, 1, 2))
+
+
+def count_before_forward(rank: int, loop: str) -> tuple[Tensor, Any]:
+    net = Tempered()
+    ddp = DistributedDataParallel(net)
+    optimizer = SGD(ddp.parameters(), 0.1, momentum=0.5)
+    given = [JoinableModel(ddp), JoinableOptimizer(optimizer)]
+    for epoch, lengths in enumerate(COUNTED):
+        batches: Any = [inputs(epoch, rank, step) for step in range(lengths[rank])]
+        with TorchJoin(given) if loop == "torch's" else Join([ddp, optimizer]) as join:
+            for x in join.batches(batches) if loop == "batches" else batches:  # type: ignore[attr-defined]
+                net.steps += 1  # type: ignore[operator]
+                optimizer.zero_grad()
+                ddp(x).backward()
+                optimizer.step()
+    return net.weight.detach(), net.steps
+
+
+@pytest.mark.parametrize("loop", ["batches", "plain", "torch's"])
+def test_what_a_step_changes_before_its_forward_is_kept(workers: Workers, loop: str) -> None:
+    net = Tempered()
+    optimizer = SGD(net.parameters(), 0.1, momentum=0.5)
+    for epoch, lengths in enumerate(COUNTED):
+        for step in range(max(lengths)):
+            net.steps += 1  # type: ignore[operator]
+            optimizer.zero_grad()
+            for rank in (rank for rank, length in enumerate(lengths) if step < length):
+                (net(inputs(epoch, rank, step)) / 3).backward()
+            optimizer.step()
+    for weight, steps in workers.run(3, count_before_forward, loop):
+        assert steps == sum(map(max, COUNTED))
+        assert (weight - net.weight).abs().max() < 1e-10
+
+
 def make_modules(rank: int) -> None:
     class Adding(nn.Module):
         def __init__(self) -> None:

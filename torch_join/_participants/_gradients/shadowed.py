@@ -29,7 +29,7 @@ class ShadowedSteps:
     """
 
     kinds: ClassVar[dict[str, Any]] = {
-        "forward": tuple[bool, bool, int, list[int], list[Buffer] | None],
+        "forward": tuple[bool, bool, list[int], list[int], list[Buffer] | None],
         **dict.fromkeys(("backward", "gradients", "begin"), Runs),
         **dict.fromkeys(("ended", "reduced"), type(None)),
         **Pieces.kinds,
@@ -67,14 +67,14 @@ class ShadowedSteps:
             self._end_backward()
 
     def _forward(
-        self, grad: bool, sync: bool, buffer_source: int, frozen: list[int], buffers: list[Buffer] | None
+        self, grad: bool, sync: bool, sources: list[int], frozen: list[int], buffers: list[Buffer] | None
     ) -> None:
         self.buffer_source = self._members.leader
         # What another forward has trained still gets its gradient, in the backward that it waits for.
         self.shadow.freeze([place for place in frozen if not (self._pending and self._parameters[place].requires_grad)])
         take(buffers, self.shadow.inner, self._parameters[0].device)
-        if buffer_source:
-            self.shadow.sync_buffers(buffer_source)
+        for source in sources:
+            self.shadow.sync_buffers(source)
         with setting(self._ddp, require_backward_grad_sync=sync), torch.set_grad_enabled(grad):
             output = self.shadow.forward()
         if sync and output.requires_grad:  # else no backward comes through it
