@@ -446,6 +446,8 @@ class LoopDriver(Driver):
                 reader.leave()
                 if alone.stopwatch is not None:
                     alone.stopwatch.leave()
+                if not is_left_on_purpose():  # by an error, which makes no epoch
+                    alone.stopwatch = None
                 raise
             finally:
                 self.place = Place.ENDED
@@ -476,10 +478,13 @@ class LoopDriver(Driver):
                     return
                 self.step_number += 1
         except GeneratorExit:
-            if self._is_in(loop) and self._is_at_end(loop) and is_left_on_purpose():
+            on_purpose = is_left_on_purpose()
+            if self._is_in(loop) and on_purpose and self._is_at_end(loop):
                 self._go_through_end(loop)
             elif self._is_in(loop):
                 self._abandon()
+            if not on_purpose and self.members.world_size == 1:  # by an error, which makes no epoch
+                loop.stopwatch = None
             raise
         finally:
             if self._is_in(loop):

@@ -63,12 +63,14 @@ def test_a_break_at_the_same_step_may_be_some_ranks_last(workers: Workers, lengt
         assert weight == reference(lengths, min(lengths))
 
 
-def save_behind(rank: int, lengths: tuple[int, ...], how: str, after: bool) -> tuple[float, float, list[float], int]:
+def save_behind(
+    rank: int, lengths: tuple[int, ...], how: str, after: bool, options: dict[str, Any]
+) -> tuple[float, float, list[float], int]:
     """Return how far what is saved after each loop is from its end; the rate, the weight, and how many warnings."""
     training, batches, off = Training(DistributedDataParallel), batches_of(rank, lengths), 0.0
     scheduler = StepLR(training.optimizer, 1, 0.5)
     kept: list[Any] = []
-    with warned("a checkpoint of that is old") as found, Join([*training.given, scheduler]) as join:
+    with warned("a checkpoint of that is old") as found, Join([*training.given, scheduler], **options) as join:
         for _ in range(EPOCHS):
             if how == "zip":
                 for _, x in zip(range(len(batches)), join.batches(batches), strict=False):
@@ -98,14 +100,14 @@ def save_behind(rank: int, lengths: tuple[int, ...], how: str, after: bool) -> t
 @pytest.mark.parametrize("how", ["zip", "islice", "break"])
 @pytest.mark.parametrize("lengths", [(2, 5), (5, 1), (3, 3), (4, 2, 3)])
 def test_who_counts_to_the_last_batch_is_at_the_loops_end(workers: Workers, lengths: tuple[int, ...], how: str) -> None:
-    for off, rate, _, warnings in workers.run(len(lengths), save_behind, lengths, how, True):
+    for off, rate, _, warnings in workers.run(len(lengths), save_behind, lengths, how, True, options):
         assert (off, rate, warnings) == (0.0, 0.1 / 2**EPOCHS, 0)
-    for _, _, weight, _ in workers.run(len(lengths), save_behind, lengths, how, False):
+    for _, _, weight, _ in workers.run(len(lengths), save_behind, lengths, how, False, options):
         assert weight == reference(lengths)
 
 
 def test_a_state_that_is_read_too_early_is_named(workers: Workers) -> None:
-    (early, _, weight, warnings), (late, _, _, none) = workers.run(2, save_behind, (2, 5), "kept", False)
+    (early, _, weight, warnings), (late, _, _, none) = workers.run(2, save_behind, (2, 5), "kept", False, {})
     assert early > 1e-2
     assert late == 0
     assert (warnings, none) == (EPOCHS, 0)
