@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import update_wrapper
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_join._base.devices import read
@@ -26,7 +27,11 @@ class Clears:
         self._optimizer = optimizer
         self.calls = self.steps = 0
         self._batch: tuple[int, int] | None = None  # that of the last backward
-        self._then = 0, 0  # at that batch's first one: how many steps there had been, and the version of a parameter
+        # At that batch's first one: how many steps there had been, and how often a parameter had changed, as a step may
+        # be a method of another name.
+        self._then = 0, 0
+        trained = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"] if p.requires_grad)
+        self._watched = next(trained, torch.empty(0))
         self._calls_then = 0  # at the last one
         self._discards = 0  # how often it has cleared what it had not stepped with
         self._cleared: list[Tensor] = []  # of a model, by its last call: one that FSDP shards has others at times
@@ -43,7 +48,8 @@ class Clears:
 
     def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._discards += self._is_behind
+            if self._batch is not None:
+                self._discards += (self.steps, self._watched._version, self.calls) == (*self._then, self._calls_then)
             self.calls += 1
             if isinstance(self._optimizer, nn.Module):
                 self._cleared = [*self._optimizer.parameters()]
@@ -61,19 +67,8 @@ class Clears:
     def note_backward(self, batch: tuple[int, int]) -> None:
         """Note a backward that adds to the gradients of an optimizer, in this batch of this loop."""
         if batch != self._batch:
-            self._batch, self._then = batch, (self.steps, self._version())
+            self._batch, self._then = batch, (self.steps, self._watched._version)
         self._calls_then = self.calls
-
-    @property
-    def _is_behind(self) -> bool:
-        if not self._counts or self._batch is None or self.calls != self._calls_then:
-            return False
-        return self._then == (self.steps, self._version())
-
-    def _version(self) -> int:
-        """Return how often a parameter was changed: an optimizer may have a method for that beside `step`."""
-        trained = (p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad)
-        return next((p._version for p in trained), 0)
 
     def awaits_step(self, holds_others: bool) -> bool:
         """Whether gradients are there that an optimizer has yet to step with: an accumulation has begun.
@@ -82,7 +77,9 @@ class Clears:
         batch in which the optimizer has stepped, nor where it clears such gradients as a rule: a model may be in the
         way of another one's loss.
         """
-        if not self._is_behind or 2 * self._discards > self.steps:
+        if not self._counts or self._batch is None or 2 * self._discards > self.steps:
+            return False
+        if (self.steps, self._watched._version, self.calls) != (*self._then, self._calls_then):
             return False
         if holds_others:
             return True

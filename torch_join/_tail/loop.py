@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class LoopDriver(Driver):
         self._backward_collectives = options.backward_collectives
         self._loop: Loop | None = None  # the current one, or the last
         self._clears: list[Clears] = []
-        self._steppers: dict[int, list[Clears]] = {}  # by model, those of optimizers that step it
+        self._steppers: dict[int, list[Clears]] = defaultdict(list)  # by model, those of optimizers that step it
         self._unbegun = Unbegun()
         self._named = NamedLoops(*((self.members.rank, self.members.world_size) if options.enable else (0, 1)))
         self.positions = self._named.current
@@ -387,7 +388,7 @@ class LoopDriver(Driver):
     def is_amid_window(self) -> bool:
         """Whether this rank holds gradients of an accumulation that has begun."""
         models = self.tail_log.models()
-        return any(each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers.get(m.index, ()))
+        return any(each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers[m.index])
 
     def _find_place(self, which: int = 0) -> LoaderPlace | None:
         if which:
@@ -920,7 +921,7 @@ class LoopDriver(Driver):
             self._loop.trains.add(model)
 
     def note_accumulation(self, model: int) -> None:
-        for each in self._steppers.get(model, ()):
+        for each in self._steppers[model]:
             each.note_backward((self._loops, self.step_number))
 
     def before_backward(self, model: int, loop: int = 0) -> None:
@@ -929,7 +930,8 @@ class LoopDriver(Driver):
             return
         if self.place is Place.LOOP and loop == here.number:
             here.trains.add(model)
-            self.note_accumulation(model)
+            for each in self._steppers[model]:
+                each.note_backward((self._loops, self.step_number))
         elif (loop, model) in self._uneven_loops:
             with self._telling:
                 raise _nesting.late_backward(self.members.name)
