@@ -395,7 +395,7 @@ class Run:
                 )
             # Else a rank divides by the items of its own micro-batches, and those of a window are one loss.
             averages = trainer.args.average_tokens_across_devices
-            return 1.0, 1.0 if averages else world_size / len(self._window_ranks)
+            return 1.0, 1.0 if averages else world_size / len(self._window_ranks or step.active_ranks)
         if callable(weighting):
             # In place of Trainer's division by the number of micro-batches.
             factor = trainer.current_gradient_accumulation_steps * factor_of_count(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._base.weighting import finite
 from torch_join._compat import ddp as _compat
@@ -258,7 +259,7 @@ class LockstepJoin(Lockstep):
                 stack.enter_context(self._shadow.around_backward(in_pieces=False))
                 _compat.expect_gradients(self._shadow.ddp, zero)
 
-            self._begin_sync = begin_sync
+            stack.enter_context(setting(self, _begin_sync=begin_sync))  # else a circle would keep the group
             stack.callback(watch.end)
             if self.counts_nothing:
                 stack.enter_context(self.leaving_out())
