@@ -97,7 +97,7 @@ class LockstepJoin(Lockstep):
             self._enter_model = plumbing.close
             inside = self._shadow.inner.register_forward_pre_hook(lambda *_: plumbing.close())
             try:
-                with self._model.telling_buffers():
+                with self._model.telling_changes():
                     yield
             finally:
                 inside.remove()
@@ -105,6 +105,9 @@ class LockstepJoin(Lockstep):
     def shadow_forward(self) -> Tensor:
         output = self._shadow.forward()
         self._in_pieces = self.driver.follow(self.active_ranks)
+        if self._model.has_frozen:
+            output, self._model.has_frozen = self._shadow.forward_again(), False
+        output = _with_gradient(output)
         if not self._in_pieces:
             return output
         return following_zero(partial(self._follow_backward, output), output.device)
@@ -168,7 +171,9 @@ class LockstepJoin(Lockstep):
                 " constant, or was computed without gradients (torch.no_grad). To skip a batch, return"
                 " torch.zeros((), requires_grad=True)."
             )
-        if output is not None and (not isinstance(loss, Tensor) or self._shadow.is_reached_by(loss)):
+        if output is not None and not (isinstance(loss, Tensor) and self._shadow.firing):
+            return output  # or all are frozen: no rank's backward comes to the model
+        if output is not None and self._shadow.is_reached_by(loss):
             return output
         if self._has_gathered or self.driver.tail_log.in_pieces or has_synced_norms(self._shadow.inner):
             what = "None" if output is None else "a loss that does not depend on the model"
@@ -181,7 +186,7 @@ class LockstepJoin(Lockstep):
         if not self._syncs:
             return output
         self.no_loss, self.no_output, self.driver.has_loss = True, output is None, False
-        zero = self._shadow.no_loss_output()
+        zero = _with_gradient(self._shadow.no_loss_output())
         if output is None:
             return zero
         # In its own backward it may run some of the model's, each of a part of the batch (GradCache). DDP must take
@@ -332,3 +337,8 @@ class LockstepJoin(Lockstep):
 
     def unfrozen(self, optimizers: Iterable[Any]) -> list[str]:
         return self._shadow.unfrozen(optimizers)
+
+
+def _with_gradient(zero: Tensor) -> Tensor:
+    """Return a zero of which a backward can begin, also where all of a model's parameters are frozen."""
+    return zero if zero.requires_grad else torch.zeros_like(zero, requires_grad=True)

@@ -23,15 +23,16 @@ class LockstepModelParticipant(Participant):
     Attributes:
         shadow: What runs in place of the model's step.
         has_news: Whether this step has brought buffers of another form, of which joined ranks have no contents.
+        has_frozen: Whether this step has frozen or unfrozen parameters, on a joined rank.
     """
 
-    kinds: ClassVar[dict[str, Any]] = {**Pieces.kinds, "buffers": list[Buffer]}
+    kinds: ClassVar[dict[str, Any]] = {**Pieces.kinds, "buffers": list[Buffer], "frozen": list[int]}
     in_pieces = True
 
     def __init__(self, driver: Driver, index: int, shadow: ModelShadow) -> None:
         super().__init__(driver, index)
         self.use(shadow)
-        self.has_news = False
+        self.has_news = self.has_frozen = False
 
     def use(self, shadow: ModelShadow) -> None:
         """Go on with another shadow."""
@@ -47,12 +48,17 @@ class LockstepModelParticipant(Participant):
         self._pieces.reset()
 
     @contextmanager
-    def telling_buffers(self) -> Iterator[None]:
-        """Put around an active rank's forward: joined ranks hear of what it does to buffers that DDP broadcasts."""
-        broadcasts = _compat.broadcasts_buffers(self.shadow.ddp)
+    def telling_changes(self) -> Iterator[None]:
+        """Put around an active rank's forward.
+
+        Joined ranks hear of what it does to buffers that DDP broadcasts, and of the parameters that it freezes.
+        """
+        broadcasts, frozen = _compat.broadcasts_buffers(self.shadow.ddp), self.shadow.frozen
         if broadcasts:
             self.shadow.news.begin(self.shadow.inner)
         yield
+        if self.shadow.frozen != frozen:
+            self.announce("frozen", self.shadow.frozen)
         if broadcasts and (news := self.shadow.news.since(self.shadow.inner)) is not None:
             self.has_news = True
             self.announce("buffers", news)
@@ -94,6 +100,9 @@ class LockstepModelParticipant(Participant):
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == FIRED:
             self._pieces.mirror(payload)
+        elif kind == "frozen":
+            self.has_frozen = True
+            self.shadow.freeze(payload)
         else:
             self.has_news = True
             take(payload, self.shadow.inner, self.shadow.parameters[0].device)

@@ -107,6 +107,14 @@ class ModelShadow:
             )
         return zero
 
+    def forward_again(self) -> Tensor:
+        """Return what `forward` would, where parameters have been frozen or unfrozen since it ran."""
+        with torch.enable_grad():
+            zero = self.zero() if self.firing else torch.zeros((), device=self.parameters[0].device)
+            if self._finds_unused:
+                _compat.expect_gradients(self.ddp, zero)
+        return zero
+
     def backward(self, run: Callable[[], None]) -> None:
         """Run the backward of what `forward` or `no_loss` has returned: this rank contributes nothing new."""
         with self.around_backward(in_pieces=False):
