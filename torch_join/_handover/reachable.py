@@ -93,7 +93,8 @@ def _values(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
     elif depth and has_state(value) and not (is_optimizer(value) or hasattr(value, "__iter__")):
         yield from _values(value.state_dict(), f"{name}.state_dict()", depth - 1)
     elif (memory := _memory(value)) is not None and memory.nbytes <= _ELEMENTS and "O" not in memory.format:
-        yield name, torch.frombuffer(bytearray(memory.tobytes() + b"."), dtype=torch.uint8)  # it takes no empty one
+        data = memory.tobytes() + b"."  # `frombuffer` takes nothing empty
+        yield name, torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _memory(value: Any) -> memoryview | None:

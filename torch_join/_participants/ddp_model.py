@@ -151,8 +151,9 @@ class ModelParticipant(Participant, LoopModel):
             return
         # The newest buffers are the last leader's, but for those that this step has changed before its forward, without
         # that rank: of these the leader's are sent after them.
-        sources = [buffer_source, self.members.leader][buffer_source == self.members.leader :]
-        sources = sources if self.ddp.require_forward_param_sync and sources != [0] else []
+        sources = [*dict.fromkeys((buffer_source, self.members.leader))]
+        if not self.ddp.require_forward_param_sync or sources == [0]:
+            sources = []
         self._announce_deferred()
         frozen = self._shadow.frozen if self.tail_log.announces else []
         told = self.tail_log.announces and _compat.broadcasts_buffers(self.ddp)
@@ -173,7 +174,8 @@ class ModelParticipant(Participant, LoopModel):
                 buffer.data.copy_(its)
 
     def _note_buffers(self, buffers: Iterable[Tensor]) -> None:
-        self._buffers = {id(buffer): known(buffer) for buffer in buffers}
+        # One that inference mode has made counts no versions. Whoever runs a forward in that mode makes it anew.
+        self._buffers = {id(buffer): known(buffer) for buffer in buffers if not buffer.is_inference()}
 
     def _changed_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Return the buffers that this rank has changed since they were noted, each with a copy."""

@@ -309,7 +309,8 @@ def is_length_certain(loader: object) -> bool:
     """Whether a loader can have no other number of batches than its length."""
     if type(loader) is Windows:
         return is_length_certain(loader.loader)
-    if isinstance(loader, DataLoader) and (type(loader) is DataLoader or not _methods_beyond(type(loader))):
+    # An object may only say that it is a `DataLoader`, as Accelerate's do.
+    if issubclass(type(loader), DataLoader) and isinstance(loader, DataLoader) and not _methods_beyond(type(loader)):
         return draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     return type(loader) in (list, tuple)
 
