@@ -1,5 +1,6 @@
 """`JoinMonitor` with Accelerate: the numbers of each epoch, in its trackers and on a page."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 from torch_join import JoinMonitor
-from torch_join.integration import EpochRecord
+from torch_join.integration import EpochRecord, own_loops
 
 LENGTHS = (2, 5, 0)
 Logged = list[tuple[dict[str, float], int | None]]
@@ -118,3 +119,24 @@ def test_one_process(workers: Workers, tmp_path: Path, how: str) -> None:
     batches = 2 if how == "left" else 3
     assert [(epoch.batches, epoch.steps_to_save) for epoch in epochs] == [(batches, 0), (batches, 0)]
     assert [step for _, step in logged] == [None, None]
+
+
+def fail_alone(rank: int) -> list[int]:
+    """Return the batches of each epoch that a monitor notes: one is gone through, one left, one ended by an error."""
+    monitor = JoinMonitor()
+    with accelerator_of(rank) as accelerator:
+        net = accelerator.prepare(nn.Linear(2, 1))
+        for ends in ("whole", "left", "error"):
+            with suppress(KeyError):
+                for index, batch in enumerate(accelerator.join_batches([torch.ones(2, 2)] * 3, monitor=monitor)):
+                    accelerator.backward(net(batch).mean())
+                    if index == 1 and ends == "left":
+                        break
+                    if index == 1 and ends == "error":
+                        raise KeyError
+            own_loops.finish(accelerator)
+    return [epoch.batches for epoch in monitor.epochs]
+
+
+def test_in_one_process_an_error_makes_no_epoch(workers: Workers) -> None:
+    assert workers.run(1, fail_alone) == [[3, 2]]
