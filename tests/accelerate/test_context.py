@@ -3,7 +3,6 @@
 import gc
 import inspect
 from typing import Any
-from unittest import mock
 
 import accelerate
 import pytest
@@ -16,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import accelerate_join
-from accelerate_join import Accelerator, _compat, join_batches, join_uneven_inputs
+from accelerate_join import Accelerator, join_batches, join_uneven_inputs
 from tests.support.front_ends.accelerate import Script, accelerator_of, dataset, make_loader
-from tests.support.inside import given_objects
+from tests.support.inside import given_objects, searches_for_wrappers
 from tests.support.joinables import Counter
 from tests.support.run import Run
 from tests.support.workers import Workers, connect
@@ -279,10 +278,7 @@ def test_the_signature_is_accelerates() -> None:
 def searches(rank: int, kind: Any) -> list[int]:
     """Return how often the models' wrappers had been looked for after each loop, and after another `prepare`."""
     net, counts = nn.Linear(4, 1), []
-    with (
-        accelerator_of(rank, kind) as accelerator,
-        mock.patch.object(_compat, "_all_wrappers", wraps=_compat._all_wrappers) as search,
-    ):
+    with accelerator_of(rank, kind) as accelerator, searches_for_wrappers() as search:
         for _ in range(2):
             model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
             for _ in range(3):

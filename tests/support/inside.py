@@ -448,6 +448,13 @@ def accelerate_loops() -> Any:
     return own_loops._loops
 
 
+def searches_for_wrappers() -> AbstractContextManager[mock.Mock]:
+    """Count, inside, how often all objects are gone through for wrappers of models."""
+    from accelerate_join import _compat
+
+    return mock.patch.object(_compat, "_all_wrappers", wraps=_compat._all_wrappers)
+
+
 def end_accelerate_loops() -> None:
     """What is done as the process ends."""
     own_loops._at_exit()

@@ -7,6 +7,7 @@ said.
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -34,7 +35,8 @@ class StaleReads:
         inner = [thing.module for thing in self._objects if isinstance(getattr(thing, "module", None), nn.Module)]
         for thing in [*self._objects, *inner]:
             if isinstance(thing, (nn.Module, Optimizer)):
-                self._undo.append(thing.register_state_dict_pre_hook(Hook(self._note)).remove)
+                with suppress(AttributeError):  # a wrapper may not have run the `__init__` of its base
+                    self._undo.append(thing.register_state_dict_pre_hook(Hook(self._note)).remove)
 
     def _note(self, thing: Any, *_: Any) -> None:
         self._read = self._read or type(thing).__name__
