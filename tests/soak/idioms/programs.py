@@ -344,8 +344,14 @@ def _fit_form(p: Program, pick: random.Random) -> Program:
     if p.step in ("unsynced", "unsynced over epochs", "synced over epochs"):
         p = replace(p, changes=())
     if p.loop == "plain for":  # a step begins with its forward
-        p = replace(p, weighting=pick.choice(("world", "active")), loss="simple" if "all" in p.loss else p.loss)
+        p = replace(p, weighting="world" if p.weighting == "world" else "active")
+        p = replace(p, loss="simple" if "all" in p.loss else p.loss)
         p = replace(p, extras=without("resumed"), step="plain" if p.step == "over windows" else p.step)
+    if 0 in p.lengths and p.loop in ("zip", "islice", "kept iterator"):
+        p = replace(p, loop="next")  # such a rank asks for nothing: it takes part when its next loop begins
+    if p.optimizer == "zero":  # a rank without a batch steps its own shard, which it has changed nowhere else
+        p = replace(p, collectives=tuple(kind for kind in p.collectives if kind in ("barrier", "rate")))
+        p = replace(p, extras=without("clamped", "new data"))
     if "resumed" in p.extras:
         p = replace(p, loop=pick.choice(("for", "loader")), step=p.step if p.step != "over windows" else "plain")
     if p.step == "over windows" and p.loop in ("kept iterator", "zip", "islice", "breaks at its last", "breaks apart"):
