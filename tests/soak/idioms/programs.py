@@ -349,9 +349,10 @@ def _fit_form(p: Program, pick: random.Random) -> Program:
         p = replace(p, extras=without("resumed"), step="plain" if p.step == "over windows" else p.step)
     if 0 in p.lengths and p.loop in ("zip", "islice", "kept iterator"):
         p = replace(p, loop="next")  # such a rank asks for nothing: it takes part when its next loop begins
-    if p.optimizer == "zero":  # a rank without a batch steps its own shard, which it has changed nowhere else
-        p = replace(p, collectives=tuple(kind for kind in p.collectives if kind in ("barrier", "rate")))
-        p = replace(p, extras=without("clamped", "new data"))
+    if not p.lengths[0]:  # nobody can tell whether its average would change
+        p = replace(p, extras=without("average of rank 0"))
+    if 0 in p.lengths and p.ddp == "own buffers":  # such a rank cannot tell whose its counters are
+        p = replace(p, model="layers" if p.model in ("taking", "cooling") else p.model, extras=without("tau"))
     if "resumed" in p.extras:
         p = replace(p, loop=pick.choice(("for", "loader")), step=p.step if p.step != "over windows" else "plain")
     if p.step == "over windows" and p.loop in ("kept iterator", "zip", "islice", "breaks at its last", "breaks apart"):
