@@ -31,7 +31,7 @@ EXCUSED = {
     "attribute that appears": "",
     "contrast of a package": "",
     "kept iterator": r"^\d",  # all that is read before the end
-    "breaks apart": r" read",
+    "breaks apart": r" (read|copy)",
     "own buffers": r"",
 }
 
@@ -111,7 +111,7 @@ def judge(program: Program, outcomes: list[Outcome]) -> Verdict:
     if not wrong:
         return Verdict("right")
     warnings = sorted({text for one in ranks for text in one.warnings})
-    worst = sorted(wrong, key=lambda name: -wrong[name])[:5]
+    worst = sorted(wrong, key=lambda name: (name[0].isdigit(), -wrong[name]))[:5]
     said = f"{len(wrong)} values, among them {[(name, wrong[name]) for name in worst]}; warnings: {warnings}"
     idioms = [program.loop, program.loss, *program.extras]
     if 0 in program.lengths:  # whose rank cannot tell which buffers the model keeps alike itself

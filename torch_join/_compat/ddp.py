@@ -58,14 +58,9 @@ def forwards_without_collectives(ddp: DistributedDataParallel) -> bool:
     return ddp._has_rebuilt_buckets and not broadcasts_buffers(ddp)
 
 
-def buffers_to_broadcast(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Return the buffers that the model's forwards broadcast, as of its last one."""
-    return ddp.modules_buffers if ddp.broadcast_buffers else []
-
-
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     """Whether the model's forwards broadcast buffers."""
-    return bool(buffers_to_broadcast(ddp))
+    return bool(ddp.broadcast_buffers and ddp.modules_buffers)
 
 
 def wrap(ddp: DistributedDataParallel, module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
@@ -151,22 +152,18 @@ class Execution:
     def _train(self, t: Training, name: str, place: Any = None) -> None:
         program, world = self.program, self.world
         options = {"may_break": True} if program.loop == "breaks apart" else {}
+        inside = program.loop in (*OWN_WITH, "entered again")
         join: Any = None
-        for epoch in range(program.epochs):
-            if join is None or program.loop in OWN_WITH:
-                t.join = join = world.join(t.given, **options)
-                if program.loop not in (*OWN_WITH, "entered again"):
-                    join.__enter__()
-            inside = program.loop in (*OWN_WITH, "entered again")
-            if inside:
-                with join:
+        with ExitStack() as whole:
+            for epoch in range(program.epochs):
+                if join is None or program.loop in OWN_WITH:
+                    t.join = join = world.join(t.given, **options)
+                    if not inside:
+                        whole.enter_context(join)
+                with join if inside else nullcontext():
                     self._epoch(t, join, epoch, f"{name}{epoch}", place)
-            else:
-                self._epoch(t, join, epoch, f"{name}{epoch}", place)
-            place = None
-            t.keep(f"{name}{epoch}")
-        if not inside:
-            join.__exit__(None, None, None)
+                place = None
+                t.keep(f"{name}{epoch}")
         t.keep(f"{name}end")
 
     def _epoch(self, t: Training, join: Any, epoch: int, name: str, place: Any) -> None:
@@ -242,6 +239,10 @@ class Execution:
 
 SEVERAL_FORWARDS = ("inner step", "two forwards", "triplet", "target", "evaluated", "tangent", "adversarial")
 ONE_FORWARD = ("simple", "regularized", "hooked", "by all rows", "above mean", "mixed", "hardest", "saved")
+UNSYNCED = (
+    *("over windows", "unsynced", "unsynced over epochs", "synced over epochs", "skips"),
+    *("own sharpness", "own average", "own sum"),
+)
 BUFFERS = ("batch norm", "spectral norm", "old spectral norm", "taking", "cooling", "codebook", "extra")
 
 
@@ -349,7 +350,11 @@ def _fit_form(p: Program, pick: random.Random) -> Program:
         p = replace(p, extras=without("resumed"), step="plain" if p.step == "over windows" else p.step)
     if 0 in p.lengths and p.loop in ("zip", "islice", "kept iterator"):
         p = replace(p, loop="next")  # such a rank asks for nothing: it takes part when its next loop begins
-    if not p.lengths[0]:  # nobody can tell whether its average would change
+    if min(p.lengths) < 3:  # what it rolls back to is a plain variable, which each rank sets in its first steps
+        p = replace(p, extras=without("rolls back"))
+    if p.step in UNSYNCED and p.model in ("batch norm", "codebook"):  # which a rank changes by itself between syncs
+        p = replace(p, model="spectral norm")
+    if not p.lengths[0] or p.step in UNSYNCED:  # nobody can tell whether its average would change
         p = replace(p, extras=without("average of rank 0"))
     if 0 in p.lengths and p.ddp == "own buffers":  # such a rank cannot tell whose its counters are
         p = replace(p, model="layers" if p.model in ("taking", "cooling") else p.model, extras=without("tau"))
