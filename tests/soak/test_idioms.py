@@ -102,6 +102,8 @@ def judge(program: Program, outcomes: list[Outcome]) -> Verdict:
         return Verdict("no reference", "it diverges")
     if rest := [name for name in own if ".buffer " not in name and " read." not in name]:
         return Verdict("no reference", f"plain DDP leaves ranks apart in {rest[:3]}")
+    if own and program.ddp == "own buffers":
+        return Verdict("no reference", f"each rank trains with its own {sorted(own)[:3]}")
     buffers = {name.replace(".buffer ", ".") for name in own}
     wrong = {
         name: max(one.off.get(name, 0.0) for one in ranks)
