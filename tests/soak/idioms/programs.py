@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from tests.soak.idioms.losses import LOSSES
 from tests.soak.idioms.models import MODELS, OPTIMIZERS, SCHEDULES, UNUSED
 from tests.soak.idioms.steps import STEPS
-from tests.soak.idioms.training import AFTER, CHANGES, DDP, LOSSES, Training
+from tests.soak.idioms.training import AFTER, CHANGES, DDP, Training
 from tests.soak.idioms.worlds import Batch, Joined
 
 COLLECTIVES = ("sum", "largest", "objects", "broadcast", "barrier", "rate")
@@ -358,6 +359,10 @@ def _fit_form(p: Program, pick: random.Random) -> Program:
         p = replace(p, extras=without("average of rank 0"))
     if 0 in p.lengths and p.ddp == "own buffers":  # such a rank cannot tell whose its counters are
         p = replace(p, model="layers" if p.model in ("taking", "cooling") else p.model, extras=without("tau"))
+    if p.loop == "kept iterator":  # nobody can tell what a rank changes after its last batch
+        p = replace(p, extras=without("frozen late", "new rate", "schedule by epoch", "loaded again"))
+    if p.step == "own sharpness" and p.model in BUFFERS:  # a rank without a batch goes nowhere
+        p = replace(p, model="layers")
     if "resumed" in p.extras:
         p = replace(p, loop=pick.choice(("for", "loader")), step=p.step if p.step != "over windows" else "plain")
     if p.step == "over windows" and p.loop in ("kept iterator", "zip", "islice", "breaks at its last", "breaks apart"):
