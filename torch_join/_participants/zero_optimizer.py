@@ -80,4 +80,5 @@ class ShardedOptimizerParticipant(Participant):
             else:
                 shapes = [*(p for p, has in zip(shard, present[rank], strict=True) if has), *shard]
                 self._exchange([torch.zeros_like(p) for p in shapes])
-        self.zero.step()
+        with _compat.without_step_hooks(self.zero):  # the active ranks' have run, before they sent
+            self.zero.step()

@@ -138,10 +138,18 @@ def test_what_a_rank_sets_after_a_break_stays(workers: Workers, lengths: Sequenc
     assert workers.run(2, leave_and_evaluate, lengths) == [[False, False]] * 2
 
 
+def clip_in_hooks(net: nn.Module, optimizer: Any) -> None:
+    """Have each step clip gradients by a hook."""
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(net.parameters(), 0.1) and None)
+
+
 def decay_by_hand(rank: int, lengths: Sequence[int], views: bool) -> list[Tensor]:
     net = network()
     model = DistributedDataParallel(net)
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1, parameters_as_bucket_view=views)
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, parameters_as_bucket_view=views
+    )
+    clip_in_hooks(net, optimizer)
     with Join([model, optimizer]) as join:
         for x in join.batches(batches_of(rank, lengths)):
             optimizer.zero_grad()
@@ -158,7 +166,8 @@ def test_shards_of_joined_ranks_have_what_the_loop_changes(
     workers: Workers, lengths: tuple[int, ...], views: bool
 ) -> None:
     net = network()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    clip_in_hooks(net, optimizer)
     for places in steps_of(lengths):
         optimizer.zero_grad()
         for place in places:
