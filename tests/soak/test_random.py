@@ -4,14 +4,13 @@
 """
 
 import importlib
-import os
 import random
 import time
 from typing import Any
 
 import pytest
 
-from tests.support.many import seeds
+from tests.support.many import note, seeds
 from tests.support.run import OPTIMIZERS, TOLERANCE, Run, difference, reference, same_bits
 from tests.support.workers import Workers
 from tests.test_front_ends import FRONT_ENDS
@@ -43,12 +42,6 @@ def draw(seed: int) -> tuple[str, Run]:
         iterable=pick.random() < 0.4,
         seed=seed,
     )
-
-
-def note(seed: int, what: object, ended: str, seconds: float) -> None:
-    if path := os.environ.get("TORCH_JOIN_SOAK_LOG"):
-        with open(path, "a") as log:
-            log.write(f"{seed}\t{ended}\t{seconds:.1f} s\t{what}\n")
 
 
 @seeds(range(0), 300)

@@ -20,6 +20,13 @@ def seeds(few: range, many: int = 300, *, of: int = 1) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("seed", [*short, *(pytest.param(seed, marks=pytest.mark.long) for seed in more)])
 
 
+def note(seed: int, what: object, ended: str, seconds: float) -> None:
+    """Write a line on a run into the log that `TORCH_JOIN_SOAK_LOG` names."""
+    if path := os.environ.get("TORCH_JOIN_SOAK_LOG"):
+        with open(path, "a") as log:
+            log.write(f"{seed}\t{ended}\t{seconds:.1f} s\t{what}\n")
+
+
 def train_each(rank: int, train: Callable[[int, Any], Any], runs: Sequence[Any]) -> list[Any]:
     """Train by each in turn, and say in which one something was raised."""
     found = []

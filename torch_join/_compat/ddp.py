@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._base.names import TORCH, check_names
 
@@ -58,14 +59,9 @@ def forwards_without_collectives(ddp: DistributedDataParallel) -> bool:
     return ddp._has_rebuilt_buckets and not broadcasts_buffers(ddp)
 
 
-def buffers_to_broadcast(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Return the buffers that the model's forwards broadcast, as of its last one."""
-    return ddp.modules_buffers if ddp.broadcast_buffers else []
-
-
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     """Whether the model's forwards broadcast buffers."""
-    return bool(buffers_to_broadcast(ddp))
+    return bool(ddp.broadcast_buffers and ddp.modules_buffers)
 
 
 def wrap(ddp: DistributedDataParallel, module: nn.Module) -> None:
@@ -287,6 +283,11 @@ def configure(joinable: Joinable, config: Any = None) -> Callable[[], None]:
     return partial(setattr, joinable, "_join_config", after)
 
 
+def without_step_hooks(optimizer: Any) -> AbstractContextManager[None]:
+    """Have steps of an optimizer run none of the hooks that are registered with it."""
+    return setting(optimizer, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+
+
 def zero_shard(zero: Any, rank: int) -> list[Tensor]:
     """Return the parameters that `rank` steps for a `ZeroRedundancyOptimizer`."""
     return [p for group in zero._partition_parameters()[rank] for p in group["params"]]
@@ -334,6 +335,7 @@ check_names(
         torch: "_foreach_norm",
         torch._C: "_current_graph_task_id _will_engine_execute_node",
         torch.autograd.Variable: "_execution_engine",
+        torch.optim.Optimizer: "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         type(distributed_c10d._world): "pg_group_ranks pg_map pg_names pg_coalesce_state",
     },
 )

@@ -60,7 +60,15 @@ def _of_module(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
 
 def _of_object(thing: Any, name: str, hidden: Iterable[str]) -> Iterator[tuple[str, Any]]:
     is_torchs = type(thing).__module__.startswith("torch.")  # what it needs is in its state dict
-    for key, value in list(vars(thing).items()):
+    # A default of its class counts as well: loading a state sets it on the instance.
+    defaults = {
+        key: value
+        for base in reversed(type(thing).__mro__)
+        if not base.__module__.startswith("torch.")
+        for key, value in vars(base).items()
+        if isinstance(value, _PLAIN) and not key.startswith("__")
+    }
+    for key, value in (defaults | vars(thing)).items():
         if key not in hidden and not (is_torchs and key.startswith("_")):
             found = list(islice(_values(value, f"{name}: .{key}", _DEPTH), _VALUES + 1))
             yield from found if len(found) <= _VALUES else ()

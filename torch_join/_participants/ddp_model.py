@@ -212,7 +212,8 @@ class ModelParticipant(Participant, LoopModel):
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if self.members.announces or self.driver.meets_at is not MeetingPoint.TOP:
-            self._note_buffers(_compat.buffers_to_broadcast(self.ddp))
+            # Not DDP's own list: a forward may have bound new tensors.
+            self._note_buffers(self.ddp.module.buffers() if _compat.broadcasts_buffers(self.ddp) else ())
         if not torch.is_grad_enabled():
             return
         if self._has_rebuilt != self.ddp._has_rebuilt_buckets:

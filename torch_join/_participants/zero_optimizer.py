@@ -1,8 +1,8 @@
 """ZeroRedundancyOptimizer: a joined rank still owns a shard, and must step it.
 
-It steps with the gradient and the hyperparameters that the active ranks have at step time, which
-users change in ways that nobody can announce (clipping, schedulers): so the lowest active rank sends
-both.
+It steps with the parameters, gradients and hyperparameters that the active ranks have at step time, which
+users change in ways that nobody can announce (clamping, clipping, schedulers): so the lowest active rank sends
+them.
 """
 
 from contextlib import AbstractContextManager
@@ -48,7 +48,7 @@ class ShardedOptimizerParticipant(Participant):
         self.announce_open("step", (group_options(self.zero), present, trains))
         with self.tail_log.own_collectives():
             for shard in shards.values():
-                self._exchange([p.grad for p in shard if p.grad is not None])
+                self._exchange([*(p.grad for p in shard if p.grad is not None), *(p.detach() for p in shard)])
         return self.tail_log.own_collectives()  # until the step is over
 
     def _parameters(self) -> list[Tensor]:
@@ -76,8 +76,9 @@ class ShardedOptimizerParticipant(Participant):
                         parameter.grad = None
                     elif parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                self._exchange([p.grad for p in shard if p.grad is not None])
+                self._exchange([*(p.grad for p in shard if p.grad is not None), *(p.detach() for p in shard)])
             else:
-                shapes = zip(shard, present[rank], strict=True)
-                self._exchange([torch.zeros_like(p) for p, has in shapes if has])
-        self.zero.step()
+                shapes = [*(p for p, has in zip(shard, present[rank], strict=True) if has), *shard]
+                self._exchange([torch.zeros_like(p) for p in shapes])
+        with _compat.without_step_hooks(self.zero):  # the active ranks' have run, before they sent
+            self.zero.step()

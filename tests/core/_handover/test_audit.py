@@ -348,6 +348,18 @@ class Loader:
         self.position = state["position"]
 
 
+class Progress:
+    """Its counts begin as its class has them."""
+
+    steps = epochs = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps, self.epochs = state["steps"], state["epochs"]
+
+
 LEGITIMATE = [
     "nothing",
     "each rank's own buffers",
@@ -362,6 +374,7 @@ LEGITIMATE = [
     "an attribute with the rank",
     "a counter that differed before",
     "clocks",
+    "a default of a class",
     "accumulation that is not over",
     "an evaluation after accumulation",
     "gradients cleared first",
@@ -419,6 +432,8 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
     if kind == "the order of attributes":
         things.append(Holder(**{"ab"[rank]: 1, "ba"[rank]: 1}))
     holder = Holder(seen=rank, started=time.time() + rank)  # as on two hosts
+    progress = Progress()
+    things += [progress] if kind == "a default of a class" else []
     things += [holder] if kind in ("a counter that differed before", "clocks") else []
     lengths = (0, 3) if kind == "a rank that never trains" else lengths
     may_break = kind in ("a heartbeat", "gradients cleared first", "a scheduler stepped first")
@@ -430,6 +445,7 @@ def legitimate(rank: int, kind: str, lengths: Any) -> list[str]:
                 for step in batches if kind == "a plain for" else join.batches([torch.randn(3, 2) for _ in batches]):
                     del step
                     holder.seen, holder.started = holder.seen + 1, time.time() + rank
+                    progress.steps += 1
                     if kind == "a scheduler stepped first":
                         scheduler.step()
                     if kind == "a loader":

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.front_ends.plain import Loop, assert_exact, train
 from tests.support.run import Batch, Place, Run, difference, reference
+from tests.support.small import batch, batches_of, loss, network, steps_of
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -135,3 +136,46 @@ def leave_and_evaluate(rank: int, lengths: Sequence[int]) -> list[bool]:
 @pytest.mark.parametrize("lengths", [(2, 9), (9, 1)])  # the other comes to the end of its loop
 def test_what_a_rank_sets_after_a_break_stays(workers: Workers, lengths: Sequence[int]) -> None:
     assert workers.run(2, leave_and_evaluate, lengths) == [[False, False]] * 2
+
+
+def clip_in_hooks(net: nn.Module, optimizer: Any) -> None:
+    """Have each step clip gradients by a hook."""
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(net.parameters(), 0.1) and None)
+
+
+def decay_by_hand(rank: int, lengths: Sequence[int], views: bool) -> list[Tensor]:
+    net = network()
+    model = DistributedDataParallel(net)
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, parameters_as_bucket_view=views
+    )
+    clip_in_hooks(net, optimizer)
+    with Join([model, optimizer]) as join:
+        for x in join.batches(batches_of(rank, lengths)):
+            optimizer.zero_grad()
+            loss(model, x).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(0.9)
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize(("lengths", "views"), [((1, 6), False), ((0, 5, 3), True)])
+def test_shards_of_joined_ranks_have_what_the_loop_changes(
+    workers: Workers, lengths: tuple[int, ...], views: bool
+) -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    clip_in_hooks(net, optimizer)
+    for places in steps_of(lengths):
+        optimizer.zero_grad()
+        for place in places:
+            (loss(net, batch(*place)) / len(lengths)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(0.9)
+    for found in workers.run(len(lengths), decay_by_hand, lengths, views):
+        for mine, expected in zip(found, net.parameters(), strict=True):
+            assert torch.allclose(mine, expected, rtol=0.0, atol=1e-12)
