@@ -82,7 +82,7 @@ class Lockstep:
         self._ranks: ExchangedActiveRanks | Rebalancer = self._exchanged  # or the plan
         self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or what was read ahead
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
-        self._optimizers: Sequence[Any] = ()
+        self._stepped: Sequence[Any] = ()
         self._had_tail = False  # since the hyperparameters were compared
 
     def note_gather(self) -> None:
@@ -132,7 +132,7 @@ class Lockstep:
         active_ranks = ExchangedActiveRanks(self.channel, self._throws, first_step)
         self._exchanged = self._ranks = self._present = active_ranks
         self.plan = None
-        self._optimizers, self._had_tail = optimizers, False
+        self._stepped, self._had_tail = optimizers, False
         mine = (end, float(count), value, self._known(), hyperparameters(optimizers))
         everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None, Hyperparameters])
         compare([options for *_, options in everyone], self.channel.global_ranks)
@@ -253,7 +253,7 @@ class Lockstep:
         """
         if self._had_tail:
             self._had_tail = False
-            everyone = self.channel.gather(hyperparameters(self._optimizers), of=Hyperparameters)
+            everyone = self.channel.gather(hyperparameters(self._stepped), of=Hyperparameters)
             compare(everyone, self.channel.global_ranks)
 
     # ------------------------------------------------------------ the model's; what it does with others is followed
@@ -338,7 +338,7 @@ class Lockstep:
         Raises:
             UnsupportedError: So it is.
         """
-        if names := self.unfrozen(self._optimizers):
+        if names := self.unfrozen(self._stepped):
             raise UnsupportedError(
                 f"{len(names)} parameters ({names[0]}, ...) were unfrozen in the middle of an epoch, where DDP does not"
                 f" average their gradients. Unfreeze them {advice}."
