@@ -1,10 +1,11 @@
-"""One run, described once, on every front end: what a feature needs to be tested on all of them is a line here."""
+"""One run, or one fault of a user's, on every front end: to test a feature or a check on all of them takes a line."""
 
 import importlib
 from typing import Any
 
 import pytest
 
+from tests.support.faults import run as run_fault
 from tests.support.run import TOLERANCE, Run, difference, reference, same_bits
 from tests.support.workers import Workers
 
@@ -25,3 +26,50 @@ def test_it_trains_as_one_process_does(workers: Workers, front_end: str, name: s
     assert all(same_bits(mine, ranks[0]) for mine in ranks)
     # An engine of DeepSpeed computes in float32.
     assert difference(ranks[0], reference(RUNS[name]).parameters) < (1e-4 if front_end == "deepspeed" else TOLERANCE)
+
+
+OF_OWN_LOOPS = ("plain", "sharded", "fabric", "accelerate")
+IN_LOCKSTEP = ("lightning", "transformers")
+ALL = (*OF_OWN_LOOPS, *IN_LOCKSTEP)
+# The fault, the front ends that find it, and a part of the error, which all ranks raise.
+REFUSED = [
+    ("MonitorOnOne", OF_OWN_LOOPS, "All ranks must give Join the same joinables in the same order"),
+    ("MonitorOnOne", IN_LOCKSTEP, "A JoinMonitor is among the callbacks of rank 1, and not of rank 0."),
+    ("Window", ("plain", "sharded", "fabric"), "holds gradients that its optimizer has not stepped with"),
+    ("MockGiven", OF_OWN_LOOPS, "A Mock is among the joinables"),
+    ("MockGiven", ("lightning",), "got Mock"),
+    ("OwnRate", ALL, "The ranks' optimizers differ"),
+    ("OwnDecayAtTheEnd", IN_LOCKSTEP, "The ranks' optimizers differ: weight_decay of"),
+    ("Raises", ALL, "RuntimeError: out of luck"),
+    ("Unfreezes", IN_LOCKSTEP, "were unfrozen in the middle of an epoch"),
+]
+# The same, and the ranks that are warned.
+WARNED = [
+    ("Gather", ALL, "with gradients, in a forward, while rank 0 of its group has joined", (1,)),
+    ("DealtAgain", ("fabric", "accelerate", "transformers"), "so each seems to be a shard of its own.", (0, 1)),
+    ("DealtAgain", ("lightning",), "so each seems to be a shard of its own.", (0,)),
+    ("Window", ("accelerate",), "where an accumulation has begun", (0, 1)),
+    ("Window", ("lightning",), "where an accumulation has begun", (0,)),
+    ("AverageOnOne", ("plain", "fabric", "accelerate"), "since not all ranks keep it: average", (0,)),
+    ("Unfreezes", ("plain", "fabric", "accelerate"), "the ranks already differed in model 0", (0,)),
+]
+
+
+@pytest.mark.parametrize(("fault", "front_end", "said"), [(f, end, said) for f, ends, said in REFUSED for end in ends])
+def test_a_fault_raises_on_all_ranks(workers: Workers, fault: str, front_end: str, said: str) -> None:
+    for outcome in workers.outcomes(2, run_fault, front_end, fault):
+        assert said in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("fault", "front_end", "said", "ranks"), [(f, end, *how) for f, ends, *how in WARNED for end in ends]
+)
+def test_a_fault_is_warned_of(workers: Workers, fault: str, front_end: str, said: str, ranks: tuple[int, ...]) -> None:
+    for rank, texts in enumerate(workers.run(2, run_fault, front_end, fault)):
+        assert any(said in text for text in texts) == (rank in ranks)
+
+
+@pytest.mark.parametrize("front_end", ALL)
+def test_without_a_fault_nothing_is_said(workers: Workers, front_end: str) -> None:
+    for texts in workers.run(2, run_fault, front_end, "Fault"):
+        assert not any("ank" in text for text in texts), texts

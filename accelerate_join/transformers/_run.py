@@ -206,6 +206,9 @@ class Run:
 
     def _on_epoch_end(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._epoch_ends = True
+        if self._join is not None:
+            self._join.check_unfrozen("before train()")
+            self._join.compare_hyperparameters()
         return own(*args, **kwargs)
 
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
@@ -233,7 +236,7 @@ class Run:
             loss /= self.channel.world_size
 
     def _begin_training(self, mine: Any) -> Any:
-        return self._find_join().begin(0, None if mine[0] else 0, 0, mine)
+        return self._find_join().begin(0, None if mine[0] else 0, 0, mine, [self._trainer.optimizer])
 
     def _finish_training(self) -> None:
         if self._join is not None:

@@ -21,7 +21,7 @@ from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration, h
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
-from lightning_join._training.learning_rates import check_plateaus, check_rates, learning_rates
+from lightning_join._training.learning_rates import check_plateaus
 from torch_join import UnsupportedError
 
 
@@ -92,26 +92,20 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         requests = self._fit_loop.requests
         self._placeholder.begin_epoch()
         had_batch = self._placeholder.state is not State.MISSING
-        mine = (data_fetcher.said, had_batch, data_fetcher.claimed, end, requests, learning_rates(trainer))
+        mine = (data_fetcher.said, had_batch, data_fetcher.claimed, end, requests)
         data_fetcher.claimed = None
         self._has_transfer_hooks = has_transfer_hooks(trainer)
         self._may_leave = is_overridden("on_train_batch_start", trainer.lightning_module)
         join = join_of(trainer)
         # Each batch is counted once, on the rank that trains on it.
         count = self._next_count(data_fetcher) if rebalancing_of(trainer) is None else 0
-        everyone = join.begin(self.batch_progress.current.ready, end, count, mine)
+        everyone = join.begin(self.batch_progress.current.ready, end, count, mine, trainer.optimizers)
         self._validation_due = self._asks_to_validate = self._is_unheard = False
         loader, loaders = data_fetcher.combined_loader, [said for said, *_ in everyone]
         _loaders.check(loaders)
         self._steps_alike = _loaders.steps_alike(loaders, range(len(loader.flattened)))
         self._fit_loop.set_lengths([_loaders.total_length(loader, said.limits) for said in loaders])
-        self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests, _) in enumerate(everyone)})
-        check_rates(
-            [rates for *_, rates in everyone],
-            f"at the begin of epoch {trainer.current_epoch}. A rank has set its own, in a hook for example, by a value"
-            " that others do not have (len(loader), a counter of its own batches): decide by trainer.global_step, or by"
-            " one that was reduced over all ranks",
-        )
+        self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests) in enumerate(everyone)})
         for rank, (_, _, claimed, its_end, *_) in enumerate(everyone):
             if claimed is not None:
                 _loaders.warn_of_missing(rank, claimed, its_end)

@@ -20,7 +20,7 @@ from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import Place, ReadAheadFetcher
 from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.tuning import is_finding_learning_rate
-from lightning_join._training.unfreezing import check_unfrozen_parameters, take_unfrozen_parameters
+from lightning_join._training.unfreezing import take_unfrozen_parameters
 from torch_join import JoinError, JoinValueError, UnsupportedError
 from torch_join.integration import epochs_of, name_ranks, setting, steps_of
 
@@ -189,7 +189,7 @@ class JoinFitLoop(FitLoop):
         # Lightning's, but for: ranks compare what they have logged before anything is reduced or monitored.
         trainer: Any = self.trainer
         join = join_of(trainer)
-        check_unfrozen_parameters(strategy_of(trainer))
+        join.check_unfrozen("at an epoch's start (on_train_epoch_start, as BackboneFinetuning does) or end")
         strategy_of(trainer).gathers_alike = False
         join.finish()
         metrics_of(trainer).renew()
@@ -285,6 +285,12 @@ class JoinFitLoop(FitLoop):
                 f"A checkpoint cannot be saved inside of a step that only {name_ranks(ranks)} of {trainer.world_size}"
                 " ranks have a batch for: saving takes part of every rank. Save it from a hook of the module or of a"
                 " callback, `on_train_batch_end` for example."
+            )
+        if self.epoch_loop._should_accumulate():
+            rank_zero_warn(
+                f"A checkpoint at step {self.epoch_loop.batch_progress.current.ready - 1} of an epoch, where an"
+                " accumulation has begun: no checkpoint of Lightning holds gradients, so that a resumed run leaves"
+                " these batches out. Save after the optimizer's step."
             )
         state: dict[str, Any] = super(FitLoop, self).on_save_checkpoint()  # Lightning's own is what this replaces
         if not self._stateful:

@@ -35,14 +35,14 @@ def check_plateaus(trainer: Any, channel: Channel, interval: str, index: int) ->
         return
     everyone = channel.gather(learning_rates(trainer), of=Rates)
     names = " or ".join(repr(name) for name in dict.fromkeys(monitored))
-    check_rates(
+    _check_rates(
         everyone,
         f"after the step of a scheduler that monitors {names}. Each rank has gone by its own value: log it with"
         f" `self.log({monitored[0]!r}, ..., sync_dist=True)`, so that all decide alike",
     )
 
 
-def check_rates(everyone: Sequence[Rates], where: str) -> None:
+def _check_rates(everyone: Sequence[Rates], where: str) -> None:
     """Raise if the ranks' learning rates differ.
 
     Args:

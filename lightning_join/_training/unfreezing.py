@@ -23,18 +23,3 @@ def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
         )
     if everyone[0]:
         strategy.wrap_again()
-
-
-def check_unfrozen_parameters(strategy: JoiningStrategy) -> None:
-    """Raise if a parameter has been unfrozen in the middle of an epoch.
-
-    Raises:
-        UnsupportedError: Some parameter has been trained without the other ranks' gradients.
-    """
-    assert strategy.join is not None
-    if names := strategy.join.unfrozen(strategy.optimizers):
-        raise UnsupportedError(
-            f"{len(names)} parameters ({names[0]}, ...) were unfrozen in the middle of an epoch, where DDP does not"
-            " average their gradients. Unfreeze them at an epoch's start (on_train_epoch_start, as BackboneFinetuning"
-            " does) or end."
-        )

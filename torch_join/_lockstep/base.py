@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.devices import on_device
-from torch_join._base.errors import JoinTypeError
+from torch_join._base.errors import JoinTypeError, UnsupportedError
+from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.weighting import loss_factor
 from torch_join._control.reports import BarrierResult
 from torch_join._handover.buffers import StepBuffers, Unsynced
@@ -81,6 +82,8 @@ class Lockstep:
         self._ranks: ExchangedActiveRanks | Rebalancer = self._exchanged  # or the plan
         self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or what was read ahead
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
+        self._stepped: Sequence[Any] = ()
+        self._had_tail = False  # since the hyperparameters were compared
 
     def note_gather(self) -> None:
         """Note that a gather through which gradients flow is part of what is computed now."""
@@ -105,7 +108,9 @@ class Lockstep:
         """Whether the current step is the last one in which any rank has a batch."""
         return self._present.is_last_step
 
-    def begin(self, first_step: int, end: int | None, count: float, value: Any = None) -> list[Any]:
+    def begin(
+        self, first_step: int, end: int | None, count: float, value: Any = None, optimizers: Sequence[Any] = ()
+    ) -> list[Any]:
         """Begin an epoch; all ranks meet.
 
         Args:
@@ -113,9 +118,13 @@ class Lockstep:
             end: This rank's number of batches, if it is known to be `first_step + 1` or less.
             count: What the first batch counts, 0 without one.
             value: Anything to share with the other ranks.
+            optimizers: Those that the framework steps in this epoch.
 
         Returns:
             Every rank's `value`.
+
+        Raises:
+            JoinError: The optimizers' hyperparameters differ.
         """
         for each in self._customs:
             each.renew()
@@ -123,13 +132,15 @@ class Lockstep:
         active_ranks = ExchangedActiveRanks(self.channel, self._throws, first_step)
         self._exchanged = self._ranks = self._present = active_ranks
         self.plan = None
-        mine = (end, float(count), value, self._known())
-        everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None])
-        self._compare([known for *_, known in everyone], end is None or end > first_step)
+        self._stepped, self._had_tail = optimizers, False
+        mine = (end, float(count), value, self._known(), hyperparameters(optimizers))
+        everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None, Hyperparameters])
+        compare([options for *_, options in everyone], self.channel.global_ranks)
+        self._compare([known for *_, known, _ in everyone], end is None or end > first_step)
         active_ranks.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
         active_ranks.counted, active_ranks.total = count, math.fsum(theirs for _, theirs, *_ in everyone)
         active_ranks.check_termination()
-        return [value for _, _, value, _ in everyone]
+        return [value for _, _, value, *_ in everyone]
 
     def rebalance(self, rebalancing: Rebalancing, source: Source, length: int | None, **options: Any) -> None:
         """Rebalance the epoch that has begun; all ranks meet.
@@ -230,6 +241,20 @@ class Lockstep:
         if self.plan is not None:
             self.plan.end()
         self._buffers.end()
+        self.compare_hyperparameters()
+
+    def compare_hyperparameters(self) -> None:
+        """Compare what the ranks' optimizers have, if some rank had no batch in a step of the epoch; all ranks call it.
+
+        A joined rank steps its own optimizer, and runs none of the user's code that sets a learning rate in a step.
+
+        Raises:
+            JoinError: They differ.
+        """
+        if self._had_tail:
+            self._had_tail = False
+            everyone = self.channel.gather(hyperparameters(self._stepped), of=Hyperparameters)
+            compare(everyone, self.channel.global_ranks)
 
     # ------------------------------------------------------------ the model's; what it does with others is followed
 
@@ -287,6 +312,7 @@ class Lockstep:
     @contextmanager
     def _giving_buffers(self) -> Iterator[None]:
         """Put around a step: joined ranks then hold what the model keeps alike itself."""
+        self._had_tail = self._had_tail or self.in_tail
         if self.in_tail and not self.keeps_buffers:
             self._buffers.look(self._has_trained)
         yield
@@ -305,6 +331,18 @@ class Lockstep:
 
     def sync_buffers(self) -> None:
         """Give all ranks the model's newest buffers, if it does not leave each rank its own; all ranks call it."""
+
+    def check_unfrozen(self, advice: str) -> None:
+        """Raise if a parameter has been trained without the other ranks' gradients; `advice` is where to unfreeze it.
+
+        Raises:
+            UnsupportedError: So it is.
+        """
+        if names := self.unfrozen(self._stepped):
+            raise UnsupportedError(
+                f"{len(names)} parameters ({names[0]}, ...) were unfrozen in the middle of an epoch, where DDP does not"
+                f" average their gradients. Unfreeze them {advice}."
+            )
 
     def unfrozen(self, optimizers: Iterable[Any]) -> list[str]:
         """Return the names of the parameters that train, and that the model does not average since it was wrapped.

@@ -1,0 +1,286 @@
+"""What a user may do wrong in a short training: a program for each front end, and a class for each fault."""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_gather
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_join
+from tests.support.front_ends import lightning as fits
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.fabric import fabric_of, to_the_end
+from tests.support.small import batches_of, network
+from tests.support.warned import warned
+from torch_join import Join, JoinMonitor
+
+LENGTHS = (1, 3)  # batches of two samples
+EPOCHS = 2
+
+
+class Fault:
+    """None: a rank's training, in whose places others do something.
+
+    Attributes:
+        deals_out: Whether the front end deals out each rank's dataset.
+        window: The number of batches between two steps of an optimizer.
+        steps: How many batches this rank has trained on.
+    """
+
+    deals_out = False
+    window = 1
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.steps, self.net = rank, 0, network()
+
+    def given(self) -> list[Any]:
+        """What takes part besides."""
+        return []
+
+    def monitored(self) -> bool:
+        return False
+
+    def average(self) -> Any:
+        """What the loop keeps, in a variable."""
+
+    def loss(self, out: Tensor) -> Tensor:
+        return out.square().mean()
+
+    def set_rates(self, optimizer: Any) -> None:
+        """Set what the optimizer's next step takes."""
+
+    def begin(self, optimizer: Any) -> None:
+        """Begin a step."""
+        self.steps += 1
+        self.set_rates(optimizer)
+
+    @property
+    def saves(self) -> bool:
+        """Whether a state is saved after this step's backward, before an optimizer's step."""
+        return False
+
+
+class Gather(Fault):
+    def loss(self, out: Tensor) -> Tensor:
+        return torch.cat([*all_gather(out)]).square().mean()  # type: ignore[no-untyped-call]
+
+
+class DealtAgain(Fault):
+    deals_out = True
+
+
+class MonitorOnOne(Fault):
+    def monitored(self) -> bool:
+        return self.rank == 1
+
+
+class Window(Fault):
+    window = 2
+
+    @property
+    def saves(self) -> bool:
+        return True
+
+
+class MockGiven(Fault):
+    def given(self) -> list[Any]:
+        return [Mock()]
+
+
+class OwnRate(Fault):
+    def set_rates(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / self.steps
+
+
+class Raises(Fault):
+    def loss(self, out: Tensor) -> Tensor:
+        if self.steps == 2:
+            raise RuntimeError("out of luck")
+        return super().loss(out)
+
+
+class AverageOnOne(Fault):
+    def average(self) -> Any:
+        return AveragedModel(self.net) if self.rank == 0 else None
+
+
+class Unfreezes(Fault):
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.net.bias.requires_grad_(False)
+
+    def begin(self, optimizer: Any) -> None:
+        super().begin(optimizer)
+        if self.steps == 2:
+            self.net.bias.requires_grad_(True)
+
+
+class OwnDecayAtTheEnd(Fault):
+    """In the last step of all: a loop of the user's hands it over, which is right, as all have that step's state."""
+
+    def set_rates(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.1 if self.steps == EPOCHS * max(LENGTHS) else 0.0
+
+
+_ALL: list[type[Fault]] = [Fault, *Fault.__subclasses__()]
+FAULTS = {each.__name__: each for each in _ALL}
+
+
+def loader_of(fault: Fault) -> DataLoader[Any]:
+    """A rank's own samples."""
+    own = batches_of(fault.rank, LENGTHS)
+    return DataLoader(TensorDataset(torch.cat(own)), 2)
+
+
+def trains(fault: Fault, model: Any, optimizer: Any, batches: Any, backward: Any, save: Any) -> None:
+    """Train for an epoch, in a loop of the user's."""
+    average = fault.average()
+    for step, (x,) in enumerate(batches):
+        fault.begin(optimizer)
+        backward(fault.loss(model(x)))
+        if fault.saves:
+            save()
+        if (step + 1) % fault.window == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if average is not None:
+            average.update_parameters(fault.net)
+    del average
+
+
+def in_join(fault: Fault, wrap: Any) -> None:
+    model = wrap(fault.net)
+    optimizer = torch.optim.SGD(fault.net.parameters(), 0.1)
+    options: Any = {"monitor": JoinMonitor()} if fault.monitored() else {}
+    with Join([model, optimizer, *fault.given()], **options) as join:
+        for _ in range(EPOCHS):
+            trains(fault, model, optimizer, join.batches(loader_of(fault)), Tensor.backward, join.state_dict)
+
+
+def plain(fault: Fault) -> None:
+    in_join(fault, DistributedDataParallel)
+
+
+def sharded(fault: Fault) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (len(LENGTHS),))
+    in_join(fault, lambda net: fully_shard(net, mesh=mesh))
+
+
+def fabric(fault: Fault) -> None:
+    from lightning_join.fabric import DDPJoinStrategy
+
+    options: Any = {"monitor": JoinMonitor()} if fault.monitored() else {}
+    it = fabric_of(len(LENGTHS), DDPJoinStrategy(joinables=fault.given(), **options))
+    model, optimizer = it.setup(fault.net, torch.optim.SGD(fault.net.parameters(), 0.1))
+    loader: Any = it.setup_dataloaders(loader_of(fault), use_distributed_sampler=fault.deals_out)
+    with tempfile.TemporaryDirectory() as folder:
+        save = partial(it.save, f"{folder}/a.ckpt", {"loader": loader})
+        for _ in range(EPOCHS):
+            trains(fault, model, optimizer, loader, it.backward, save)
+
+
+def accelerate(fault: Fault) -> None:
+    options: Any = {"monitor": JoinMonitor()} if fault.monitored() else {}
+    with accelerator_of(fault.rank) as accelerator, tempfile.TemporaryDirectory() as folder:
+        model, optimizer = accelerator.prepare(fault.net, torch.optim.SGD(fault.net.parameters(), 0.1))
+        own: Any = loader_of(fault)
+        if fault.deals_out:
+            own = accelerator.prepare(own)
+        with accelerator.join_uneven_inputs(fault.given(), **options) as join:
+            for _ in range(EPOCHS):
+                loader = own if fault.deals_out else join.batches(own)
+                trains(fault, model, optimizer, loader, accelerator.backward, partial(accelerator.save_state, folder))
+        accelerator.end_training()
+
+
+class LightningModule(fits.Module):
+    fault: Fault
+
+    def train_dataloader(self) -> Any:
+        return loader_of(self.fault)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.fault.begin(self.optimizers())
+        return self.fault.loss(self.net(batch[0]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.fault.saves:
+            with tempfile.TemporaryDirectory() as folder:
+                self.trainer.save_checkpoint(Path(folder) / "a.ckpt")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), 0.1)
+
+
+def lightning(fault: Fault) -> None:
+    case = fits.Fit(LENGTHS, epochs=EPOCHS, accumulate=fault.window)
+    module = LightningModule(case)
+    module.net, module.fault = fault.net, fault
+    trainer = fits.build_trainer(
+        case,
+        strategy=lightning_join.DDPJoinStrategy(joinables=fault.given()),
+        callbacks=[lightning_join.JoinMonitor()] if fault.monitored() else [],
+        use_distributed_sampler=fault.deals_out,
+    )
+    trainer.fit(module)
+
+
+def transformers(fault: Fault) -> None:
+    from transformers import PretrainedConfig
+
+    from accelerate_join.transformers import JoinMonitor, JoinTrainer
+    from tests.support.front_ends.transformers import Fit, arguments_of
+
+    class Trainer(JoinTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            fault.begin(self.optimizer)
+            return fault.loss(model(inputs["x"]))
+
+    class Net(nn.Module):
+        accepts_loss_kwargs = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.config = fault.net, PretrainedConfig()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)  # type: ignore[no-any-return]
+
+    optimizer = torch.optim.SGD(fault.net.parameters(), 0.1)
+    samples: Any = [{"x": x} for x in torch.cat(batches_of(fault.rank, LENGTHS))]
+    with accelerator_of(fault.rank), tempfile.TemporaryDirectory() as folder:
+        Trainer(
+            model=Net(),
+            args=arguments_of(Fit(LENGTHS, EPOCHS, accumulate=fault.window), folder, max_grad_norm=0.0),
+            train_dataset=samples,
+            callbacks=[JoinMonitor()] if fault.monitored() else [],
+            own_shards=not fault.deals_out,
+            optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+        ).train()
+
+
+FRONT_ENDS = {each.__name__: each for each in (plain, sharded, fabric, accelerate, lightning, transformers)}
+
+
+def run(rank: int, front_end: str, name: str) -> list[str]:
+    """Do one fault's training; return what this rank was warned of."""
+    with warned() as said:
+        program, fault = FRONT_ENDS[front_end], FAULTS[name](rank)
+        to_the_end(rank, _on_rank, program, fault) if front_end == "fabric" else program(fault)
+    return said
+
+
+def _on_rank(rank: int, program: Any, fault: Fault) -> None:
+    program(fault)
