@@ -95,7 +95,8 @@ class Clears:
             return True
         norms = _compat.norms(_compat.values_of([p.grad for p in self.parameters()]))
         # GradScaler leaves out a step with any gradient that is not finite.
-        return 0 < sum(norm for (norm,) in read([norm for norm in norms if norm is not None])) < math.inf
+        found: list[float] = [norm for (norm,) in read([norm for norm in norms if norm is not None])]
+        return 0 < sum(found) < math.inf
 
     def parameters(self) -> list[Tensor]:
         """Return what is cleared."""
