@@ -37,6 +37,7 @@ from torch_join.integration import (
     dealt_again,
     factor_of_count,
     follow_sharded_model,
+    is_closed,
     open_channel,
     setting,
     sharded_lockstep_join,
@@ -214,7 +215,14 @@ class Run:
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
         """Log; what is logged in a step of the tail joined ranks log too: rank 0, which writes it, may be one."""
         if self._factor is not None and self._join is not None and self._join.in_tail:
-            self.driver.parting.append({name: _plain(value) for name, value in logs.items()})
+            told = {name: _plain(value) for name, value in logs.items()}
+            if left_out := [name for name, value in told.items() if not is_closed(value)]:
+                warnings.warn(
+                    f"{', '.join(left_out)} was logged in a step that not all ranks have, and rank 0, which may have"
+                    " joined, does not log it: only numbers, strings, lists and tensors can be sent to it.",
+                    stacklevel=2,
+                )
+            self.driver.parting.append({name: value for name, value in told.items() if name not in left_out})
         return own(args, state, control, logs, **kwargs)
 
     def _log_told(self) -> None:
@@ -531,7 +539,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _skip(loader: Any, number: int) -> Any:

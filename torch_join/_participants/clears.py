@@ -34,6 +34,8 @@ class Clears:
         self._watched = next(trained, torch.empty(0))
         self._calls_then = 0  # at the last one
         self._discards = 0  # how often it has cleared what it had not stepped with
+        self._spans = 0  # how many batches the gradients are of that are there now
+        self._windows = 0  # how often it has stepped with those of several
         self._cleared: list[Tensor] = []  # of a model, by its last call: one that FSDP shards has others at times
         self._before = {"zero_grad": vars(optimizer)["zero_grad"]} if "zero_grad" in vars(optimizer) else {}
         self._zero_grad = self._counted(optimizer.zero_grad)
@@ -64,27 +66,37 @@ class Clears:
         """Whether it has been called for each step since it had these numbers: so that is how gradients are cleared."""
         return self._counts and self.calls - calls >= max(1, self.steps - steps - 1)
 
-    def note_backward(self, batch: tuple[int, int]) -> None:
+    def note_backward(self, batch: tuple[int, int], syncs: bool = True) -> None:
         """Note a backward that adds to the gradients of an optimizer, in this batch of this loop."""
         if batch != self._batch:
-            self._batch, self._then = batch, (self.steps, self._watched._version)
+            now = self.steps, self._watched._version
+            adds = (*now, self.calls) == (*self._then, self._calls_then)
+            self._windows += self._spans > 1 and now != self._then
+            self._spans = self._spans + 1 if adds else 1
+            self._batch, self._then = batch, now
+        self._spans += not syncs  # whoever does not sync is to add another batch's
         self._calls_then = self.calls
 
     def awaits_step(self, holds_others: bool) -> bool:
         """Whether gradients are there that an optimizer has yet to step with: an accumulation has begun.
 
         They are the parameters', or, with `holds_others`, such as FSDP keeps elsewhere until a backward syncs. Not in a
-        batch in which the optimizer has stepped, nor where it clears such gradients as a rule: a model may be in the
-        way of another one's loss.
+        batch in which the optimizer has stepped. Gradients may also be there to be cleared: of a model that is in the
+        way of another one's loss, or of a step that was left out. So the loop must be seen to accumulate over batches,
+        and more often than it clears what it has not stepped with.
         """
-        if not self._counts or self._batch is None or 2 * self._discards > self.steps:
+        if not self._counts or self._batch is None:
+            return False
+        if not (holds_others or self._windows > self._discards or (self._spans > 1 and not self._discards)):
             return False
         if (self.steps, self._watched._version, self.calls) != (*self._then, self._calls_then):
             return False
         if holds_others:
             return True
         norms = _compat.norms(_compat.values_of([p.grad for p in self.parameters()]))
-        return any(0 < norm < math.inf for (norm,) in read([norm for norm in norms if norm is not None]))
+        # GradScaler leaves out a step with any gradient that is not finite.
+        found: list[float] = [norm for (norm,) in read([norm for norm in norms if norm is not None])]
+        return 0 < sum(found) < math.inf
 
     def parameters(self) -> list[Tensor]:
         """Return what is cleared."""

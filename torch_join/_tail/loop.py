@@ -922,7 +922,7 @@ class LoopDriver(Driver):
 
     def note_accumulation(self, model: int) -> None:
         for each in self._steppers[model]:
-            each.note_backward((self._loops, self.step_number))
+            each.note_backward((self._loops, self.step_number), syncs=False)
 
     def before_backward(self, model: int, loop: int = 0) -> None:
         here = self._loop
