@@ -11,7 +11,7 @@ from types import FrameType
 
 # `break` and `return`; the end of a `zip` or an `islice` around it; `del`. Not a store: at the end of an `except` a
 # store drops the exception, and with it the frames that may hold the generator. Seen in Python 3.11. What cannot be
-# told from the end of a `zip` is a `map` around it whose function raises.
+# told from the end of a `zip` is one whose other iterator raises, and a `map` whose function does.
 _DROPS = {"POP_TOP", "POP_ITER", "END_FOR", "FOR_ITER", "DELETE_FAST", "DELETE_NAME", "DELETE_GLOBAL", "DELETE_DEREF"}
 # Where a generator around it stands that is itself being closed.
 _YIELDS = {"YIELD_VALUE", "YIELD_FROM", "RESUME", "SEND"}

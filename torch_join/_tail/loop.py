@@ -604,10 +604,15 @@ class LoopDriver(Driver):
         if loop.stopwatch is not None:
             loop.stopwatch.ask()
         self.step_number += 1
-        # What is raised in a generator that is closed is lost. So it is raised where the ranks meet next.
+        # What is raised in a generator that is closed is lost. So it is raised where this rank meets others next.
         with suppress(BaseException):
-            with self._telling:
-                self._begin_step(loop, loop.schedule)
+            try:
+                with self._telling:
+                    self._begin_step(loop, loop.schedule)
+            except BaseException:
+                self.place, self.tail_log.has_to_meet = Place.LEFT, True
+                self.tail_log.tap.install()
+                raise
             self._finish_loop()
             self._measure(loop)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -277,3 +278,26 @@ def test_a_loader_that_raises_ends_the_context(workers: Workers) -> None:
     first, second = workers.outcomes(2, raise_within)
     assert "in the loader" in first.error
     assert "in the loader" in second.error
+
+
+def fail_meanwhile(rank: int) -> None:
+    """Break behind the last batch of rank 0, while rank 1 fails."""
+    training, batches = Training(DistributedDataParallel), batches_of(rank, (2, 5))
+    with Join(training.given) as join:
+        for step, x in enumerate(join.batches(batches)):
+            training.step(x)
+            if rank == 1 and step == 3:
+                raise KeyError("of rank 1")
+            if step + 1 == len(batches):
+                break
+        try:
+            dist.all_reduce(torch.ones(1))
+        except Exception as error:
+            raise RuntimeError("in the collective behind the loop") from error
+
+
+def test_a_failure_meanwhile_is_raised_by_the_next_collective(workers: Workers) -> None:
+    first, second = workers.outcomes(2, fail_meanwhile)
+    assert "in the collective behind the loop" in first.error
+    assert "Rank 1 failed" in first.error
+    assert "of rank 1" in second.error
