@@ -90,7 +90,7 @@ class Training:
                     p.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
         if "clipping hook" in extras:
             for o in self.plain:
-                o.register_step_pre_hook(lambda o, *_: self._clip(0.3))
+                o.register_step_pre_hook(lambda o, *_: self.clip_gradients(0.3))
         net.calls = 0
         if "counted forwards" in extras:
             net.register_forward_pre_hook(lambda *_: setattr(net, "calls", net.calls + 1))
@@ -152,7 +152,7 @@ class Training:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def _clip(self, most: float) -> None:
+    def clip_gradients(self, most: float) -> None:
         if self.gradients:
             nn.utils.clip_grad_norm_([p for p in self.parameters if p.grad is not None], most)
 
@@ -256,7 +256,7 @@ def _drop_last(training: Training) -> None:
 
 
 CHANGES: dict[str, Callable[[Training], None]] = {
-    "clip": lambda training: training._clip(0.2),
+    "clip": lambda training: training.clip_gradients(0.2),
     "clip values": lambda training: nn.utils.clip_grad_value_(training.parameters, 0.05),
     "clip each": _clip_each,
     "clip by weight": _clip_by_weight,
