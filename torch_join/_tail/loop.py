@@ -77,6 +77,7 @@ class Loop:
         even_until: Before this step, each is sure to be as the one before: all ranks have a batch, and more to come.
         first: The step with which it begins: later than 0 where it is resumed.
         source: Reads this rank's own batches, where these are rebalanced.
+        is_over: Whether all ranks have left it, and this one has yet to end the `with` that is to end with it.
         stopwatch: Measures it, where the user has given a monitor.
     """
 
@@ -93,6 +94,7 @@ class Loop:
     even_until: int = 0
     first: int = 0
     source: Reader[Any] | None = None
+    is_over: bool = False
     stopwatch: Stopwatch | None = None
 
 
@@ -615,6 +617,9 @@ class LoopDriver(Driver):
                 raise
             self._finish_loop()
             self._measure(loop)
+            if self.end_with_loop is not None:
+                self.place, self.tail_log.has_to_meet, loop.is_over = Place.LEFT, True, True
+                self.tail_log.tap.install()
 
     def _abandon(self, at_once: bool = True) -> None:
         """Leave a loop by `break`; `at_once` unless this rank's own code has gone on since."""
@@ -645,8 +650,12 @@ class LoopDriver(Driver):
         if self.place is not Place.LEFT or self.members.serves or loop is None:
             return
         end, self.end_with_loop = self.end_with_loop, None
+        if loop.is_over:
+            self.place, self.tail_log.has_to_meet = Place.ENDED, False
+            self.tail_log.tap.remove()
         if end is not None:
             end()
+        if end is not None or loop.is_over:
             return
         self.place = Place.FINISHING
         self.tail.reads.stop()
