@@ -35,7 +35,7 @@ ALL = (*OF_OWN_LOOPS, *IN_LOCKSTEP)
 REFUSED = [
     ("MonitorOnOne", OF_OWN_LOOPS, "All ranks must give Join the same joinables in the same order"),
     ("MonitorOnOne", IN_LOCKSTEP, "A JoinMonitor is among the callbacks of rank 1, and not of rank 0."),
-    ("Window", ("plain", "sharded", "fabric"), "holds gradients that its optimizer has not stepped with"),
+    ("Window", ("plain", "fabric"), "holds gradients that its optimizer has not stepped with"),
     ("MockGiven", OF_OWN_LOOPS, "A Mock is among the joinables"),
     ("MockGiven", ("lightning",), "got Mock"),
     ("OwnRate", ALL, "The ranks' optimizers differ"),
@@ -48,7 +48,6 @@ WARNED = [
     ("Gather", ALL, "with gradients, in a forward, while rank 0 of its group has joined", (1,)),
     ("DealtAgain", ("fabric", "accelerate", "transformers"), "so each seems to be a shard of its own.", (0, 1)),
     ("DealtAgain", ("lightning",), "so each seems to be a shard of its own.", (0,)),
-    ("Window", ("accelerate",), "where an accumulation has begun", (0, 1)),
     ("Window", ("lightning",), "where an accumulation has begun", (0,)),
     ("AverageOnOne", ("plain", "fabric", "accelerate"), "since not all ranks keep it: average", (0,)),
     ("Unfreezes", ("plain", "fabric", "accelerate"), "the ranks already differed in model 0", (0,)),
