@@ -90,6 +90,9 @@ class Rounds:
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.own)
 
+    def __len__(self) -> int:
+        return len(self.own)
+
 
 def rounds(rank: int, epoch: int) -> Any:
     return DataLoader(Data(range(SIZE)), batch_sampler=Rounds(rank))

@@ -65,9 +65,10 @@ class Audit:
         self._unsynced = unsynced
         self._often = often
         self._hands_over_ignored = hands_over_ignored
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let go of what was looked at."""
         self._before: dict[str, Items] = {}
         self._ignored: list[int] | None = None  # checksums
         self.joined: list[int] = []
@@ -81,7 +82,7 @@ class Audit:
             settled: Whether this is the top of a step, before any code of the user's in it.
             untouched: Whether that has changed nothing else since the last step (after a `break`, on this rank alone).
         """
-        self._forget()
+        self.forget()
         self.joined = list(joined)
         if self._hands_over_ignored is None and (ignored := ignored_parameters(self._objects)):
             self._ignored = checksums(list(ignored.values()))
@@ -120,13 +121,13 @@ class Audit:
         """
         before, joined = self._before, self.joined
         if not self._often:
-            self._forget()
+            self.forget()
             return
         parameters, rest = self._captured(local, exact=True, takes=True)
         after = _described({"handed over": parameters | rest, "found": self._found()}, exact=True)
         after["gradients"] = self._gradients() if has_gradients else {}
         kept = self._forgotten.kept
-        self._forget()
+        self.forget()
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after, kept)
         texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY, _ALONE), found, strict=True)

@@ -21,6 +21,7 @@ from torch_join._base.sampler import dealt_again
 from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
+from torch_join._handover.early_exit import EarlyExit
 from torch_join._monitor.stopwatch import Stopwatch
 from torch_join._participants.clears import Clears, innermost_optimizer
 from torch_join._participants.custom import CustomParticipant
@@ -34,7 +35,7 @@ from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.planned import Planned
 from torch_join._tail.position_exchange import PositionExchange
-from torch_join._tail.reader import Batches, Reader, Unbegun
+from torch_join._tail.reader import Batches, Reader, Unbegun, is_length_certain
 from torch_join._tail.resuming import OVER, NamedLoops, check_resumed, state_of
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
 from torch_join._tail.step import Step, Telling
@@ -141,6 +142,7 @@ class LoopDriver(Driver):
         self._clears: list[Clears] = []
         self._steppers: dict[int, list[Clears]] = defaultdict(list)  # by model, those of optimizers that step it
         self._unbegun = Unbegun()
+        self._unasked: EarlyExit | None = None  # what there was when the user began the loop that nobody asked
         self._named = NamedLoops(*((self.members.rank, self.members.world_size) if options.enable else (0, 1)))
         self.positions = self._named.current
         self.find_other_place: Callable[[int], LoaderPlace | None] = self._named.find_others
@@ -411,8 +413,20 @@ class LoopDriver(Driver):
     def _begin_later(self, loader: Iterable[T], name: str) -> Iterator[T]:
         """Go through `loader` from the first `next` on, or from where it should have come to that."""
         go_through = partial(self.go_through, loader, name=name)
-        ticket = self._unbegun.add(partial(go_through, asks=False)) if self.options.enable else None
+        ticket = None
+        if self.options.enable:
+            # Only who has no batch may be right never to ask for one.
+            has_some = is_length_certain(loader) and len(loader) > 0  # type: ignore[arg-type]
+            left = None if has_some else self.tail.watch_unasked(is_length_certain(loader))
+            ticket = self._unbegun.add(partial(self._go_through_unasked, go_through, left))
         return self._in_order(ticket, go_through)
+
+    def _go_through_unasked(self, go_through: Callable[..., Iterator[T]], left: EarlyExit | None) -> Iterator[T]:
+        """Go through a loop that this rank's code has behind it, of which it has asked for no batch."""
+        self._unasked = left
+        if left is not None:
+            left.meet()
+        return go_through(asks=False)
 
     def _in_order(self, ticket: object, go_through: Callable[[], Iterator[T]]) -> Iterator[T]:
         if self.options.enable and not self._unbegun.begin(ticket) and _nesting.is_entered(self):
@@ -535,6 +549,9 @@ class LoopDriver(Driver):
         check_resumed(self.members.global_ranks, steps, loops)
         if (text := dealt_again(dealt, *reader.dealer)) is not None:
             warnings.warn(text, stacklevel=2)
+        if asks:
+            self.tail.reads.forget()
+        self.tail.early_exit, self._unasked = self._unasked, None
         rebalances = self._rebalancing.enabled
         refused = (_UNASKED, _EMPTY) if rebalances else (_UNASKED,)  # with none, it is to be given some
         _nesting.refuse_unasked(self.members.named(rank for rank, way in enumerate(ways) if way in refused))
@@ -687,6 +704,8 @@ class LoopDriver(Driver):
     def _finish_loop(self) -> None:
         if (loop := self._loop) is not None and loop.uneven:
             self._uneven_loops |= {(loop.number, model) for model in loop.trains}
+        if loop is not None and not loop.asked and not self.members.last_joiner:
+            self.tail.reads.warn(self.members.name)
         self.tail.early_exit = None
         self.tail.reads.forget()
         if (plan := self._rebalancing.current) is not None and loop is not None:
@@ -772,7 +791,7 @@ class LoopDriver(Driver):
         if joined:
             self.tail_log.check_backwards_ended()
         if not members.active:
-            self.tail.end(has_run=self.place is not Place.ENDED)
+            self.tail.end(self.step_number, has_run=self.place is not Place.ENDED)
             return not joined
         if is_first and not self._steps_elsewhere:
             for model in self.tail_log.models():  # all ranks come here

@@ -16,7 +16,8 @@ _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
     DONE: tuple[bool, bool, list[Any]],  # a step in lockstep: is its backward one, has it a loss; the front end's
-    END: tuple[list[Any], int, bool],  # closing messages, whose state all take, if backwards go in pieces
+    # Closing messages, whose state all take, if backwards go in pieces, if nobody has made a step in this tail.
+    END: tuple[list[Any], int, bool, bool],
 }
 
 

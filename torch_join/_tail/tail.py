@@ -64,13 +64,18 @@ class Tail:
         """Begin anew, as before the first loop."""
         self.early_exit: EarlyExit | None = None
         self._looked_at = -1  # the step of the current loop at whose top this rank has looked
+        self._began_at = -1  # the step with which the tail began
         self.tail_log.members.last_joiner = True
 
     def leave_early(self, watches: bool) -> None:
         """Note what there is as this rank leaves its loop; `watches` where something may be handed over later."""
-        states = [thing for thing in stateful(self._objects) if thing is not self.changes_freely]
-        self.early_exit = EarlyExit(self._objects, states if watches else None)
+        self.early_exit = EarlyExit(self._objects, self._watched if watches else None)
         self.reads.watch()
+
+    def watch_unasked(self, is_empty: bool) -> EarlyExit:
+        """Note what there is before a loop that this rank may never ask for a batch; `is_empty` if there is none."""
+        self.reads.watch()
+        return EarlyExit(self._objects, self._watched if is_empty else None)
 
     def note(self) -> None:
         """Note, before the last step of this rank, what it alone may keep; others have more steps."""
@@ -101,18 +106,21 @@ class Tail:
         else:
             self._look(at_top)
         self.tail_log.begin_tail()
+        self._began_at = step
 
     @torch.inference_mode(False)
-    def end(self, has_run: bool) -> None:
-        """All ranks have joined; if some came earlier, give all of them the last one's state.
+    def end(self, step: int, has_run: bool) -> None:
+        """All ranks have joined; if some came earlier, and others went on, give all of them the last one's state.
 
         Args:
+            step: The number of the step that would have come next.
             has_run: Whether there was anything since the last loop ended.
         """
         self._looked_at = -1
         self.tail_log.members.last_joiner = True
         if self.tail_log.members.announces:
-            self._hand_over(self.tail_log.end_tail())
+            still = self._began_at == step and self.tail_log.still
+            self._hand_over(self.tail_log.end_tail(still), still)
         elif has_run and self._options.audit is True:
             self._audit.even(self.tail_log.channel, self._has_synced, self.early_exit is not None)
         self.tail_log.members.all_active()
@@ -133,13 +141,13 @@ class Tail:
         self._audit.leave()
         self.tail_log.join()
         with on_device(self.tail_log.members.group):
-            words, leader, in_pieces = self.tail_log.follow(END)
+            words, leader, in_pieces, still = self.tail_log.follow(END)
         self.tail_log.backwards.in_pieces = in_pieces or self.tail_log.backwards.in_pieces
         self.tail_log.change(())
         # It may be another one than in the last announcement: the others may have left without one since.
         members.follow_leader(leader)
         members.last_joiner = False
-        self._hand_over(words)
+        self._hand_over(words, still)
         members.all_active()
 
     def compare_steps(self, steps: Steps, is_late: bool) -> None:
@@ -157,14 +165,17 @@ class Tail:
         untouched = self.early_exit is None or self.early_exit.changed() == []
         self._audit.begin(self.tail_log.members.joined_names, at_top, untouched)
 
-    def _hand_over(self, words: list[Any]) -> None:
+    def _hand_over(self, words: list[Any], still: bool) -> None:
         members = self.tail_log.members
         # What a joined rank says does not count: it has synced what it accumulated as a shadow.
         has_synced = self._has_synced or not members.leads
         with on_device(self.tail_log.members.group):
             for each, theirs in zip(self.tail_log.participants, words, strict=True):
                 each.receive_closing(theirs, members.leader)
-            self._audit.end(self.tail_log.channel, self._take_states(), has_synced)
+            if still:  # all have left with the same step, some by `break`, and these may have changed things since
+                self._audit.forget()
+            else:
+                self._audit.end(self.tail_log.channel, self._take_states(), has_synced)
             self._buffers.clear()
         self._restore_flags()
 
@@ -196,6 +207,10 @@ class Tail:
         """Set again what flags this rank has set after a `break`: only then may ranks differ."""
         if self.early_exit is not None:
             self.early_exit.after_handover()
+
+    @property
+    def _watched(self) -> list[Any]:
+        return [thing for thing in stateful(self._objects) if thing is not self.changes_freely]
 
     @property
     def _has_synced(self) -> bool:

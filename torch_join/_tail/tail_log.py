@@ -75,6 +75,7 @@ class TailLog(Announcer):
         self._asides = 0  # answered, before the next record of the log
         self.on_all = 0
         self.has_to_meet = False
+        self.still = False  # whether nothing has been announced since the tail began
         self._counts = False  # what it announces is compared with the other active ranks'
         self.backwards.reset()
         self.tap = self._new_tap()
@@ -135,6 +136,7 @@ class TailLog(Announcer):
         return not (self.meet() or self.tap.installed)
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
+        self.still = False
         if self.meet():
             self._said.append(self.agreement.note((index, kind, payload), self.members.leads, self.in_window))
             self._is_due = True
@@ -142,6 +144,7 @@ class TailLog(Announcer):
                 self.tell()
 
     def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
+        self.still = False
         if not self.in_window:
             self.announce(index, kind, payload, hold)
         elif self.meet() and self.members.leads:
@@ -219,15 +222,20 @@ class TailLog(Announcer):
         self._subgroups.find(self.members.before)
         self.agreement.begin()
         self.announce(-1, _records.TAIL, [each.synced - each.deferred for each in self.models()])
+        self.still = True
         for each in self.participants:
             each.enter_tail()
         self.tap.install()
 
-    def end_tail(self) -> list[Any]:
-        """Tell the joined ranks, on the last active ones, that the tail is over; return the closing messages."""
+    def end_tail(self, still: bool) -> list[Any]:
+        """Tell the joined ranks, on the last active ones, that the tail is over; return the closing messages.
+
+        Args:
+            still: Whether nobody has made a step in it.
+        """
         words = [each.closing_message() for each in self.participants]
         self._subgroups.mark(self.members.before)
-        end = -1, _records.END, (words, self.members.leader, self.in_pieces)
+        end = -1, _records.END, (words, self.members.leader, self.in_pieces, still)
         self.channel.append(([end], ()), leads=self.members.leads)
         self.leave_tail()
         return words

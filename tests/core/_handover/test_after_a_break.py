@@ -132,12 +132,12 @@ SOME_STAY: list[tuple[Lengths, Lengths, bool]] = [
     ((1, 4), (NEVER, 3), False),
     ((0, 4, 4), (NEVER, 3, 3), False),
     ((4, 2, 5), (3, NEVER, 3), False),
-    ((2, 4), (2, NEVER), False),  # it breaks with its last batch
-    ((2, 4), (NEVER, 2), False),  # the other's loop ends with that step
     ((5, 3), (2, NEVER), True),  # the one that breaks comes first, and waits
     ((0, 3, 5), (NEVER, NEVER, 4), True),
 ]
 ALL_LEAVE: list[tuple[Lengths, Lengths, bool]] = [
+    ((2, 4), (2, NEVER), False),  # it breaks with its last batch
+    ((2, 4), (NEVER, 2), False),  # the other's loop ends with that step
     ((4, 4), (3, 3), False),
     ((4, 3), (3, 3), False),
     ((2, 4), (2, 4), False),

@@ -119,6 +119,17 @@ def test_a_state_that_is_read_too_early_is_named(workers: Workers) -> None:
     assert weight == reference((2, 5))
 
 
+@pytest.mark.parametrize("how", ["zip", "islice"])
+def test_so_it_is_where_a_rank_without_a_batch_never_asks(workers: Workers, how: str) -> None:
+    (early, _, weight, warnings), (late, _, _, none) = workers.run(2, save_behind, (0, 5), how, False, {})
+    assert early > 1e-2
+    assert late == 0
+    assert (warnings, none) == (EPOCHS, 0)
+    assert weight == reference((0, 5))
+    for outcome in workers.outcomes(2, save_behind, (0, 5), how, True, {}):
+        assert "lr of Adam is 0.05 on rank 0, 0.1 on rank 1" in outcome.error
+
+
 Epochs = list[tuple[int, ...]]
 
 

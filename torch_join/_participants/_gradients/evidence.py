@@ -292,7 +292,7 @@ class Gradients:
             return False
         if any(tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in gradients):
             return True
-        if tensor.numel() == 1:  # a loss, or a count, may have the value of a gradient
+        if tensor.numel() == 1 and float(tensor).is_integer():  # a count may have the value of a gradient
             return False
         if tensor.numel() == sum(each.numel() for each in gradients):
             tensor = tensor.flatten()[: gradients[0].numel()].view_as(gradients[0])

@@ -6,6 +6,7 @@ another model leaves gradients here that are cleared), so what raises is an opti
 backward that does not come through the outputs (of an L2 term, say) adds the same on all ranks.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,14 +37,16 @@ class SecondBackward:
         self._parameters = parameters
         self._first = self._last = -1  # the backwards that came through the last forward's outputs
         self.awaits_first = self._is_under_way = False
+        self._thread = 0  # of the last forward
         self._touched: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []  # by a second one, and the gradient
         self._waits: RemovableHandle | None = None
         self._found: tuple[Tensor, Any] | None = None  # to which the last first one has added, and the node that does
 
     @property
     def broke_off(self) -> bool:
-        """Whether a first one has begun and not come to its end."""
-        return self._is_under_way and self._first != _compat.backward_in_progress()
+        """Whether a first one has begun and not come to its end; a thread that only reads batches cannot tell."""
+        is_here = self._thread == threading.get_ident()
+        return self._is_under_way and is_here and self._first != _compat.backward_in_progress()
 
     def remove(self) -> None:
         """Remove what was installed, and what refers to it."""
@@ -63,7 +66,7 @@ class SecondBackward:
         if self._touched or self._waits is not None:
             self.remove()  # what is there will be averaged with what comes
         self._first = self._last = -1
-        self.awaits_first, self._is_under_way = True, False
+        self.awaits_first, self._is_under_way, self._thread = True, False, threading.get_ident()
         for output in outputs:
             output.register_hook(partial(self._passes, first))  # type: ignore[no-untyped-call]
 
