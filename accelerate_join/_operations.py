@@ -107,7 +107,7 @@ class Operations(ActiveOperations, Participant):
         """
         loader, in_tail = self.progress.find_loader(), self.tail_log.meet()
         _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
-        if self.driver.in_loop and self.driver.is_amid_window():
+        if self.driver.in_loop and self.driver.is_amid_window() is not False:
             warnings.warn(
                 f"save_state at step {self.driver.step_number}, where an accumulation has begun: no checkpoint of"
                 " Accelerate holds gradients, so that a resumed run leaves these batches out. Save where"

@@ -77,17 +77,18 @@ class Clears:
         self._spans += not syncs  # whoever does not sync is to add another batch's
         self._calls_then = self.calls
 
-    def awaits_step(self, holds_others: bool) -> bool:
+    def awaits_step(self, holds_others: bool) -> bool | None:
         """Whether gradients are there that an optimizer has yet to step with: an accumulation has begun.
 
         They are the parameters', or, with `holds_others`, such as FSDP keeps elsewhere until a backward syncs. Not in a
         batch in which the optimizer has stepped. Gradients may also be there to be cleared: of a model that is in the
         way of another one's loss, or of a step that was left out. So the loop must be seen to accumulate over batches,
-        and more often than it clears what it has not stepped with.
+        and more often than it clears what it has not stepped with. `None` as long as it was seen to do neither.
         """
         if not self._counts or self._batch is None:
             return False
-        if not (holds_others or self._windows > self._discards or (self._spans > 1 and not self._discards)):
+        accumulates = holds_others or self._windows > self._discards or (self._spans > 1 and not self._discards)
+        if not accumulates and self._discards:
             return False
         if (self.steps, self._watched._version, self.calls) != (*self._then, self._calls_then):
             return False
@@ -96,7 +97,7 @@ class Clears:
         norms = _compat.norms(_compat.values_of([p.grad for p in self.parameters()]))
         # GradScaler leaves out a step with any gradient that is not finite.
         found: list[float] = [norm for (norm,) in read([norm for norm in norms if norm is not None])]
-        return 0 < sum(found) < math.inf
+        return 0 < sum(found) < math.inf and (accumulates or None)
 
     def parameters(self) -> list[Tensor]:
         """Return what is cleared."""

@@ -380,19 +380,24 @@ class LoopDriver(Driver):
         self.meet()
         exchange = next(each for each in self.tail_log.participants if isinstance(each, PositionExchange))
         with self._telling:
-            if self.place in (Place.LOOP, Place.LEFT, Place.FINISHING) and self.is_amid_window():
-                raise JoinError(
+            amid = self.place in (Place.LOOP, Place.LEFT, Place.FINISHING) and self.is_amid_window()
+            if amid is not False:
+                text = (
                     f"{name} at step {self.step_number} of a loop, where rank {self.members.name} holds gradients that"
                     " its optimizer has not stepped with: an accumulation has begun, and a state holds no gradients, so"
                     " that a resumed run would leave these batches out. Save at the end of a window, after the"
                     " optimizer's step; or, if they are not to count, call zero_grad() before."
                 )
+                if amid:
+                    raise JoinError(text)
+                warnings.warn(f"It may be amid a window of accumulation: {text}", stacklevel=2)
             return exchange.gather(self.step_number if self.in_loop else -1, name, which)
 
-    def is_amid_window(self) -> bool:
-        """Whether this rank holds gradients of an accumulation that has begun."""
+    def is_amid_window(self) -> bool | None:
+        """Whether this rank holds gradients of an accumulation that has begun; `None` where nobody can tell yet."""
         models = self.tail_log.models()
-        return any(each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers[m.index])
+        said = {each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers[m.index]}
+        return True in said or (None if None in said else False)
 
     def _find_place(self, which: int = 0) -> LoaderPlace | None:
         if which:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.support.warned import warned
 from tests.support.workers import WorkerError, Workers
 from torch_join import Join, UnpaddedDistributedSampler, windows
 
@@ -489,6 +490,10 @@ def save_each_step(rank: int, way: str, lengths: tuple[int, ...]) -> None:
                     optimizers[0].zero_grad()
             if way in RIGHT or join.step >= 1:
                 join.state_dict()
+            elif way == "synced":
+                with warned("It may be amid a window of accumulation") as found:
+                    join.state_dict()
+                assert len(found) == 1
 
 
 @pytest.mark.parametrize("lengths", [(0, 4), (4, 4)], ids=str)
