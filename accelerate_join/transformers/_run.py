@@ -209,7 +209,7 @@ class Run:
         self._epoch_ends = True
         if self._join is not None:
             self._join.check_unfrozen("before train()")
-            self._join.compare_hyperparameters()
+            self._join.catch_up()
         return own(*args, **kwargs)
 
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
@@ -244,7 +244,8 @@ class Run:
             loss /= self.channel.world_size
 
     def _begin_training(self, mine: Any) -> Any:
-        return self._find_join().begin(0, None if mine[0] else 0, 0, mine, [self._trainer.optimizer])
+        trainer = self._trainer
+        return self._find_join().begin(0, None if mine[0] else 0, 0, mine, [trainer.optimizer], [trainer.lr_scheduler])
 
     def _finish_training(self) -> None:
         if self._join is not None:
@@ -456,6 +457,8 @@ class Run:
 
     def hand_over_kept(self) -> None:
         """Give ranks that had no batch in some step what the others have kept of it; all ranks meet."""
+        if self._join is not None:
+            self._join.catch_up()
         source, self._source = self._source, None
         trainer = self._trainer
         names = [name for name in trainer.kept if hasattr(trainer, name)]

@@ -147,7 +147,7 @@ def drop_own_step_values(results: ResultCollection) -> None:
 
 
 class HookLogging:
-    """Put around batch hooks in the tail: all ranks run them, a joined one for a batch it has had.
+    """Put around hooks of a step in the tail: all ranks run them, a joined one for a batch it has had.
 
     On a joined rank `self.log` does nothing. On an active one, values that are reduced at once are put off
     until the hooks have run, since a joined rank may be in any of them: then it takes part.
@@ -184,6 +184,9 @@ class HookLogging:
                 self._log(*args, **options)
 
     def _log_in_tail(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        if fx == "training_step":  # which hooks may be around: joined ranks take part in it as it runs
+            self._log(fx, name, value, **options)
+            return
         at_once = options["on_step"] and options["sync_dist"] and not options["rank_zero_only"]
         at_once = at_once and isinstance(value, Tensor)
         if at_once and options["sync_dist_group"] is not None:

@@ -73,6 +73,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         strategy = strategy_of(self.trainer)
         if strategy.join is not None:
             # Each rank has its own since the last training step, or those that a hook has put in.
+            strategy.join.catch_up()
             strategy.join.sync_buffers()
         metrics_of(self.trainer).renew()
 

@@ -192,6 +192,7 @@ class JoinFitLoop(FitLoop):
         join.check_unfrozen("at an epoch's start (on_train_epoch_start, as BackboneFinetuning does) or end")
         strategy_of(trainer).gathers_alike = False
         join.finish()
+        join.catch_up()
         metrics_of(trainer).renew()
         results = cast(JoinResultCollection, self.epoch_loop._results)
         results.reduce_all()
@@ -286,6 +287,8 @@ class JoinFitLoop(FitLoop):
                 " ranks have a batch for: saving takes part of every rank. Save it from a hook of the module or of a"
                 " callback, `on_train_batch_end` for example."
             )
+        if (join := strategy_of(trainer).join) is not None:
+            join.catch_up()  # in place: Lightning has taken references of what it saves of the module
         if self.epoch_loop._should_accumulate():
             rank_zero_warn(
                 f"A checkpoint at step {self.epoch_loop.batch_progress.current.ready - 1} of an epoch, where an"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -16,6 +17,14 @@ def has_transfer_hooks(trainer: Any) -> bool:
     converter = type(trainer.precision_plugin).convert_input.__module__
     converts = not converter.startswith(("lightning.pytorch.", "lightning.fabric."))
     return converts or any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+
+
+def has_optimization_hooks(trainer: Any) -> bool:
+    """Whether hooks of the user's run between a step's forward and its end: all ranks run them, and they may log."""
+    hooks = ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
+    module, callbacks = trainer.lightning_module, trainer.callbacks
+    in_callbacks = any(getattr(type(each), hook) is not getattr(Callback, hook) for each in callbacks for hook in hooks)
+    return in_callbacks or any(is_overridden(hook, module) for hook in hooks)
 
 
 def shadow_step(trainer: Any) -> Tensor:

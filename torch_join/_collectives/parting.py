@@ -5,12 +5,14 @@ step. So in such a step each rank counts its collectives, and one whose last ste
 that one comes to the same collective in it. Where it does not, this rank would wait for others in their next step.
 """
 
+import time
 from collections.abc import Collection
 
 from torch_join._base.errors import JoinError, name_ranks
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
 
+_GRACE = 1.0  # seconds in which a rank that has failed tells of it
 # In which a rank can be done only when all have come.
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "accelerator.")
 
@@ -71,6 +73,7 @@ class Parting:
         if not waits or all(self._channel.ask(self._key, goes_on[:1], bool).values()):
             return
         others = name_ranks(members.named(goes_on))
+        self._wait_for_failure()
         raise JoinError(
             f"Rank {members.name} came to {operation} after its last batch, and {others} went on to the next step"
             " without it, so nobody would meet. A loop by iter() and next() that has taken its last batch goes on until"
@@ -100,12 +103,20 @@ class Parting:
             return
         ways = ("reduces gradients", "only accumulates them")
         mine, theirs = ways if syncs else ways[::-1]
+        self._wait_for_failure()
         raise JoinError(
             f"Rank {members.name}'s last backward in this loop {mine}, and that of rank {members.global_ranks[goes_on]}"
             f" in the same step {theirs}: nobody would meet. A usual cause is to sync on a rank's own last batch"
             " (`if i + 1 == len(loader)`), which ranks reach at different steps. Sync at steps that"
             " are the same on all ranks: `(step + 1) % k == 0`."
         )
+
+    def _wait_for_failure(self) -> None:
+        """Raise what the others are about to tell, if it was an error by which they have left the step."""
+        check, end = self._channel.failure_check(), time.monotonic() + _GRACE
+        while time.monotonic() < end:
+            check()
+            time.sleep(0.01)
 
     @property
     def _key(self) -> str:

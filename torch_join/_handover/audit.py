@@ -47,6 +47,7 @@ class Audit:
         hands_over_ignored: Whether parameters that DDP ignores are handed over: `None` where all ranks hold the same.
         forgotten: What may have been left out, and where it is looked for.
         unsynced: Buffers that may have to be the same.
+        shards: Models that are not handed over, as each rank has shards of its own: only what hangs on them counts.
 
     Attributes:
         joined: The ranks that ran out of inputs first, as errors call them.
@@ -59,8 +60,10 @@ class Audit:
         hands_over_ignored: bool | None,
         forgotten: Forgotten | None = None,
         unsynced: UnsyncedBuffers | None = None,
+        shards: Sequence[nn.Module] = (),
     ) -> None:
         self._objects = objects
+        self._shards = shards
         self._forgotten = forgotten or Forgotten(objects)
         self._unsynced = unsynced
         self._often = often
@@ -194,11 +197,13 @@ class Audit:
         leaves = Leaves()
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
         own = {id(p) for thing in self._objects if isinstance(thing, nn.Module) for p in thing.parameters()}
-        for name, thing in named(self._objects):
+        for name, thing in named([*self._objects, *self._shards]):
             try:
                 values = dict(reachable(thing, name, local))
             except Exception:
                 continue
+            if any(thing is shard for shard in self._shards):  # a tensor may be without memory now
+                values = {path: value for path, value in values.items() if not isinstance(value, Tensor)}
             leaves |= {path: value for path, value in values.items() if id(value) not in own}
         leaves.update(self._forgotten.values())
         leaves.update(() if self._unsynced is None else self._unsynced.doubtful())
@@ -309,14 +314,22 @@ def _differences(
 
 def _alike_before(everyone: list[Items], found: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Return of what differs now what was the same on all ranks before, or was on none and is alike where it is now."""
-    usual = everyone[0].keys() - _unlike(everyone).keys()
+    before = _unlike(everyone)
+    usual = everyone[0].keys() - before.keys()
     known = set().union(*everyone)
+    # A list with a rank's own items, as of its steps' outputs, or that is yet to be filled with some.
+    own = {name[:place] for name in before for place, letter in enumerate(name) if letter == "["}
+    own |= {name[4:-1] for name in usual if name.startswith("len(") and everyone[0][name] == "0"}
+    lists = tuple(f"{name}[" for name in own if f"len({name})" in known)
     return {
         name: values
         for name, values in found.items()
-        if name in usual
+        if not (f"{name[4:-1]}[" if name.startswith("len(") else name).startswith(lists)
         # An item that was added to a list shows in the list's length.
-        or not (name in known or len({*values} - {None}) > 1 or f"len({name.rpartition('[')[0]})" in known)
+        and (
+            name in usual
+            or not (name in known or len({*values} - {None}) > 1 or f"len({name.rpartition('[')[0]})" in known)
+        )
     }
 
 

@@ -42,12 +42,12 @@ class EarlyExit:
         self._flags = _read(objects)
         self._set: dict[nn.Module | Tensor, bool] = {}  # flags that this rank's own code has set since
         self._states = states
-        self._before = _noted(states)
+        self._before = digests_of(states)
         self._now: Digests | None = None
 
     def meet(self) -> None:
         """Note what there is now, before this rank serves others."""
-        self._now = _noted(self._states)
+        self._now = digests_of(self._states)
 
     def before_handover(self) -> None:
         """Note the flags that are set otherwise now than at the break, or than after the last handover."""
@@ -107,7 +107,7 @@ def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
         )
 
 
-def _noted(states: Sequence[Any] | None) -> Digests | None:
+def digests_of(states: Sequence[Any] | None) -> Digests | None:
     """Return digests of the states, `None` if nobody can tell: this may be in a generator that an error closes."""
     if states is None:
         return None

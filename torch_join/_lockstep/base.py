@@ -16,6 +16,7 @@ from torch_join._base.hyperparameters import Hyperparameters, compare, hyperpara
 from torch_join._base.weighting import loss_factor
 from torch_join._control.reports import BarrierResult
 from torch_join._handover.buffers import StepBuffers, Unsynced
+from torch_join._lockstep.catch_up import CatchUp, trained
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._participants._torch.joinable import WrappingJoinable
 from torch_join._participants.custom import CustomParticipant
@@ -83,7 +84,7 @@ class Lockstep:
         self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or what was read ahead
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
         self._stepped: Sequence[Any] = ()
-        self._had_tail = False  # since the hyperparameters were compared
+        self._states = CatchUp(self.channel, driver.members.group, driver.options)
 
     def note_gather(self) -> None:
         """Note that a gather through which gradients flow is part of what is computed now."""
@@ -109,7 +110,13 @@ class Lockstep:
         return self._present.is_last_step
 
     def begin(
-        self, first_step: int, end: int | None, count: float, value: Any = None, optimizers: Sequence[Any] = ()
+        self,
+        first_step: int,
+        end: int | None,
+        count: float,
+        value: Any = None,
+        optimizers: Sequence[Any] = (),
+        schedulers: Sequence[Any] = (),
     ) -> list[Any]:
         """Begin an epoch; all ranks meet.
 
@@ -119,6 +126,7 @@ class Lockstep:
             count: What the first batch counts, 0 without one.
             value: Anything to share with the other ranks.
             optimizers: Those that the framework steps in this epoch.
+            schedulers: Those of their learning rates.
 
         Returns:
             Every rank's `value`.
@@ -132,7 +140,8 @@ class Lockstep:
         active_ranks = ExchangedActiveRanks(self.channel, self._throws, first_step)
         self._exchanged = self._ranks = self._present = active_ranks
         self.plan = None
-        self._stepped, self._had_tail = optimizers, False
+        self._stepped = optimizers
+        self._states.begin(trained(self._whole, optimizers, schedulers))
         mine = (end, float(count), value, self._known(), hyperparameters(optimizers))
         everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None, Hyperparameters])
         compare([options for *_, options in everyone], self.channel.global_ranks)
@@ -241,25 +250,26 @@ class Lockstep:
         if self.plan is not None:
             self.plan.end()
         self._buffers.end()
-        self.compare_hyperparameters()
 
-    def compare_hyperparameters(self) -> None:
-        """Compare what the ranks' optimizers have, if some rank had no batch in a step of the epoch; all ranks call it.
-
-        A joined rank steps its own optimizer, and runs none of the user's code that sets a learning rate in a step.
+    def catch_up(self) -> None:
+        """Take what the steps of a tail have changed besides gradients, where it may be read; all ranks call this.
 
         Raises:
-            JoinError: They differ.
+            JoinError: The optimizers' hyperparameters differ on ranks that had the same steps.
         """
-        if self._had_tail:
-            self._had_tail = False
-            everyone = self.channel.gather(hyperparameters(self._stepped), of=Hyperparameters)
-            compare(everyone, self.channel.global_ranks)
+        if self._states.lacks:
+            self.sync_buffers()
+            self._states.take()
 
     # ------------------------------------------------------------ the model's; what it does with others is followed
 
     _device: torch.device
     _module: nn.Module
+
+    @property
+    def _whole(self) -> nn.Module:
+        """The model as it is trained, in its wrapper."""
+        return self._module
 
     @property
     def _forwards_alone(self) -> bool:
@@ -312,7 +322,8 @@ class Lockstep:
     @contextmanager
     def _giving_buffers(self) -> Iterator[None]:
         """Put around a step: joined ranks then hold what the model keeps alike itself."""
-        self._had_tail = self._had_tail or self.in_tail
+        if self.in_tail:
+            self._states.begin_step(self.active_ranks)
         if self.in_tail and not self.keeps_buffers:
             self._buffers.look(self._has_trained)
         yield

@@ -67,6 +67,11 @@ class EngineLockstepJoin(Lockstep):
         super().__init__(driver, make, joinables, [(module, None)])
         self.follows_backward = True
         self._device = next(module.parameters()).device
+        self._engine = engine
+
+    @property
+    def _whole(self) -> Any:
+        return self._engine
 
     def backward(self, backward: Callable[[], None]) -> bool:
         with self._model.events.leaving_out(self.counts_nothing):

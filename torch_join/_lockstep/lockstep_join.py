@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.attributes import setting
@@ -14,6 +14,7 @@ from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._base.weighting import finite
 from torch_join._compat import ddp as _compat
 from torch_join._compat import groups as _compat_groups
+from torch_join._compat.modules import weight_hooks
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.model_participant import LockstepModelParticipant
 from torch_join._lockstep.step_driver import StepDriver
@@ -54,6 +55,10 @@ class LockstepJoin(Lockstep):
     @property
     def _forwards_alone(self) -> bool:
         return not _compat.broadcasts_buffers(self._shadow.ddp)  # buckets are rebuilt in backward here
+
+    @property
+    def _whole(self) -> nn.Module:
+        return self._shadow.ddp
 
     def _known(self) -> list[int] | None:
         return self._shadow.first.fired
@@ -103,6 +108,8 @@ class LockstepJoin(Lockstep):
                 inside.remove()
 
     def shadow_forward(self) -> Tensor:
+        for compute in weight_hooks(self._shadow.inner):
+            compute()
         output = self._shadow.forward()
         self._in_pieces = self.driver.follow(self.active_ranks)
         if self._model.has_frozen:

@@ -18,7 +18,7 @@ from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
 from torch_join._participants.clears import innermost_optimizer
 from torch_join._participants.ddp_model import ModelParticipant
-from torch_join._participants.kinds import stateful, unsynced_models
+from torch_join._participants.kinds import is_sharded_model, stateful, unsynced_models
 from torch_join._participants.options import Options
 from torch_join._participants.unregistered_model import missing_model
 from torch_join._tail.records import END
@@ -58,7 +58,9 @@ class Tail:
     @cached_property
     def _audit(self) -> Audit:
         objects, chosen = self._objects, self._options
-        return Audit(stateful(objects), chosen.audit, chosen.hand_over_ignored, Forgotten(objects), self._buffers)
+        shards = [thing for thing in objects if is_sharded_model(thing)]
+        left_out = Forgotten(objects)
+        return Audit(stateful(objects), chosen.audit, chosen.hand_over_ignored, left_out, self._buffers, shards)
 
     def reset(self) -> None:
         """Begin anew, as before the first loop."""

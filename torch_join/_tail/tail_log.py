@@ -227,7 +227,7 @@ class TailLog(Announcer):
             each.enter_tail()
         self.tap.install()
 
-    def end_tail(self, still: bool) -> list[Any]:
+    def end_tail(self, still: bool = False) -> list[Any]:
         """Tell the joined ranks, on the last active ones, that the tail is over; return the closing messages.
 
         Args:

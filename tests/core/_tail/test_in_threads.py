@@ -132,8 +132,8 @@ def serve_a_tail(channel: Channel, numbers: int, fails: bool) -> list[int]:
             tail_log.end_tail()
             return [*range(numbers)]
         tail_log.join()
-        words, leader, in_pieces = tail_log.follow(END)
-        assert (words, leader, in_pieces) == ([0], last, False)
+        words, leader, in_pieces, still = tail_log.follow(END)
+        assert (words, leader, in_pieces, still) == ([0], last, False, False)
         return part.found
 
 

@@ -1,0 +1,156 @@
+"""What `training_step` changes besides its loss: on ranks without a batch too, where it is read."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning
+from torch import Tensor
+from torch.nn.utils.prune import L1Unstructured, global_unstructured
+from torch.utils.data import DataLoader
+
+import lightning_join
+from tests.support.run import difference
+from tests.support.small import steps_of
+from tests.support.step_changes import EPOCHS, Student, reference, rows
+from tests.support.warned import warned
+from tests.support.workers import Workers
+
+Lengths = tuple[int, ...]
+
+
+class Module(pl.LightningModule):
+    def __init__(self, how: str, lengths: Lengths) -> None:
+        super().__init__()
+        self.lengths, self.student = lengths, Student(how)
+        self.seen: list[list[Tensor]] = []
+
+    def configure_optimizers(self) -> Any:
+        return self.student.optimizer()
+
+    def train_dataloader(self) -> Any:
+        rank = self.trainer.global_rank
+        return DataLoader([rows(rank, step) for step in range(self.lengths[rank])], batch_size=None)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> Any:
+        return DataLoader([torch.zeros(1)], batch_size=None)  # type: ignore[arg-type]
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        self.student.change(optimizer.optimizer, self.trainer.global_step)
+        return self.student.loss(x)
+
+    def validation_step(self, x: Tensor, index: int) -> None:
+        self.seen.append(self.student.state())
+
+
+def fit(module: pl.LightningModule, world_size: int, **options: Any) -> pl.Trainer:
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(
+        **{**quiet, **options},
+        strategy=lightning_join.DDPJoinStrategy(),
+        accelerator="cpu",
+        devices=world_size,
+        max_epochs=EPOCHS,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module)
+    return trainer
+
+
+def train(rank: int, lengths: Lengths, how: str) -> tuple[list[list[Tensor]], list[Any], list[str]]:
+    """Return the states that each validation saw and those of checkpoints, and what was warned of."""
+    module = Module(how, lengths)
+    with tempfile.TemporaryDirectory() as folder, warned("the ranks differ") as said:
+        saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+        fit(module, len(lengths), val_check_interval=1, callbacks=[saving], enable_checkpointing=True)
+        files = sorted(Path(folder).glob("*.ckpt"), key=lambda path: int(path.stem.removeprefix("step=")))
+        saved = [[*torch.load(path, weights_only=False)["state_dict"].values()] for path in files]
+    return module.seen, saved, said
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("how", ["teacher", "projected", "decay", "rate", "state", "centre"])
+@pytest.mark.parametrize("lengths", [(2, 5), (4, 0), (1, 4, 3)])
+def test_ranks_without_a_batch_take_it(workers: Workers, lengths: Lengths, how: str) -> None:
+    expected = reference(how, lengths)
+    for rank, (seen, saved, said) in enumerate(workers.run(len(lengths), train, lengths, how)):
+        assert max(map(difference, seen, expected)) < 1e-10
+        if rank == 0:
+            assert max(map(difference, saved, expected)) < 1e-10
+            assert len(saved) == len(expected)
+        assert len(seen) == len(expected)
+        assert not said
+
+
+class Pruned(Module):
+    def parts(self) -> list[tuple[Any, str]]:
+        return [(self.student.net[0], "weight"), (self.student.net[2], "weight")]
+
+
+def prune(rank: int, lengths: Lengths) -> list[list[Tensor]]:
+    module = Pruned("", lengths)
+    options: Any = {"make_pruning_permanent": False, "use_lottery_ticket_hypothesis": False, "amount": 0.3}
+    fit(
+        module,
+        len(lengths),
+        callbacks=[ModelPruning(L1Unstructured, module.parts(), **options)],  # type: ignore[arg-type]
+        limit_val_batches=0,
+    )
+    return [module.student.state()]
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (3, 0)])
+def test_weights_are_pruned_by_what_a_forward_has_set(workers: Workers, lengths: Lengths) -> None:
+    alone = Pruned("", lengths)
+    optimizer = alone.student.optimizer()
+    for _ in range(EPOCHS):
+        for places in steps_of(lengths):
+            optimizer.zero_grad()
+            for place in places:
+                (alone.student.loss(rows(*place)) / len(lengths)).backward()
+            optimizer.step()
+        global_unstructured(alone.parts(), L1Unstructured, amount=0.3)
+    for (state,) in workers.run(2, prune, lengths):
+        assert difference(state, alone.student.state()) < 1e-10
+
+
+class Norms(Callback):
+    """Logs the gradients' norm, as many do."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in module.student.net.parameters()]).norm()
+        module.log("norm", norm, on_step=True, on_epoch=True, sync_dist=True, batch_size=2)
+        module.norms.append(float(norm))
+
+
+class Logging(Module):
+    def __init__(self, lengths: Lengths) -> None:
+        super().__init__("", lengths)
+        self.norms: list[float] = []
+        self.logged: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.logged.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def log(rank: int, lengths: Lengths) -> tuple[float, float, float]:
+    module = Logging(lengths)
+    trainer = fit(module, len(lengths), callbacks=[Norms()], limit_val_batches=0)
+    last = module.norms[-max(lengths) :]
+    found = trainer.callback_metrics
+    # Each step's norm is of all ranks' batches, and counts as often as ranks have one.
+    counts = [len(places) for places in steps_of(lengths)]
+    expected = sum(norm * count for norm, count in zip(last, counts, strict=True)) / sum(counts)
+    return float(found["norm_epoch"]), expected, float(found["norm_step"]) - last[-1]
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (3, 0), (1, 4, 3)])
+def test_gradient_norms_that_hooks_log_are_those_of_one_process(workers: Workers, lengths: Lengths) -> None:
+    for found, expected, step in workers.run(len(lengths), log, lengths):
+        assert found == pytest.approx(expected, abs=1e-6)
+        assert step == pytest.approx(0, abs=1e-6)

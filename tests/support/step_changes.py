@@ -1,0 +1,78 @@
+"""What a user's step changes besides gradients, in a loop that a framework drives, and what one process makes of it."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.small import steps_of
+
+EPOCHS = 2
+RATE = 0.1
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * rank + step), dtype=torch.float64)
+
+
+class Student(nn.Module):
+    """A network, its teacher, and a buffer that a step sets.
+
+    Args:
+        how: What `change` does.
+    """
+
+    centre: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("centre", torch.zeros((), dtype=torch.float64))
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), RATE, momentum=0.9)
+
+    @torch.no_grad()
+    def change(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        weight, group = self.net[2].weight, optimizer.param_groups[0]
+        if self.how == "teacher":
+            for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                theirs.lerp_(mine, 0.3)
+        elif self.how == "projected":
+            weight.copy_(nn.functional.normalize(weight, dim=1))
+        elif self.how == "decay":
+            group["weight_decay"] = 0.3 / (1 + step)
+        elif self.how == "rate":
+            group["lr"] = RATE / (1 + step)
+        elif self.how == "state" and step % 3 == 2:
+            optimizer.state.clear()
+        elif self.how == "centre":
+            self.centre += 1 / (1 + step)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.net(x) - 1 + 0.5 * self.teacher(x) + self.centre).square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(x)
+
+    def state(self) -> list[Tensor]:
+        return [tensor.detach().clone() for tensor in self.state_dict().values()]
+
+
+def reference(how: str, lengths: Sequence[int]) -> list[list[Tensor]]:
+    """Return the state after each step of one process."""
+    student, found, taken = Student(how), list[list[Tensor]](), 0
+    optimizer = student.optimizer()
+    for places in EPOCHS * steps_of(lengths):
+        student.change(optimizer, taken)
+        optimizer.zero_grad()
+        for place in places:
+            (student.loss(rows(*place)) / len(lengths)).backward()
+        optimizer.step()
+        taken += 1
+        found.append(student.state())
+    return found

@@ -1,0 +1,95 @@
+"""What a step changes besides gradients, in a loop in lockstep, and what ranks that have joined take of it.
+
+A joined rank steps its own optimizers and schedulers. What the user's code does in a step it does not do: a teacher
+follows the model there, weights are clamped, a rate or a weight decay is set, an optimizer's state is cleared. So where
+somebody may read it, before a validation or a checkpoint and at an epoch's end, all ranks compare digests of what they
+have, and take from the lowest rank that had the last step what is not the same. What has no state to take is named.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_join._base.devices import on_device
+from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
+from torch_join._control.channel import Channel
+from torch_join._handover.audit import Audit
+from torch_join._handover.early_exit import digests_of
+from torch_join._handover.forgotten import Forgotten
+from torch_join._handover.handover import hand_over
+from torch_join._handover.replicas import named
+from torch_join._participants.kinds import is_sharded_model, stateful
+from torch_join._participants.options import Options
+
+
+class CatchUp:
+    """The state of what is trained, over the tails of one epoch after the other.
+
+    Args:
+        channel: The channel between all ranks.
+        group: Their process group.
+        options: What the user has chosen.
+    """
+
+    def __init__(self, channel: Channel, group: dist.ProcessGroup | None, options: Options) -> None:
+        self._channel, self._group, self._options = channel, group, options
+        self.begin(())
+
+    def begin(self, objects: Sequence[Any]) -> None:
+        """Begin an epoch in which these are trained: models, optimizers, LR schedulers."""
+        self._objects = objects
+        self._source: int | None = None  # the lowest rank that had the last step of a tail
+
+    @property
+    def lacks(self) -> bool:
+        """Whether there was a tail since `take`: a rank may lack something."""
+        return self._source is not None
+
+    @torch.inference_mode(False)
+    def begin_step(self, active: tuple[int, ...]) -> None:
+        """Begin a step that only the `active` ranks have; all ranks call this.
+
+        Raises:
+            JoinError: The hyperparameters of their optimizers differ already.
+        """
+        if self._source is None:
+            everyone = self._channel.gather(hyperparameters(self._objects), of=Hyperparameters)
+            compare(everyone, self._channel.global_ranks)
+            chosen, shards = self._options, [thing for thing in self._objects if is_sharded_model(thing)]
+            self._states = stateful(self._objects)
+            self._audit = Audit(
+                self._states, chosen.audit, chosen.hand_over_ignored, Forgotten(self._objects), shards=shards
+            )
+            joined = [name for rank, name in enumerate(self._channel.global_ranks) if rank not in active]
+            self._audit.begin(joined, settled=True)
+        self._source, self._active = active[0], active
+
+    @torch.inference_mode(False)
+    def take(self) -> None:
+        """Take what this rank lacks; all ranks call this, where there was a tail since.
+
+        Raises:
+            JoinError: The hyperparameters differ on ranks that had the same steps.
+        """
+        source, self._source = self._source, None
+        assert source is not None
+        digests = digests_of(self._states)
+        mine = {} if digests is None else digests.read()
+        said = self._channel.gather((hyperparameters(self._objects), mine), of=tuple[Hyperparameters, dict[str, int]])
+        compare([said[rank][0] for rank in self._active], [self._channel.global_ranks[rank] for rank in self._active])
+        first = said[source][1]
+        differ = {name for _, theirs in said for name in first.keys() | theirs if first.get(name) != theirs.get(name)}
+        lacking = [thing for name, thing in named(self._states) if any(each.startswith(f"{name}: ") for each in differ)]
+        with on_device(self._group):
+            local = self._audit.local(self._channel)
+            if lacking:
+                hand_over(lacking, source, self._channel, self._group, local)
+            self._audit.end(self._channel, local, has_gradients=False)
+
+
+def trained(model: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> list[Any]:
+    """Return what an epoch trains, each once."""
+    return [*{id(thing): thing for thing in (model, *optimizers, *schedulers)}.values()]
