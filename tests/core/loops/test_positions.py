@@ -496,6 +496,7 @@ def save_each_step(rank: int, way: str, lengths: tuple[int, ...]) -> None:
                 assert len(found) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(0, 4), (4, 4)], ids=str)
 @pytest.mark.parametrize("way", [*RIGHT, "synced", "unsynced", "sharded"])
 def test_a_place_within_a_window_is_refused(workers: Workers, way: str, lengths: tuple[int, ...]) -> None:

@@ -158,7 +158,7 @@ CASES = {
 }
 
 
-SOME = ("sized-early", "stream-three", "window", "mixed-three")
+SOME = ("sized-early", "stream-three", "window")
 
 
 @pytest.mark.parametrize("name", others_long(CASES, *SOME))
