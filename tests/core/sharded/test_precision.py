@@ -36,7 +36,7 @@ def check_bits(workers: Workers, recipes: list[Recipe]) -> None:
 
 
 @pytest.mark.parametrize("first", others_long([0, 1], 0))
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("api", others_long(["fsdp2", "fsdp1"], "fsdp2"))
 def test_mixed_precision_is_the_same_bit_for_bit(workers: Workers, api: str, first: int) -> None:
     recipe = Recipe((4, 7, 0), api=api, dtype=FULL)
     policies = [{"precision": policy} for policy in (SECOND if api == "fsdp2" else FIRST)]
