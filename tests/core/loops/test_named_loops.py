@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.core.loops.test_positions import leaves, loader_of
+from tests.covering import others_long
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -149,7 +150,7 @@ def test_each_goes_on_where_it_was(workers: Workers, tmp_path: Path, case: Case,
     check(workers, case, tmp_path, [(0, 0, 0), (1, 1, 0), (1, 1, 1), (0, 2, 0), (1, 2, 1), (0, 2, -1)][half::2])
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "stateful", "workers that stay"])
+@pytest.mark.parametrize("kind", others_long(["shuffled", "stateful", "workers that stay"], "shuffled", "stateful"))
 def test_without_names_a_state_of_one_of_them_is_its_own(workers: Workers, tmp_path: Path, kind: str) -> None:
     case = Case((kind, "list", "list"), names=("", "", ""))
     whole = workers.run(3, train, case, str(tmp_path), None)
