@@ -1,6 +1,7 @@
 """One run, or one fault of a user's, on every front end: to test a feature or a check on all of them takes a line."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ RUNS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_it_trains_as_one_process_does(workers: Workers, front_end: str, name: str) -> None:
@@ -56,15 +58,24 @@ WARNED = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "front_end", "said"), [(f, end, said) for f, ends, said in REFUSED for end in ends])
+def of_each(table: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return each front end of each line. A plain loop and Lightning run by default, or the first of the line's own."""
+    return [
+        pytest.param(fault, end, *how, marks=() if end in ("plain", "lightning", ends[0]) else pytest.mark.long)
+        for fault, ends, *how in table
+        for end in ends
+    ]
+
+
+@pytest.mark.parametrize(("fault", "front_end", "said"), of_each(REFUSED))
 def test_a_fault_raises_on_all_ranks(workers: Workers, fault: str, front_end: str, said: str) -> None:
-    for outcome in workers.outcomes(2, run_fault, front_end, fault):
+    # The ranks of a sharded model wait in a gather to the end of this time.
+    timeout = 3.0 if (fault, front_end) == ("Window", "sharded") else 30.0
+    for outcome in workers.outcomes(2, run_fault, front_end, fault, timeout=timeout):
         assert said in outcome.error
 
 
-@pytest.mark.parametrize(
-    ("fault", "front_end", "said", "ranks"), [(f, end, *how) for f, ends, *how in WARNED for end in ends]
-)
+@pytest.mark.parametrize(("fault", "front_end", "said", "ranks"), of_each(WARNED))
 def test_a_fault_is_warned_of(workers: Workers, fault: str, front_end: str, said: str, ranks: tuple[int, ...]) -> None:
     for rank, texts in enumerate(workers.run(2, run_fault, front_end, fault)):
         assert any(said in text for text in texts) == (rank in ranks)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from tests.covering import others_long
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.front_ends.fabric import fabric_of
 from tests.support.front_ends.lightning import Fit, build_trainer
@@ -425,7 +426,15 @@ def train(rank: int, place: int) -> tuple[Seen, list[str]]:
     return seen, [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("place", range(len(CASES)), ids=[f"{case.front_end}-{case.line}" for case in CASES])
+# By default a cell runs once, of however many cases it has.
+FIRST = {(case.front_end, case.line, case.warns, str(case.options)): place for place, case in [*enumerate(CASES)][::-1]}
+
+
+@pytest.mark.parametrize(
+    "place",
+    others_long(range(len(CASES)), *FIRST.values()),
+    ids=[f"{case.front_end}-{case.line}" for case in CASES],
+)
 def test_how_often_each_sample_is_trained_on(workers: Workers, place: int) -> None:
     case = CASES[place]
     if case.front_end == "trainer":

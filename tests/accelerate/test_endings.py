@@ -139,6 +139,7 @@ AFTER = ["wait", "reduce", "gather", "objects", "broadcast", "save", "save_state
 AFTER += ["evaluate", "forward", "trigger", ""]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", AFTER)
 @pytest.mark.parametrize("how", ["total", "own"])
 @pytest.mark.parametrize("lengths", [(7, 3), (3, 7)])
@@ -225,6 +226,7 @@ def plain_epochs(rank: int, lengths: Sequence[int], form: str) -> list[str]:
         return [str(one.message) for one in said if one.category is UserWarning]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["plain", "batches", "shard"])
 @pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (4, 4)])
 def test_epochs_that_mix_are_warned_of_and_nothing_else(workers: Workers, lengths: Any, form: str) -> None:

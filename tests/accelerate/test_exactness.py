@@ -75,7 +75,7 @@ def draw(seed: int) -> Script:
     )
 
 
-@seeds(range(12))
+@seeds(range(4))
 def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
     """Every other one is rebalanced."""
     script = draw(seed)
@@ -103,7 +103,7 @@ def test_as_one_process(workers: Workers, script: Script) -> None:
 REBALANCED = {name: script for name, script in SCRIPTS.items() if name not in ("heartbeat", "stateful")}
 
 
-@pytest.mark.parametrize("name", others_long(REBALANCED, *[*REBALANCED][::2]))
+@pytest.mark.parametrize("name", others_long(REBALANCED, *[*REBALANCED][::4]))
 def test_as_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
     script = REBALANCED[name].but(rebalance=True)
     test_as_one_process(workers, script)

@@ -125,7 +125,7 @@ def evaluate(rank: int, samples: int, even_batches: bool | None, options: dict[s
     return everything
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("samples", [1, 7, 18, 20])
 @pytest.mark.parametrize("even_batches", [False, True, None])
@@ -137,7 +137,7 @@ def test_each_sample_is_gathered_once(
     assert [sorted(one) for one in found] == [list(range(samples))] * 3
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("samples", [7, 18, 20])
 @pytest.mark.parametrize("iterable", [False, True])
 @pytest.mark.parametrize(

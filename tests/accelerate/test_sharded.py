@@ -140,7 +140,7 @@ def check_one_process(workers: Workers, script: Sharded) -> None:
         assert sorted(gathered) == everything
 
 
-@seeds(range(4), 8)
+@seeds(range(2), 8)
 def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
     check_one_process(workers, draw(seed))
 

@@ -170,7 +170,7 @@ def train_by_accelerate(rank: int, recipe: Recipe, folder: str) -> list[Trained]
         return found
 
 
-@seeds(range(4))
+@seeds(range(2))
 def test_a_few(workers: Workers, seed: int, tmp_path: Path) -> None:
     recipe = draw_for_accelerate(seed)
     if recipe.framework["loop"] == "join_batches" and promised(recipe) != NOTHING:

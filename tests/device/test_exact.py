@@ -39,7 +39,7 @@ PLAIN: dict[str, Loop] = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", others_long(PLAIN, *[*PLAIN][::2]))
 def test_plain_loops(devices: Workers, name: str) -> None:
     program = PLAIN[name]
     expected = reference(program)

@@ -50,6 +50,7 @@ def train_and_count(rank: int, program: Loop) -> tuple[Any, list[int]]:
     return outcome, emulator.installed().contexts()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_rank_stays_on_its_device(emulated: Workers, job: str, name: str, tmp_path: Path) -> None:

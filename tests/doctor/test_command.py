@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import others_long
 from torch_join import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def test_a_job_that_is_not_asked(tmp_path: Path) -> None:
     assert "SLURM_NTASKS=4" in check["text"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", others_long([signal.SIGTERM, signal.SIGKILL], signal.SIGKILL))
 def test_it_leaves_no_process(number: signal.Signals) -> None:
     """The ranks write to the same pipe, which ends with the last of them; they say nothing of what has gone."""
     command = [sys.executable, "-m", "torch_join", "doctor"]
@@ -91,7 +92,7 @@ def test_the_ranks_of_a_job_without_any_framework(tmp_path: Path) -> None:
     assert lines[NAMES.index("names")].endswith("all that is relied on is there: torch")
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", others_long([0, 2], 0))
 def test_a_rank_that_ends_is_named(rank: int, tmp_path: Path) -> None:
     site = WITHOUT.format(frameworks=FRAMEWORKS) + f"if os.environ.get('RANK') == '{rank}': os._exit(7)\n"
     done = examine(tmp_path, site=site)

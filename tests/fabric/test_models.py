@@ -123,6 +123,7 @@ def train(rank: int, lengths: tuple[int, ...], how: str) -> Any:
     return module.state_dict(), fabric.strategy.precision.scaler.get_scale() if how == "scaler" else 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("how", ["apart", "compiled", "marked", "training_step", "scaler"])
 def test_ways_to_set_up(workers: Workers, how: str, lengths: tuple[int, ...]) -> None:

@@ -161,5 +161,5 @@ def refuse(rank: int, what: str) -> None:
     ("what", "message"), [("zip", "read as a part of something else"), ("late", "that was set up inside of a loop")]
 )
 def test_what_nobody_knows_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:
-    for outcome in workers.outcomes(2, to_the_end, refuse, what, timeout=5.0):
+    for outcome in workers.outcomes(2, to_the_end, refuse, what, timeout=3.0):
         assert message in outcome.error or "failed, so rank" in outcome.error, outcome.error

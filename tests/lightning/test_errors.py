@@ -325,6 +325,7 @@ def fit_raising(rank: int, where: str, lengths: tuple[int, ...]) -> None:
         raise
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(3, 5), (5, 3)])
 @pytest.mark.parametrize("where", ["step", "hook", "optimizer", "epoch", "loader"])
 def test_a_rank_that_raises_is_named_on_the_others(workers: Workers, where: str, lengths: tuple[int, ...]) -> None:

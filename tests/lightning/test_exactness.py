@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.covering import others_long
 from tests.support.front_ends.lightning import Fit, assert_exact, fit
 from tests.support.workers import Workers
 
@@ -42,9 +43,22 @@ CASES = {
     "one-process-iterable": Fit((4,), optimizer="sgd", iterable=True, weighting="samples", scheduler="epoch"),
     "same-sizes-none": Fit(((0, 3), (0, 0), (2, 0)), optimizer="sgd", scheduler="step"),
 }
+SOME = [
+    "sgd",
+    "adam-first",
+    "zero-iterable",
+    "even",
+    "even-iterable",
+    "empty",
+    "empty-samples",
+    "middle",
+    "window-first",
+]
+SOME += ["window-active", "estimate", "per-epoch-iterable", "grows", "shrinks-reload", "reload-2", "limit-share"]
+SOME += ["limit-iterable", "max-steps-window", "one-process", "same-sizes-none"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES, *SOME))
 def test_parameters_are_those_of_a_single_process(workers: Workers, name: str) -> None:
     case = CASES[name]
     assert_exact(case, workers.run(case.world_size, fit, case))

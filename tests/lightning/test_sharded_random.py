@@ -37,7 +37,7 @@ def test_what_was_found(workers: Workers, name: str, tmp_path: Path) -> None:
     check(workers, FOUND[name], train, FOUND[name], str(tmp_path))
 
 
-@seeds(range(5))
+@seeds(range(2))
 def test_a_few(workers: Workers, seed: int, tmp_path: Path) -> None:
     recipe = draw_for_lightning(seed)
     check(workers, recipe, train, recipe, str(tmp_path))

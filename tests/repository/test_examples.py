@@ -39,8 +39,9 @@ COMMANDS = {
 }
 
 
-# One for each way to start processes; what each of these imports takes longer than what it trains.
-SOME = [command for command in COMMANDS if re.search("torch_loop|lightning_digits|nproc.*accelerate", command)]
+# One that starts its processes and one whose framework does; what each of these imports takes longer than what it
+# trains. torchrun's are started by `tests/doctor` and `tests/pipelines` too.
+SOME = [command for command in COMMANDS if re.search("torch_loop|lightning_digits", command)]
 
 
 @pytest.mark.parametrize("command", others_long(COMMANDS, *SOME))
@@ -73,6 +74,11 @@ def call(rank: int, module: str, name: str, args: tuple[Any, ...]) -> str:
 def test_fabrics_runs_on_ranks_that_there_are(workers: Workers) -> None:
     printed, _ = workers.run(2, call, "examples.fabric_gpt", "main", ())
     check("examples/fabric_gpt.py", printed)
+
+
+def test_accelerates_runs_on_ranks_that_there_are(workers: Workers) -> None:
+    printed, *_ = workers.run(3, call, "examples.accelerate_digits", "work", ())
+    check("examples/accelerate_digits.py --notebook", printed)
 
 
 def test_transformers_runs_on_ranks_that_there_are(workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def draw(seed: int) -> Fit:
     )
 
 
-@seeds(range(3))
+@seeds(range(2))
 def test_any_fit_is_as_one_process(workers: Workers, seed: int) -> None:
     check_as_one_process(workers, draw(seed))
 

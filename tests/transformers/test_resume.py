@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 import tests.support.front_ends.transformers  # noqa: F401  without it, version 4 does not resume on CPUs
 from accelerate_join.transformers import JoinTrainer
+from tests.covering import others_long
 from tests.support.batches import Drawn
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
@@ -162,11 +163,12 @@ STEPS = [1, 4, 7, 9, 10, 13, 17, 18, 23]
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("half", [0, 1])  # of the places
 @pytest.mark.parametrize("lengths", [(0, 4, 9), (9, 0, 4), (4, 9, 0)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_left(workers: Workers, kind: str, lengths: tuple[int, ...], accumulate: int) -> None:
+@pytest.mark.parametrize("kind", others_long(KINDS, "map", "loader", "unseeded", "stream", "shared"))
+def test_what_was_left(workers: Workers, kind: str, lengths: tuple[int, ...], half: int, accumulate: int) -> None:
     case = Case(kind, lengths, accumulate)
-    steps = sorted({step // accumulate for step in STEPS} - {0})
+    steps = sorted({step // accumulate for step in STEPS[half::2]} - {0})
     results = workers.run(3, whole_and_resumed, case, steps, deadline=120.0)
     per_epoch = 9 // accumulate
     for epoch in range(EPOCHS):

@@ -153,6 +153,7 @@ def _play_form(rank: int, joined: int, name: str) -> None:
             assert len(party.calls) == number, party.calls
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("joined", [0, 2])
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=TOLD) if form.startswith("compiled") else form for form in FORMS]

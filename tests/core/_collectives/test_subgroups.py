@@ -65,6 +65,7 @@ def train_in_pairs(rank: int, lengths: tuple[int, ...], may_break: bool, how: st
     return found, [p.detach() for p in models.parameters()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["before", "after", "async", "objects"])
 @pytest.mark.parametrize(
     ("lengths", "may_break"),

@@ -31,7 +31,7 @@ from tests.support.inside import Layout, at_set_up, is_linked, limit_waits, neig
 from tests.support.workers import Workers, sum_and_read
 from torch_join.integration import Channel, telling_failures
 
-FEW = 8
+FEW = 4
 CASES = int(os.environ.get("TORCH_JOIN_CASES", 200))
 FIRST = int(os.environ.get("TORCH_JOIN_SEED", FEW))
 

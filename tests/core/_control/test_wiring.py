@@ -210,7 +210,7 @@ def die_with_children(rank: int, path: str) -> tuple[str, float]:
     for _ in range(2):  # as those of a DataLoader, which do not see at once that their parent has ended
         children.append(os.fork())
         if children[-1] == 0:
-            time.sleep(20)
+            time.sleep(5)
             os._exit(0)
     channel.barrier()
     if rank == 1:

@@ -146,6 +146,7 @@ ALL_LEAVE: list[tuple[Lengths, Lengths, bool]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize(("lengths", "stops", "may_break"), SOME_STAY)
 def test_a_change_that_others_would_repeat_or_undo_raises(
@@ -159,6 +160,7 @@ def test_a_change_that_others_would_repeat_or_undo_raises(
     assert not others, first
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["nothing", "swap"])
 @pytest.mark.parametrize(("lengths", "stops", "may_break"), SOME_STAY)
 def test_what_leaves_everything_as_it_was_does_not(
@@ -169,6 +171,7 @@ def test_what_leaves_everything_as_it_was_does_not(
         assert difference(result, expected) < 1e-10
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["average", "scheduler", "weight"])
 @pytest.mark.parametrize(("lengths", "stops", "may_break"), ALL_LEAVE)
 def test_where_all_ranks_break_it_is_exact(

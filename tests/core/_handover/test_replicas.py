@@ -200,6 +200,7 @@ def reference(kind: str, epochs: Any) -> list[Any]:
     return [p.tolist() for p in model.parameters()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_that_is_more_than_torchs(workers: Workers, kind: str, world_size: int) -> None:
@@ -341,6 +342,7 @@ def train_ignored(rank: int, local: bool, options: Any, wrapped: bool) -> Any:
     return seen, after, body
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(
     ("local", "options", "goes"),

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.core._participants.test_metrics import CASES, assert_value, history
 from tests.core.loops.test_join_protocol import AllReducer, state_of
+from tests.covering import others_long
 from tests.emulator import place
 from tests.support.front_ends.plain import Loop, assert_same_bits, train
 from tests.support.run import difference, reference
@@ -117,7 +118,7 @@ def _stepped(rank: int, name: str, lengths: Sequence[int], with_model: bool, joi
 @pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets:UserWarning")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("with_model", [True, False], ids=["model", "alone"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES, *[*CASES][::3]))
 def test_a_metrics_step_is_synced_over_the_active_ranks(workers: Workers, name: str, with_model: bool) -> None:
     case, lengths = CASES[name], (2, 4, 0)
     for joins in (TorchJoin, Join) if name == "collection" else (TorchJoin,):
@@ -141,7 +142,7 @@ def _computed(rank: int, name: str, lengths: Sequence[int]) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets:UserWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES, *[*CASES][1::3]))
 def test_compute_counts_all_ranks_that_have_updated(workers: Workers, name: str) -> None:
     case, lengths = CASES[name], (2, 4, 0)
     for rank, found in enumerate(workers.run(3, _computed, name, lengths)):

@@ -46,6 +46,7 @@ def computed(rank: int, name: str, listed: bool, sizes: tuple[tuple[int, ...], .
         return metric.compute()  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_state_of_any_layout_is_synced(workers: Workers, name: str, listed: bool) -> None:

@@ -78,6 +78,7 @@ def evaluate(rank: int, lengths: Sequence[int], how: str, seconds: float = 0.0) 
     return total, training.parameters
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["sized", "heartbeat", "break", "plain"])
 @pytest.mark.parametrize("lengths", [(3, 1, 6), (3, 1, 4), (6, 2, 6, 1), (4, 0, 1), (2, 1, 2)])
 def test_ranks_may_leave_a_loop_of_forwards_without_no_grad(workers: Workers, lengths: Sequence[int], how: str) -> None:

@@ -229,6 +229,7 @@ def leave(rank: int, lengths: tuple[int, ...], stop: int, loop: str, when: str, 
     return small.parameters
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("loop", "weighting"), [("sized", "world"), ("iterable", "world"), ("sized", "samples")])
 @pytest.mark.parametrize(("lengths", "stop"), [((2, 9), 1), ((9, 1, 2), 2), ((2, 9), 4), ((0, 4, 1), 1), ((0, 5), 2)])
@@ -609,6 +610,7 @@ def deceive(rank: int, lengths: tuple[int, ...], kind: str) -> list[list[float]]
     return trained
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [(4, 4), (2, 9)])
 def test_odd_loaders_are_exact_or_told(workers: Workers, lengths: tuple[int, ...], kind: str) -> None:

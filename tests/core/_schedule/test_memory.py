@@ -71,6 +71,7 @@ def ahead_of(read: Sequence[int], used: Sequence[int]) -> int:
     return max(a - b for a, b in zip(read, used, strict=False))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("loop", ["sized", "stream"])
 @pytest.mark.parametrize("lengths", [(1, LONG), (1, LONG, 1), (1, LONG, 1, 1), (3, LONG, 20, 1)])

@@ -168,6 +168,7 @@ def train_hooked(rank: int, lengths: Sequence[int], install: Install) -> list[Te
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("install", [on_wrapper, before_wrapper, on_all_modules, after_accumulation])
 def test_hooks_of_the_users_do_not_run_in_a_shadow(workers: Workers, install: Install, lengths: Sequence[int]) -> None:

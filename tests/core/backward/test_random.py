@@ -6,7 +6,7 @@ from tests.support.run import TOLERANCE, difference, reference, same_bits
 from tests.support.workers import Workers
 
 
-@seeds(range(5))
+@seeds(range(3))
 def test_a_few(workers: Workers, seed: int) -> None:
     recipe = draw(seed)
     results = workers.run(recipe.world_size, train, recipe, deadline=60.0, timeout=20.0)

@@ -317,5 +317,5 @@ def attend(rank: int, lengths: tuple[int, ...], exchanges: bool) -> None:
 @pytest.mark.parametrize("exchanges", [False, True])
 def test_ranks_that_attend_together_run_out_together(workers: Workers, exchanges: bool) -> None:
     workers.run(4, attend, (1, 1, 3, 3), exchanges)
-    for outcome in workers.outcomes(4, attend, (3, 2, 3, 3), exchanges):
+    for outcome in workers.outcomes(4, attend, (3, 2, 3, 3), exchanges, timeout=3.0):
         assert "Ranks that compute a batch together" in outcome.error

@@ -51,6 +51,7 @@ def train(rank: int, lengths: Sequence[int], how: str, what: str, streams: bool,
     return training.weight
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("what", ["barrier", "reduce", "objects"])
 @pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (3, 7, 5)])
 @pytest.mark.parametrize("streams", [False, True])
@@ -59,6 +60,7 @@ def test_a_loop_that_was_left_is_finished_first(workers: Workers, lengths: Any, 
         assert weight == exact(lengths)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", ["barrier", "reduce", "objects"])
 @pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (3, 7, 5), (5, 7, 5), (7, 5, 3)])
 def test_a_loop_that_nobody_knows_to_be_over_raises_at_once(workers: Workers, lengths: Any, what: str) -> None:

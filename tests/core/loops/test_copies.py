@@ -68,6 +68,7 @@ def copy_amid(rank: int, lengths: tuple[int, ...], how: str, may_break: bool) ->
     return training.parameters
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("may_break", [False, True])
 @pytest.mark.parametrize("how", ["deepcopy", "saved", "inner"])
 @pytest.mark.parametrize("lengths", [(3, 3), (1, 3), (3, 0, 2)])

@@ -523,6 +523,7 @@ LEAVES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("lengths", "leaves"), LEAVES)
 @pytest.mark.parametrize("late", [True, False], ids=["after-step", "before-forward"])
 def test_leaving_the_loop_at_different_steps_is_exact(
@@ -567,12 +568,13 @@ def skip_what_is_too_large(rank: int, lengths: tuple[int, ...], step: int, optio
                 model.zero_grad()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"weighting": "samples"}], ids=["world", "samples"])
 @pytest.mark.parametrize(("lengths", "step"), [((4, 4), 1), ((4, 4), 3), ((4, 2), 1), ((2, 4), 3)])
 def test_a_backward_that_broke_off_is_called_that(
     workers: Workers, lengths: tuple[int, ...], step: int, options: dict[str, Any]
 ) -> None:
-    outcomes = workers.outcomes(2, skip_what_is_too_large, lengths, step, options, timeout=10.0)
+    outcomes = workers.outcomes(2, skip_what_is_too_large, lengths, step, options, timeout=GRACE)
     for outcome in outcomes:
         assert "Rank 1 has caught an exception that ended a backward of TwoLayers" in outcome.error
     assert outcomes[1].seconds < GRACE, outcomes  # the other one waits in an average for this process to end

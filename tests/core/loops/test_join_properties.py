@@ -132,7 +132,7 @@ def options(one: random.Random, world_size: int, loops: tuple[str, ...] = LOOPS)
     }
 
 
-@seeds(range(3), 2000, of=BATCH)
+@seeds(range(2), 2000, of=BATCH)
 def test_random_loops_are_exact(workers: Workers, seed: int) -> None:
     one, world_size = random.Random(seed), 2 + seed % 3
     check_each(workers, train, [Loop(**options(one, world_size)) for _ in range(BATCH)], check)

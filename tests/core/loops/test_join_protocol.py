@@ -91,6 +91,7 @@ def add_up(
     return totals, [thing.hooks for thing in things], [thing.last for thing in things], list(LOG)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("loop", ["plain", "sized", "heartbeat"])
 @pytest.mark.parametrize("reducers", [1, 3])
 @pytest.mark.parametrize("lengths", [[2, 5], [5, 0, 3], [3, 3]])
@@ -241,6 +242,7 @@ def leave_nothing(rank: int, where: str, loop: str) -> list[Any]:
     return [[i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y], disabled, same, handles, text]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("where", "loop"),
     [

@@ -74,6 +74,7 @@ def leave(rank: int, lengths: tuple[int, ...], stops: tuple[int, ...], how: str)
     return training.parameters, total.item(), seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["", "held", "collective", "looked at", "loop"])
 @pytest.mark.parametrize(("lengths", "stops"), [((6, 6), (2, 4)), ((4, 6), (9, 3)), ((5, 0, 5), (1, 9, 3))])
 def test_what_follows_a_break_is_safe(

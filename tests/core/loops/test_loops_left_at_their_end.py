@@ -48,6 +48,7 @@ def train(rank: int, lengths: tuple[int, ...], how: str, breaks: int, may_break:
     return training.weight
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("may_break", [False, True])
 @pytest.mark.parametrize("how", ["next", "kept", "mixed"])
 @pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 4), (1, 2), (6, 4, 2)])
@@ -98,7 +99,7 @@ def save_behind(
     return off, training.optimizer.param_groups[0]["lr"], training.weight, len(found)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"weighting": "samples"}, {"may_break": True}], ids=str)
 @pytest.mark.parametrize("how", ["zip", "islice", "break"])
 @pytest.mark.parametrize("lengths", [(2, 5), (5, 1), (3, 3), (4, 2, 3)])
@@ -145,6 +146,7 @@ def train_by_next(rank: int, epochs: Epochs, may_break: bool, keeps: bool) -> li
 
 
 # A rank without a batch never calls `next`, and must not take the others' next loop for this one.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("may_break", [False, True])
 @pytest.mark.parametrize(
@@ -256,6 +258,7 @@ def accelerated(rank: int, lengths: tuple[int, ...], form: str, how: str) -> tup
         return net.weight.flatten().tolist(), loader.iteration, counts
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["with", "batches", "decorator"])
 @pytest.mark.parametrize("how", ["for", "next", "break"])
 @pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 4)])

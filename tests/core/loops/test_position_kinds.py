@@ -79,9 +79,9 @@ def train(rank: int, case: Case, folder: str, start: Place | None) -> dict[str, 
 @pytest.mark.parametrize(
     "kind",
     [
-        "hugging, told",
+        pytest.param("hugging, told", marks=pytest.mark.long),
         "hugging, shuffled, told",
-        "hugging, stateful, told",
+        pytest.param("hugging, stateful, told", marks=pytest.mark.long),
         "hugging, stateful, shuffled, told",
         "web",
         "web, det",

@@ -293,16 +293,20 @@ KINDS = (
 )
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("half", [0, 1])  # of the places
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path, kind: str) -> None:
+def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path, kind: str, half: int) -> None:
     places = [(0, 0), (0, 1), (1, 3), (1, 4), (0, 8), (1, -1)]
     if kind == "sampler":  # whose ranks have four batches each
         places = [(0, 0), (1, 2), (0, 3), (0, -1)]
     if "workers" in kind:
         places = [(1, 4), (0, 8)]
-    check(workers, Case(kind), str(tmp_path), places)
+    check(workers, Case(kind), str(tmp_path), places[half::2])
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("half", [0, 1])  # of the places
 @pytest.mark.parametrize(
     ("kind", "options", "one_context"),
     [
@@ -318,7 +322,7 @@ def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path
     ],
 )
 def test_it_goes_on_under_other_options(
-    workers: Workers, tmp_path: Path, kind: str, options: dict[str, Any], one_context: bool
+    workers: Workers, tmp_path: Path, kind: str, options: dict[str, Any], one_context: bool, half: int
 ) -> None:
     case = Case(kind, (3, 0, 5), tuple(options.items()), one_context)
     places = (
@@ -326,9 +330,11 @@ def test_it_goes_on_under_other_options(
         if "windows" in kind or kind == "sampler"
         else [(0, 2), (1, 3), (0, 4), (2, -1)]
     )
-    check(workers, case, str(tmp_path), places)
+    check(workers, case, str(tmp_path), places[half::2])
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("half", [0, 1])  # of the places
 @pytest.mark.parametrize(
     ("kind", "lengths", "options"),
     [
@@ -340,11 +346,11 @@ def test_it_goes_on_under_other_options(
     ],
 )
 def test_it_goes_on_where_batches_are_rebalanced(
-    workers: Workers, tmp_path: Path, kind: str, lengths: tuple[int, ...], options: dict[str, Any]
+    workers: Workers, tmp_path: Path, kind: str, lengths: tuple[int, ...], options: dict[str, Any], half: int
 ) -> None:
     case = Case(kind, lengths, (("rebalance", True), *options.items()))
     last = -(-sum(lengths) // len(lengths)) - 1
-    check(workers, case, str(tmp_path), [(0, 0), (0, 1), (1, 2), (1, last - 1), (0, last), (1, -1)])
+    check(workers, case, str(tmp_path), [(0, 0), (0, 1), (1, 2), (1, last - 1), (0, last), (1, -1)][half::2])
 
 
 def test_a_place_that_is_off_by_a_batch_is_noticed(workers: Workers, tmp_path: Path) -> None:
@@ -428,7 +434,7 @@ def refuse_order(rank: int, what: str) -> int:
     ],
 )
 def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, message: str) -> None:
-    for outcome in workers.outcomes(2, refuse_order, what, timeout=5.0):
+    for outcome in workers.outcomes(2, refuse_order, what, timeout=3.0):
         assert message in outcome.error or "failed, so rank" in outcome.error, outcome.error
         assert bool(outcome.error) == bool(message)
 
@@ -451,7 +457,7 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
     ],
 )
 def test_what_cannot_be_resumed_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:
-    found = [outcome.error for outcome in workers.outcomes(2, refuse, what, timeout=5.0)]
+    found = [outcome.error for outcome in workers.outcomes(2, refuse, what, timeout=3.0)]
     assert re.search(message, " ".join(found)), found
     for error in found:
         assert re.search(message, error) or "failed, so rank" in error, found
@@ -496,10 +502,11 @@ def save_each_step(rank: int, way: str, lengths: tuple[int, ...]) -> None:
                 assert len(found) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(0, 4), (4, 4)], ids=str)
 @pytest.mark.parametrize("way", [*RIGHT, "synced", "unsynced", "sharded"])
 def test_a_place_within_a_window_is_refused(workers: Workers, way: str, lengths: tuple[int, ...]) -> None:
-    for outcome in workers.outcomes(2, save_each_step, way, lengths, timeout=5.0):
+    for outcome in workers.outcomes(2, save_each_step, way, lengths, timeout=3.0):
         if way in RIGHT:
             assert not outcome.error, outcome.error
         else:

@@ -100,7 +100,7 @@ def later(rank: int) -> None:
                 training.optimizer.param_groups[0]["lr"] = 0.09 if rank == 0 else 0.08
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["step", "epoch", "tensor", "by hand"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [(3, 7), (4, 0, 2)])

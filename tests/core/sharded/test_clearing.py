@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.core.sharded.test_exactness import trained
+from tests.covering import others_long
 from tests.support.front_ends.sharded import PATIENCE, shard_fully, train, train_padded, whole
 from tests.support.sharded import Recipe, differences
 from tests.support.workers import Workers
@@ -47,7 +48,7 @@ def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 180.0)
 
 @pytest.mark.parametrize("api", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.long)])
 def test_a_selection(workers: Workers, api: str) -> None:
-    check(workers, dict(list(recipes(api, "synced").items())[::2]))
+    check(workers, dict(list(recipes(api, "synced").items())[::4]))
     check(workers, dict(list(recipes(api, "unsynced").items())[1::4]))
 
 
@@ -85,7 +86,7 @@ def test_all(workers: Workers, api: str, accumulation: str) -> None:
 WITHOUT_A_SHARD = Recipe((0, 0, 0, 3), optimizer="sgd", evaluation="another with", loop="plain")
 
 
-@pytest.mark.parametrize("where", PLACES[:2])
+@pytest.mark.parametrize("where", others_long(PLACES[:2], "between"))
 def test_where_the_leader_has_no_shard(workers: Workers, where: str) -> None:
     idioms = ["zero_grad", "model.zero_grad", "None", "zero_", "zeros"]
     check(workers, {how: WITHOUT_A_SHARD.but(clears=how, clear=where) for how in idioms})

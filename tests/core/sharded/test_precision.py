@@ -36,7 +36,7 @@ def check_bits(workers: Workers, recipes: list[Recipe]) -> None:
 
 
 @pytest.mark.parametrize("first", others_long([0, 1], 0))
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("api", others_long(["fsdp2", "fsdp1"], "fsdp2"))
 def test_mixed_precision_is_the_same_bit_for_bit(workers: Workers, api: str, first: int) -> None:
     recipe = Recipe((4, 7, 0), api=api, dtype=FULL)
     policies = [{"precision": policy} for policy in (SECOND if api == "fsdp2" else FIRST)]
@@ -45,13 +45,13 @@ def test_mixed_precision_is_the_same_bit_for_bit(workers: Workers, api: str, fir
     check_bits(workers, synced[first::2] + windows[1 - first :: 2])
 
 
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("api", others_long(["fsdp2", "fsdp1"], "fsdp1"))
 def test_steps_that_a_scaler_skips(workers: Workers, api: str) -> None:
     recipe = Recipe((4, 7, 0), api=api, dtype=FULL, scaler=2.0**127, optimizer="sgd")  # infinite here and there
     check_bits(workers, [recipe, recipe.but(clip=0.3), recipe.but(accumulate=3, no_sync=True)])
 
 
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("api", others_long(["fsdp2", "fsdp1"], "fsdp2"))
 def test_scaler_and_clipping_in_float32(workers: Workers, api: str) -> None:
     recipes = [
         Recipe((2, 5), api=api, dtype=FULL, scaler=4096.0, optimizer="sgd"),
@@ -89,6 +89,7 @@ def train_fused(rank: int, recipe: Recipe) -> tuple[Trained, Trained]:
     return Fused(rank, recipe).run_epochs(), PaddedFused(rank, recipe).run_epochs()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("clip", [0.0, 0.3], ids=["not unscaled", "unscaled"])
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_fused_optimizers_under_a_scaler(workers: Workers, api: str, clip: float) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.core.sharded.test_exactness import check
+from tests.covering import others_long
 from tests.support.front_ends.sharded import PATIENCE, Training
 from tests.support.inside import channel_of, keys_of
 from tests.support.sharded import Recipe, Trained, differences, reference
@@ -85,7 +86,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("name", others_long(FROZEN, "FSDP2", "FSDP2 to zero", "FSDP1 no batch"))
 def test_a_block_that_is_frozen_and_unfrozen_in_the_loop(workers: Workers, name: str) -> None:
     recipe = FROZEN[name]
     hows = ["unfreezes"] if name == "FSDP1 flat" else [*FREEZES]

@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.core.sharded.test_exactness import check
+from tests.covering import others_long
 from tests.emulator import place
 from tests.needs import needs
 from tests.support import run
@@ -143,20 +144,20 @@ def train_compiled(rank: int, recipe: Recipe) -> Trained:
     return Compiled(rank, recipe).run_epochs()
 
 
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("api", others_long(["fsdp2", "fsdp1"], "fsdp1"))
 def test_compiled_blocks(workers: Workers, api: str) -> None:
     recipe = Recipe((2, 5), api=api, options={"compiled": "aot_eager"})
     check(workers, {"blocks": recipe, "no batch": recipe.but(lengths=(0, 4), weighting="samples")})
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ on CPUs")
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("api", others_long(["fsdp2", "fsdp1"], "fsdp2"))
 def test_blocks_compiled_by_inductor(workers: Workers, api: str) -> None:
     recipe = Recipe((2, 5), api=api, options={"compiled": "inductor"})
     check(workers, {"blocks": recipe, "no batch": recipe.but(lengths=(0, 4), weighting="samples")}, deadline=300.0)
 
 
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("api", others_long(["fsdp2", "fsdp1"], "fsdp2"))
 def test_a_compiled_model(workers: Workers, api: str) -> None:
     recipe = Recipe((2, 5), api=api)
     wanted = reference(recipe)
@@ -202,6 +203,7 @@ def evaluate(
     return found, expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("first_generation", [False, True])
 def test_an_evaluation_under_inference_mode(workers: Workers, first_generation: bool, trains: bool) -> None:
@@ -218,13 +220,14 @@ def accumulate(rank: int, lengths: tuple[int, ...], at_own_last: bool, weighting
             model(x).mean().backward()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weighting", ["world", "samples"])
 @pytest.mark.parametrize("lengths", [(3, 6), (6, 4)])
 def test_windows_of_unequal_length_are_told_at_the_last_batch(
     workers: Workers, lengths: tuple[int, ...], weighting: str
 ) -> None:
     shorter = lengths.index(min(lengths))
-    outcomes = workers.outcomes(2, accumulate, lengths, min(lengths) % 2 == 1, weighting, timeout=10.0)
+    outcomes = workers.outcomes(2, accumulate, lengths, min(lengths) % 2 == 1, weighting, timeout=5.0)
     for outcome in outcomes:
         assert f"Rank {shorter}'s last backward in this loop" in outcome.error
     assert outcomes[shorter].seconds < 5, outcomes  # the other one may wait in a gather for this process to end

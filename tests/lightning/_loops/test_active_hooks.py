@@ -141,6 +141,7 @@ class LeavesOut(Module):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize(
     ("lengths", "steps"),

@@ -108,6 +108,7 @@ class Skipping(Module):
         return -1 if batch_idx == self.skips[self.trainer.global_rank] else None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weighting", ["world", "active", "samples"])
 @pytest.mark.parametrize("skips", [(None, 2), (4, None), (1, 0), (0, 0)])
 def test_ranks_that_skip_the_rest_of_the_epoch_join(
@@ -169,6 +170,7 @@ class Stopping(Module):
         self._maybe_stop("on_train_epoch_start")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
 @pytest.mark.parametrize(
     ("hook", "step", "stops_at"),

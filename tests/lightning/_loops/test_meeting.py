@@ -123,6 +123,7 @@ class Validating(Module):
         self.noted.append((self.trainer.global_step, float(self.net.last.weight.sum())))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("iterable", [False, True])
 @pytest.mark.parametrize(
     "interval", [3, pytest.param({"seconds": 0.15}, marks=needs("a val_check_interval in seconds")), 1.0]
@@ -173,6 +174,7 @@ class Looking(Module):
         assert self.trainer.is_last_batch
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", ["training_step", "on_before_zero_grad", "on_after_backward", "on_train_batch_end"])
 @pytest.mark.parametrize(
     "case", [Fit((4, 4), iterable=True), Fit((4, 4)), Fit((5, 5), iterable=True, accumulate=2), Fit((2, 5))]

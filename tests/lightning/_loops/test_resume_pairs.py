@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
+from tests.covering import others_long
 from tests.lightning._loops.test_resume import Reader, Reading, Samples, build
 from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit, result_of
 from tests.support.workers import Workers
@@ -137,7 +138,7 @@ def spread(saved: list[Any], hook: str | None = None) -> list[Any]:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", others_long(HOOKS, *HOOKS[1:7]))
 @pytest.mark.parametrize("lengths", [(0, 4, 9), (9, 0, 4), (4, 9, 0)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)

@@ -110,7 +110,7 @@ def single_process_values(case: Fit, loaders: str, step: int) -> dict[str, float
     return values
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("loaders", LOADERS)
 @pytest.mark.parametrize(

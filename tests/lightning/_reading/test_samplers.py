@@ -59,6 +59,7 @@ def fit_seen(rank: int, world_size: int, size: int, sampler: str, batch_size: in
     return module.seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampler", ["shuffle", "in order", "own"])
 @pytest.mark.parametrize(("world_size", "size", "batch_size"), [(3, 13, 2), (2, 12, 4), (3, 2, 1)])
 def test_injected_samplers_show_every_sample_once(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.covering import others_long
 from tests.support.front_ends.lightning import Fit, assert_exact, fit
 from tests.support.workers import Workers
 
@@ -37,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES, *[*CASES][::3]))
 def test_parameters_are_those_of_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
     case = replace(CASES[name], rebalance=True)
     assert_exact(case, workers.run(case.world_size, fit, case))

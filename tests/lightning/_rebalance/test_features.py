@@ -16,6 +16,7 @@ from torchmetrics.aggregation import CatMetric
 
 from lightning_join import DDPJoinStrategy, FSDPJoinStrategy, JoinCallback
 from tests.core.backward.synced import SyncNorm
+from tests.covering import others_long
 from tests.lightning._loops import test_loop, test_none
 from tests.lightning._training import test_manual, test_step_collectives
 from tests.support import sharded_fits
@@ -243,6 +244,7 @@ def fit_in_a_row(rank: int, cases: list[Fit]) -> list[Result]:
     return [fit(rank, case) for case in cases]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("iterable", [False, True])
 @pytest.mark.parametrize("lengths", [(1, 9), (0, 0, 9)])
 def test_one_fit_after_another_that_ended_while_gifts_travelled(
@@ -334,8 +336,9 @@ def test_more_steps_than_were_estimated_are_told(workers: Workers) -> None:
         assert result.warned.count("Rebal") == result.warned.count("the epoch has 10 steps, and not 6") == (rank == 0)
 
 
-@pytest.mark.parametrize("case", LEAVING, ids=name_of)
-def test_a_rank_that_leaves_the_epoch(workers: Workers, case: Leaving) -> None:
+@pytest.mark.parametrize("number", others_long(range(len(LEAVING)), 1, 4, 6, 8), ids=lambda at: name_of(LEAVING[at]))
+def test_a_rank_that_leaves_the_epoch(workers: Workers, number: int) -> None:
+    case = LEAVING[number]
     results = workers.run(case.world_size, fit, case, Leaves)
     for rank, result in enumerate(results):
         rows = [(epoch, step, row) for epoch in range(case.epochs) for step, row in enumerate(case.rows(epoch))]
@@ -364,6 +367,7 @@ class Owners(Module):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rebalance", [True, False])
 @pytest.mark.parametrize(
     "case",
@@ -423,7 +427,7 @@ INTERVALS: list[tuple[Fit, dict[str, Any], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(INTERVALS)))
+@pytest.mark.parametrize("number", others_long(range(len(INTERVALS)), *range(0, len(INTERVALS), 2)))
 def test_validation(workers: Workers, number: int) -> None:
     case, options, steps = INTERVALS[number]
     case = replace(case, epochs=2, rebalance=True)
@@ -470,6 +474,7 @@ class Combined(Module):
         return combined_loss(self.net, batch)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("iterable", [False, True])
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
@@ -526,6 +531,7 @@ def fit_sharded(rank: int, kind: str, case: Fit) -> Result:
     return result
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", sharded_fits.KINDS)
 @pytest.mark.parametrize(
     "case",
@@ -577,6 +583,7 @@ def itself(batch: Any) -> Any:
     return batch
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("iterable", [False, True], ids=["sized", "stream"])
 @pytest.mark.parametrize(("rebalance", "buffers"), [(True, 1), (True, 2), (True, 3), (True, 5), (False, 1), (False, 2)])
 def test_what_a_small_ring_would_overwrite_is_noticed(

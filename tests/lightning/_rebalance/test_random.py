@@ -140,6 +140,6 @@ def check(workers: Workers, drawn: Drawn, folder: Path) -> None:
         raise AssertionError(f"{drawn}: {error}") from error
 
 
-@seeds(range(5), 200)
+@seeds(range(2), 200)
 def test_a_few(workers: Workers, seed: int, tmp_path: Path) -> None:
     check(workers, draw(seed), tmp_path)

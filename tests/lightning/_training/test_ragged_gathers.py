@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.covering import others_long
 from tests.support.front_ends.lightning import Fit, build_trainer
 from tests.support.inside import asked_shapes
 from tests.support.workers import Workers
@@ -109,7 +110,7 @@ HOOKS = [
 
 
 # With seven samples the second batch of rank 1 is one short.
-@pytest.mark.parametrize("where", HOOKS)
+@pytest.mark.parametrize("where", others_long(HOOKS, *HOOKS[::3]))
 def test_tensors_of_different_shapes_raise_on_all_ranks(workers: Workers, where: str) -> None:
     in_steps = where.endswith(("_step", "batch_end"))
     said = "(2,) on rank 0, (1,) on rank 1" if in_steps else "(4,) on rank 0, (3,) on rank 1"
@@ -134,7 +135,7 @@ def test_rows_in_the_tail_are_those_of_the_ranks_that_have_a_batch(workers: Work
     assert sorted(row for rows in first for row in rows) == [*range(1, 9)]
 
 
-@pytest.mark.parametrize("where", HOOKS)
+@pytest.mark.parametrize("where", others_long(HOOKS, *HOOKS[1::3]))
 def test_shapes_are_exchanged_only_where_they_may_differ(workers: Workers, where: str) -> None:
     """In a step of batches that are all full, nothing is said that was not said before."""
     in_steps = where.endswith(("_step", "batch_end")) and not where.startswith("predict")
