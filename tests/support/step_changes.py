@@ -65,14 +65,13 @@ class Student(nn.Module):
 
 def reference(how: str, lengths: Sequence[int]) -> list[list[Tensor]]:
     """Return the state after each step of one process."""
-    student, found, taken = Student(how), list[list[Tensor]](), 0
+    student, found = Student(how), list[list[Tensor]]()
     optimizer = student.optimizer()
-    for places in EPOCHS * steps_of(lengths):
+    for taken, places in enumerate(EPOCHS * steps_of(lengths)):
         student.change(optimizer, taken)
         optimizer.zero_grad()
         for place in places:
             (student.loss(rows(*place)) / len(lengths)).backward()
         optimizer.step()
-        taken += 1
         found.append(student.state())
     return found

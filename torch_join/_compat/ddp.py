@@ -173,6 +173,21 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
+def writes(tensor: Tensor) -> int:
+    """Return how often a tensor, or this rank's part of a `DTensor`, was written to; 0 where FSDP1 has views of one."""
+    part = getattr(tensor, "_local_tensor", None)
+    if part is not None:
+        return tensor._version + int(part._version)
+    return 0 if is_shard(tensor) else tensor._version
+
+
+def shard_hooks(tensor: Tensor) -> int:
+    """Return how many hooks a `DTensor` has for its gradient; 0 for what is none: FSDP1 registers some itself."""
+    if getattr(tensor, "_local_tensor", None) is None:
+        return 0
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
 def values_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return what this rank has of each: of a `DTensor` its shard, of a sparse tensor its values, detached."""
     parts = (None if tensor is None else local_part(tensor) for tensor in tensors)

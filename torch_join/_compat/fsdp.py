@@ -245,3 +245,8 @@ check_names(
         runtime: "_lazy_init _reduce_grad _reduce_grad_no_shard _reshard _should_free_in_backward _unshard",
     },
 )
+
+
+def divide_factor(group: Any) -> float | None:
+    """Return by what a unit of `fully_shard` divides its gradients' sum, if the user has chosen that."""
+    return getattr(group, "gradient_divide_factor", None)

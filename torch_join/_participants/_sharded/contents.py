@@ -1,6 +1,7 @@
 """Whether the active ranks change a sharded model's parameters in a way that no joined rank hears of."""
 
 from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -18,7 +19,10 @@ class Contents:
 
     def __init__(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
         self._parameters = parameters
-        self._sums: dict[int, int] | None = None  # by `id`: what is frozen or unfrozen since is not compared
+        self._sums: dict[int, int] | None = None  # by `id`
+        # By the same: how often each was written to. A clamp may alter nothing here, and something on a joined rank.
+        self._versions: dict[int, int] = {}
+        self._hooks: dict[int, int] = {}  # how many each has, which joined ranks have too
 
     @property
     def known(self) -> bool:
@@ -27,7 +31,12 @@ class Contents:
 
     def remember(self, only: Collection[int] | None = None) -> None:
         """Note what they are now; of some, by `id`, if the others are known."""
-        self._sums = self._read() if only is None or self._sums is None else self._sums | self._read(only)
+        if only is None or self._sums is None:
+            self._sums, self._versions = {}, {}
+            self._hooks = {id(p): _compat.shard_hooks(p) for p in self._parameters()}
+        parameters = [p for p in self._parameters() if only is None or id(p) in only]
+        self._sums |= self._read(parameters)
+        self._versions |= {id(p): _compat.writes(p) for p in parameters}
 
     def forget(self) -> None:
         """Compare no more."""
@@ -39,19 +48,46 @@ class Contents:
         Raises:
             JoinError: They have changed.
         """
-        before = self._sums or {}
-        now = self._read() if before else {}
-        where = next((i for i, (key, value) in enumerate(now.items()) if before.get(key, value) != value), None)
-        if where is None:
+        if self._sums is None:
             return
+        self.check_writes(self._parameters(), joined)
+        now = self._read(self._parameters())
+        where = next((i for i, (key, value) in enumerate(now.items()) if self._sums.get(key, value) != value), None)
+        if where is not None:
+            self._raise(where, joined)
+
+    def check_writes(self, parameters: Sequence[Tensor], joined: Sequence[int]) -> None:
+        """Look, of some, whether they were written to; waits for no device.
+
+        Raises:
+            JoinError: So it is.
+        """
+        for index, parameter in enumerate(parameters):
+            if self._versions.get(id(parameter), now := _compat.writes(parameter)) != now:
+                self._raise(index, joined)
+
+    def check_hooks(self, joined: Sequence[int]) -> None:
+        """Look whether a gradient of these has other hooks than there were.
+
+        Raises:
+            JoinError: So it is.
+        """
+        for index, parameter in enumerate(self._parameters() if self._sums is not None else ()):
+            if self._hooks.get(id(parameter), now := _compat.shard_hooks(parameter)) != now:
+                raise JoinError(
+                    f"A hook of a sharded gradient (parameter {index} of this rank's shards) was registered or removed,"
+                    f" while ranks {list(joined)} have joined: they reduce this gradient too, without it. Register"
+                    " hooks before the loop."
+                )
+
+    def _raise(self, where: int, joined: Sequence[int]) -> NoReturn:
         raise JoinError(
             f"The sharded parameters were changed outside of the optimizer's step (parameter {where} of this rank's"
-            f" shards: clipping or projecting weights, loading a state, an optimizer that was not given to Join), while"
-            f" ranks {list(joined)} have joined: they own a part of these parameters and cannot know of it. Do it after"
-            " the loop, or give Join the optimizer that does it."
+            " shards: clipping or projecting weights, a teacher that follows, weights that are swapped, loading a"
+            f" state, an optimizer that was not given to Join), while ranks {list(joined)} have joined: they own a part"
+            " of these parameters and cannot know of it. Do it after the loop, or give Join the optimizer that does it."
         )
 
-    def _read(self, only: Collection[int] | None = None) -> dict[int, int]:
-        parameters = [p for p in self._parameters() if only is None or id(p) in only]
+    def _read(self, parameters: Sequence[Tensor]) -> dict[int, int]:
         sums = local_checksums([_compat.local_part(parameter).detach() for parameter in parameters])
         return dict(zip(map(id, parameters), sums, strict=True))

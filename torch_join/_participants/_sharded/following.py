@@ -13,7 +13,7 @@ from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._compat import fsdp as _compat
 from torch_join._control.codec import foreign
 from torch_join._participants.participant import Participant
-from torch_join._shadow._sharded.unit import PART, SHARD, Gather, Reduction
+from torch_join._shadow._sharded.unit import PART, SHARD, Gather, Reduction, Unit
 from torch_join._shadow._sharded.units import is_first_generation, units_of
 
 
@@ -28,6 +28,7 @@ class Following:
     Attributes:
         units: The units.
         reduces: Whether this rank is inside of a reduction, in which an optimizer may step.
+        before_gather: Called with a unit that is about to be gathered in the tail.
 
     Raises:
         UnsupportedError: The model cannot be followed.
@@ -46,6 +47,7 @@ class Following:
         self._model_parallel_groups = _teams_of(model, self._participant.members.global_ranks)
         self._seen: tuple[int, ...] = ()  # the active ranks that have been checked
         self.reduces = False
+        self.before_gather: Callable[[Unit], None] = lambda _: None
         if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
             raise UnsupportedError(
                 "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares in which order the modules of"
@@ -77,9 +79,9 @@ class Following:
             unit.place = place
 
     @property
-    def parameters(self) -> list[Tensor]:
-        """This rank's shards of what is trained."""
-        return [parameter for unit in self.units for parameter in unit.parameters]
+    def shards(self) -> list[Tensor]:
+        """This rank's shards, also of what is frozen."""
+        return [shard for unit in self.units for shard in unit.shards]
 
     # ------------------------------------------------------------ on an active rank
 
@@ -92,6 +94,8 @@ class Following:
         if self._participant.tail_log.meet():
             if self._seen != self._participant.members.active:
                 self.check_model_parallel_groups()
+            if kind == "gather":
+                self.before_gather(self.units[unit])
             self._participant.tail_log.announce(self._participant.index, kind, (unit, payload))
         return self._reducing() if kind == "reduce" else self._participant.tail_log.own_collectives()
 

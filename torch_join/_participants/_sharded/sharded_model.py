@@ -49,7 +49,8 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.model_parallel_groups = self.following.model_parallel_groups
         self._forwarded_in = 0  # the loop of the last forward
         self._others = OtherVerdicts(driver, index, shards=True)
-        self.contents = Contents(lambda: self.following.parameters)
+        self.contents = Contents(lambda: self.following.shards)
+        self.following.before_gather = lambda unit: self.contents.check_writes(unit.shards, self.members.joined_names)
         self._scales: list[Callable[[], None]] = []
         self.before_reductions: list[Callable[[], None]] = []  # what joined ranks must know before
 
@@ -149,6 +150,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         if in_tail:
             self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
             self._raise_if_unsynced_changed()
+            self.contents.check_hooks(self.members.joined_names)
             self.announce("gradients", (syncs, self._others.found(self.gradients, syncs)), hold=True)
             for announce in self.before_reductions:
                 announce()

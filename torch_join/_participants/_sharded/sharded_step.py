@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from torch_join._base.attributes import setting
-from torch_join._base.errors import UnsupportedError
+from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._compat import ddp as _compat
 from torch_join._participants._gradients.verdicts import Runs
@@ -53,6 +54,7 @@ class ShardedStepParticipant(Participant):
             )
         self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
         self._scales = False  # whether the step that is under way scales the gradients itself
+        self._noted: Any = None  # the optimizer's state, as it was when all ranks had last done the same to theirs
 
     def enter(self) -> None:
         for model in self._sharded:
@@ -67,7 +69,39 @@ class ShardedStepParticipant(Participant):
         # A joined rank's own reduction steps what a reduction here steps.
         return not self.tail_log.meet() or any(model.following.reduces for model in self._sharded)
 
+    def _state(self) -> Any:
+        """Return which parameters are in which group, and what is kept of each."""
+        optimizer = self.optimizer
+        kept = {
+            id(p): {
+                name: (id(value), _compat.writes(value)) if isinstance(value, Tensor) else value
+                for name, value in its.items()
+            }
+            for p, its in optimizer.state.items()
+        }
+        return [[id(p) for p in group["params"]] for group in optimizer.param_groups], kept
+
+    def _check_state(self) -> None:
+        if self._noted is not None and self._noted != self._state():
+            raise JoinError(
+                f"The state of {type(self.optimizer).__name__} was changed outside of its step (cleared, scaled or"
+                " loaded, or a parameter came to another group), while ranks"
+                f" {list(self.members.joined_names)} have joined: they step a part of the sharded parameters"
+                " themselves, with a state that they have kept. Do it after the loop."
+            )
+
+    def enter_tail(self) -> None:
+        self._noted = self._state() if any(model.at_top for model in self._sharded) else self._noted
+
+    def leave_tail(self) -> None:
+        self._noted = None
+
+    def after_all_ranks(self) -> None:
+        if self._noted is not None:
+            self._noted = self._state()
+
     def _send(self) -> AbstractContextManager[None]:
+        self._check_state()
         states = [model.check() for model in self._sharded]
         found = {name: getattr(self.optimizer, name, None) for name in _SCALING}
         scaling = {name: float(value) for name, value in found.items() if value is not None}
@@ -82,6 +116,8 @@ class ShardedStepParticipant(Participant):
             model.contents.remember(mine)  # each parameter may have an optimizer
             if self._scales:  # in place
                 model.remember()
+        if models:
+            self._noted = self._state()
 
     def _say_options(self) -> None:
         """Tell joined ranks the hyperparameters, for a step inside of the next reduction."""
@@ -107,6 +143,7 @@ class ShardedStepParticipant(Participant):
             self.optimizer.step()
 
     def closing_message(self) -> Options:
+        self._check_state()
         return group_options(self.optimizer)
 
     def close(self, message: Options, source: int) -> None:

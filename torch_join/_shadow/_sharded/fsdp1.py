@@ -37,6 +37,10 @@ class FlatParamUnit:
         return [p for p in self._originals if p.requires_grad]
 
     @property
+    def shards(self) -> Sequence[Tensor]:
+        return self._originals
+
+    @property
     def _originals(self) -> Sequence[Tensor]:
         flat = self._handle.flat_param
         return flat._params if self._handle._use_orig_params else [flat]

@@ -113,7 +113,12 @@ class AnnouncedGroup:
             self._own_post_backward(*args)
             return
         used, group = self._used(), self._group
-        reduction = Reduction(used, bool(group.all_reduce_grads), bool(group.reshard_after_backward))
+        reduction = Reduction(
+            used,
+            bool(group.all_reduce_grads),
+            bool(group.reshard_after_backward),
+            divides=_compat.divide_factor(group),
+        )
         self._reduces = any(used)
         try:
             with self._observer.around(self._index, "reduce", reduction) if self._reduces else nullcontext():
@@ -195,6 +200,8 @@ class ParamGroupUnit:
     @property
     def holders(self) -> Sequence[Tensor]:
         return [p.sharded_param for p in self._group.fsdp_params]
+
+    shards = holders
 
     @property
     def registered(self) -> Sequence[Tensor]:
@@ -317,8 +324,10 @@ class ParamGroupUnit:
         self._init()
         group = self._group
         self.hold(reduction.used)
-        flags = {"reduce_grads": True, "all_reduce_grads": reduction.all_reduces}
+        flags: dict[str, Any] = {"reduce_grads": True, "all_reduce_grads": reduction.all_reduces}
         flags["reshard_after_backward"] = reduction.reshards
+        if reduction.divides != _compat.divide_factor(group):
+            group.gradient_divide_factor = reduction.divides  # it stays so, as on active ranks
         with setting(group, **flags):
             type(group).post_backward(group)
         group._training_state = _compat.TrainingState.IDLE

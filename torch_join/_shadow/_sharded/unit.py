@@ -49,6 +49,7 @@ class Reduction(NamedTuple):
         used: Which of its parameters have one; of a flat one, which of its parts are trained.
         all_reduces: Whether it is averaged over replicas too (hybrid sharding).
         reshards: Whether the parameters are resharded before it.
+        divides: By what the sum is divided, if the user has chosen that.
         dtype: Of what is reduced; `None` where the unit itself knows.
     """
 
@@ -56,6 +57,7 @@ class Reduction(NamedTuple):
     all_reduces: bool
     reshards: bool
     dtype: torch.dtype | None = None
+    divides: float | None = None
 
 
 class Observer(Protocol):
@@ -79,6 +81,10 @@ class Unit(Protocol):
     @property
     def parameters(self) -> Sequence[Tensor]:
         """What an optimizer steps: this rank's shards of the trainable parameters."""
+
+    @property
+    def shards(self) -> Sequence[Tensor]:
+        """The same, and this rank's shards of what is frozen."""
 
     @property
     def holders(self) -> Sequence[Any]:
