@@ -566,6 +566,9 @@ class LoopDriver(Driver):
         loop.schedule = self._choose_schedule(loop, lengths)
         self.place, self.step_number = Place.LOOP, loop.first
         self._steps.forget()
+        mine = lengths[self.members.rank] or 0
+        if asks and any(length is None or length > mine for length in lengths):
+            self.tail.note(at_last=False)
         self.tail_log.parting.begin_loop(self.tail_log.channel)
         for model in self.tail_log.models():
             model.begin_loop()
@@ -814,7 +817,8 @@ class LoopDriver(Driver):
             at_top = asked and self.in_loop and loop is not None and loop.asked
             if joined:
                 self.joined_amid = any(model.awaits_backward for model in self.tail_log.models())
-                self.tail.serve(at_top)
+                is_first = loop is None or (self.in_loop and self.step_number == loop.first)
+                self.tail.serve(at_top, has_run=self.plain_steps > 0 or not is_first)
                 return False
             if not members.announces:
                 self.tail.begin(self.step_number, at_top)
@@ -931,6 +935,8 @@ class LoopDriver(Driver):
         self.step.meet()
         self.place = Place.PLAIN
         self._steps.begin()
+        if not self.plain_steps:
+            self.tail.note(at_last=False)
         self.plain_steps += 1
         self.step.defer(count)
         self.step_number += 1

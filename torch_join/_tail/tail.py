@@ -77,9 +77,9 @@ class Tail:
         self.reads.watch()
         return EarlyExit(self._objects, self._watched if is_empty else None)
 
-    def note(self) -> None:
-        """Note, before the last step of this rank, what it alone may keep; others have more steps."""
-        self._audit.note()
+    def note(self, at_last: bool = True) -> None:
+        """Note what this rank alone may keep, before its last step or as a loop begins; others may have more steps."""
+        self._audit.note(at_last)
 
     @torch.inference_mode(False)
     def look(self, step: int) -> None:
@@ -126,11 +126,12 @@ class Tail:
         self.tail_log.members.all_active()
 
     @torch.inference_mode(False)
-    def serve(self, at_top: bool) -> None:
+    def serve(self, at_top: bool, has_run: bool) -> None:
         """Do what the active ranks announce, with nothing, until they have joined too.
 
         Args:
             at_top: Whether this rank has asked for a batch, and has run no code of the user's since.
+            has_run: Whether it has had a step before.
         """
         if self.refusal is not None:
             raise self.refusal
@@ -138,7 +139,7 @@ class Tail:
         members = self.tail_log.members
         if not members.announces:
             self._look(at_top)
-        self._audit.leave()
+        self._audit.leave(has_run)
         self.tail_log.join()
         with on_device(self.tail_log.members.group):
             words, leader, in_pieces, still = self.tail_log.follow(END)
