@@ -197,8 +197,6 @@ class Tail:
         sharded = left is not None and is_shard and not tail_log.members.last_joiner
         word = left is not None, [] if left is None else left.changed(), sharded
         local = self._audit.local(tail_log.channel)
-        if left is not None:
-            left.before_handover()
         buffers = [self._buffers] if self._buffers.agree(tail_log.channel) else []
         if states := [*stateful(self._objects), *buffers]:
             hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local, word)

@@ -259,9 +259,9 @@ def test_flags_outlast_a_handover_within_the_others_loop() -> None:
     left = EarlyExit([net], [])
     net.eval()
     net.bias.requires_grad_(False)
+    left.meet()
 
     def hand_over(trains: bool) -> None:
-        left.before_handover()
         net.train()
         net.bias.requires_grad_(True)
         net.weight.requires_grad_(trains)
@@ -270,6 +270,30 @@ def test_flags_outlast_a_handover_within_the_others_loop() -> None:
 
     hand_over(False)  # a checkpoint, before which another rank has frozen the weight
     hand_over(True)  # the end of the tail: it has unfrozen it again
+
+
+def freeze(rank: int, lengths: Lengths) -> list[list[float] | bool]:
+    """Freeze a layer behind the last batch of a loop that nobody asks for its end."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    found: list[list[float] | bool] = []
+    with Join([ddp, optimizer]) as join:
+        kept = []
+        for _epoch in range(2):
+            kept.append(iter(join.batches([batch(rank, step) for step in range(lengths[rank])])))
+            for _ in range(lengths[rank]):
+                train_on(ddp, optimizer, next(kept[-1]))
+            if not found:
+                net[0].requires_grad_(False)
+                found.append(lengths[rank] == max(lengths) and net[0].weight.flatten().tolist())
+    return [*found, net[0].weight.flatten().tolist(), net[0].weight.requires_grad]
+
+
+def test_a_layer_that_is_frozen_behind_the_last_batch_stays_so(workers: Workers) -> None:
+    (then, *first), (_, *second) = workers.run(2, freeze, (2, 1))
+    assert first == second == [then, False]
 
 
 def evaluate(rank: int, lengths: Lengths, stops: Lengths, how: str) -> list[str]:
