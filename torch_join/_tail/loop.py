@@ -422,12 +422,21 @@ class LoopDriver(Driver):
         if self.options.enable:
             # Only who has no batch may be right never to ask for one.
             has_some = is_length_certain(loader) and len(loader) > 0  # type: ignore[arg-type]
-            left = None if has_some else self.tail.watch_unasked(is_length_certain(loader))
-            ticket = self._unbegun.add(partial(self._go_through_unasked, go_through, left))
+            watch = None if has_some else partial(self.tail.watch_unasked, is_length_certain(loader))
+            left, since = None if watch is None else watch(), self.tail.handovers
+            ticket = self._unbegun.add(partial(self._go_through_unasked, go_through, left, watch, since))
         return self._in_order(ticket, go_through)
 
-    def _go_through_unasked(self, go_through: Callable[..., Iterator[T]], left: EarlyExit | None) -> Iterator[T]:
+    def _go_through_unasked(
+        self,
+        go_through: Callable[..., Iterator[T]],
+        left: EarlyExit | None,
+        watch: Callable[[], EarlyExit] | None,
+        since: int,
+    ) -> Iterator[T]:
         """Go through a loop that this rank's code has behind it, of which it has asked for no batch."""
+        if watch is not None and self.tail.handovers > since:  # of an earlier loop, which that code has not made
+            left = watch()
         self._unasked = left
         if left is not None:
             left.meet()

@@ -38,9 +38,11 @@ class Tail:
         early_exit: How this rank has left its loop by `break`, if it has.
         reads: What is read before this rank has taken over the others' state.
         changes_freely: What a rank may change between a `break` and the next meeting.
+        handovers: How many there have been.
         refusal: Why this rank, whose own code is at its end, cannot serve any more.
     """
 
+    handovers = 0
     refusal: BaseException | None = None
 
     def __init__(self, objects: Sequence[Any], options: Options) -> None:
@@ -193,6 +195,7 @@ class Tail:
     def _take_states(self) -> frozenset[int]:
         """Do so; return the `id` of each parameter that has stayed as it was on each rank."""
         left, tail_log = self.early_exit, self.tail_log
+        self.handovers += 1
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
         sharded = left is not None and is_shard and not tail_log.members.last_joiner
         word = left is not None, [] if left is None else left.changed(), sharded

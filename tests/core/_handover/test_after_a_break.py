@@ -272,6 +272,29 @@ def test_flags_outlast_a_handover_within_the_others_loop() -> None:
     hand_over(True)  # the end of the tail: it has unfrozen it again
 
 
+def ask_for_none(rank: int) -> tuple[Tensor, Tensor]:
+    """Train in two epochs, for which rank 1 has no batch and asks for none; return the weight, and the right one."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1).double()
+    alone, ddp = copy.deepcopy(net), DistributedDataParallel(net)
+    optimizer, other = torch.optim.SGD(net.parameters(), 0.1), torch.optim.SGD(alone.parameters(), 0.1)
+    with Join([ddp, optimizer]) as join:
+        for _epoch in range(2):
+            batches = [] if rank else [batch(0, step) for step in range(2)]
+            for _, x in zip(range(len(batches)), join.batches(batches), strict=False):
+                train_on(ddp, optimizer, x)
+            for step in range(2):
+                other.zero_grad()
+                (alone(batch(0, step)).pow(2).mean() / 2).backward()
+                other.step()
+    return net.weight.detach(), alone.weight.detach()
+
+
+def test_a_rank_may_ask_for_no_batch_in_several_epochs(workers: Workers) -> None:
+    for weight, expected in workers.run(2, ask_for_none):
+        assert (weight - expected).abs().max() < 1e-12
+
+
 def freeze(rank: int, lengths: Lengths) -> list[list[float] | bool]:
     """Freeze a layer behind the last batch of a loop that nobody asks for its end."""
     torch.manual_seed(0)
