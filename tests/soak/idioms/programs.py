@@ -355,6 +355,8 @@ def _fit_form(p: Program, pick: random.Random) -> Program:
         p = replace(p, extras=without("rolls back"))
     if p.step in UNSYNCED and p.model in ("batch norm", "codebook"):  # which a rank changes by itself between syncs
         p = replace(p, model="spectral norm")
+    if p.loop == "breaks apart":  # what it loads after its evaluation is the old state that it is warned of
+        p = replace(p, extras=without("swapped evaluation"))
     if p.loop == "kept iterator":  # nobody can tell what a rank changes after its last batch
         p = replace(p, extras=without("new rate", "schedule by epoch", "loaded again", "swapped evaluation"))
     if p.step == "own sharpness" and p.model in BUFFERS:  # a rank without a batch goes nowhere
