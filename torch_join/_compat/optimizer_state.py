@@ -33,6 +33,12 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase)
 
 
+def computed_names(module: nn.Module) -> set[str]:
+    """Return names of attributes that hooks of torch (`spectral_norm`, `weight_norm`, pruning) set in each forward."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils.")]
+    return {str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", "")) for hook in hooks}
+
+
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` is a `ZeroRedundancyOptimizer`, without importing it (which warns)."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")

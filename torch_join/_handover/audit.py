@@ -94,14 +94,14 @@ class Audit:
             looked = self._look(settled) if untouched else {}
             self._before = _described({**looked, "found": self._found()}, exact=False)
 
-    def note(self) -> None:
-        """Note what this rank alone may keep, before its last step, if it runs out before others."""
+    def note(self, at_last: bool) -> None:
+        """Note what this rank alone may keep, if it runs out before others; see `Forgotten.note`."""
         if self._often:
-            self._forgotten.note()
+            self._forgotten.note(at_last)
 
-    def leave(self) -> None:
-        """Find out, as this rank runs out before others, what that step has changed of it."""
-        self._forgotten.leave()
+    def leave(self, has_run: bool) -> None:
+        """Find out, as this rank runs out before others, what that step has changed of it; see `Forgotten.leave`."""
+        self._forgotten.leave(has_run)
 
     def local(self, channel: Channel) -> frozenset[int]:
         """Return the `id` of each parameter that stays as it is on each rank; every rank calls this."""
@@ -244,7 +244,8 @@ _EMPTY = (
 _ALONE = (
     "An average was not updated in the tail of a loop, since not all ranks keep it: {what}. Its rank ran out of inputs"
     " while others went on. Keep it on all ranks, update it in each step, and give it to Join, if need be in an object"
-    " with state_dict and load_state_dict: Join([model, optimizer, it])."
+    " with state_dict and load_state_dict: Join([model, optimizer, it]). (It is unknown whether it is an average where"
+    " that rank has not stepped its optimizer before. What is not updated in each step needs none of this.)"
 )
 
 
@@ -297,10 +298,10 @@ def _differences(
     looked = {f"before, {key}": items for key, items in before.items()} | after
     digests = {key: _hash(repr(sorted(items.items())).encode()) if items else "" for key, items in looked.items()}
     kept = kept or {}
-    digests["kept"] = "changed" if "changed" in kept.values() else ""
+    digests["kept"] = "asked" if {"changed", "unknown"} & {*kept.values()} else ""
     everyone = channel.gather(digests, of=dict[str, str])
     held = channel.gather(kept, of=Items) if any(said.pop("kept", "") for said in everyone) else []
-    alone = {name: said for name, said in _unlike(held).items() if None in said and "changed" in said}
+    alone = {name: said for name, said in _unlike(held).items() if None in said and {"changed", "unknown"} & {*said}}
     # Where one rank cannot tell, nobody asks.
     known = [key for key in digests if all(said.get(key) for said in everyone)]
     differing = [key for key in known if len({said[key] for said in everyone}) > 1]

@@ -77,12 +77,14 @@ class UnsyncedBuffers:
     def doubtful(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the contents of what may have to be alike, and is not handed over if it is not now.
 
-        Counters and other single numbers are left out, and the statistics of torch's norms: these are known.
+        The statistics of torch's norms are left out: these are known. So are counters and other single numbers, where
+        the ranks could tell.
         """
         if self._always is None:
             for path, (module, buffers) in self._modules().items():
                 for name, buffer in buffers.items():
-                    if not _compat_state.keeps_statistics(module) and buffer.is_floating_point() and buffer.numel() > 1:
+                    known = self.can_tell and not (buffer.is_floating_point() and buffer.numel() > 1)
+                    if not _compat_state.keeps_statistics(module) and not known:
                         yield f"{path}.{name}".replace(": .", ": "), buffer
 
     def state_dict(self) -> dict[str, tuple[Buffers, list[str]]]:
@@ -184,8 +186,9 @@ class StepBuffers:
         """Compare them at an epoch's end; all ranks call this."""
         if not self._before:
             return
-        now = self._alike()
-        if (differ := [name for name in self._before if name not in now]) and self._channel.rank == 0:
+        now, asked = self._alike(), dict(self._buffers.doubtful())  # of which a forward may have bound others since
+        differ = [name for name in self._before if name not in now and (name in asked or not self._buffers.can_tell)]
+        if differ and self._channel.rank == 0:
             more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
             warnings.warn(
                 f"After an epoch in which ranks ran out of batches they differ in {', '.join(differ[:5])}{more}, where"

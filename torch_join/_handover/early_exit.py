@@ -46,11 +46,8 @@ class EarlyExit:
         self._now: Digests | None = None
 
     def meet(self) -> None:
-        """Note what there is now, before this rank serves others."""
+        """Note what there is now, and which flags are others than at the break, before this rank serves others."""
         self._now = digests_of(self._states)
-
-    def before_handover(self) -> None:
-        """Note the flags that are set otherwise now than at the break, or than after the last handover."""
         self._set |= {one: flag for one, flag in _read(self._objects).items() if self._flags.get(one, flag) != flag}
 
     def after_handover(self) -> None:

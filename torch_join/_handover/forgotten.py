@@ -9,11 +9,13 @@ What a loop only reads is the same then as well. What a rank keeps or trains for
 loop makes takes the place of another one, and changes none.
 
 An average that one rank alone keeps cannot be compared. It is noted before the last step of a rank that runs out before
-others, and again after it: if that step has changed it, it lacks the steps of the tail.
+others, if that step is known, and a module also as the loop begins. If it is another one as that rank runs out, it
+lacks the steps of the tail. A rank that has not stepped its optimizer in between cannot tell; an earlier loop may.
 """
 
 import itertools
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -24,7 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_join._base.specs import flaw
-from torch_join._compat.ddp import is_shard
+from torch_join._compat.ddp import is_shard, local_part
 from torch_join._handover.digest import checksums
 from torch_join._handover.optimizers import is_optimizer
 
@@ -50,28 +52,57 @@ class Forgotten:
     def __init__(self, given: Sequence[Any]) -> None:
         self._given = given
         self._noted: dict[str, tuple[Any, set[int], list[int]]] = {}
+        self._trained: list[int] = []  # of the given models, when it was noted
+        self._begun: dict[str, tuple[weakref.ref[nn.Module], list[int]]] = {}
+        self._follows: dict[str, bool] = {}  # whether a step has changed what this rank keeps, as far as it is known
         self.clear()
 
     def clear(self) -> None:
         """Hold nothing any more."""
         self._found: dict[str, tuple[Any, set[int]]] = {}
-        self._moved: list[str] = []
+        self._has_left = self._is_unknown = False
 
-    def note(self) -> None:
-        """Note what there is before the last step of a rank that runs out before others."""
+    def note(self, at_last: bool) -> None:
+        """Note what there is before the last step of a rank that runs out before others, or as such a loop begins."""
+        kept = self._found  # where another rank has joined before
         self.look(sys._getframe(1))
-        self._noted = {name: (*found, self._sums(*found)) for name, found in self._found.items()}
-        self.clear()
+        noted = {name: (*found, self._sums(*found)) for name, found in self._found.items()}
+        if at_last:
+            self._noted, self._trained = noted, self._sums_given()
+        else:  # nothing is kept alive for a whole loop
+            modules = [(name, thing, sums) for name, (thing, _, sums) in noted.items() if isinstance(thing, nn.Module)]
+            self._begun = {name: (weakref.ref(module), sums) for name, module, sums in modules}
+        self._found = kept
 
-    def leave(self) -> None:
-        """Find out, as this rank runs out, what has changed since `note`."""
-        self._moved = [name for name, (*found, sums) in self._noted.items() if self._sums(*found) != sums]
-        self._noted = {}
+    def leave(self, has_run: bool) -> None:
+        """Find out, as this rank runs out, what has changed since `note`.
+
+        Args:
+            has_run: Whether it has had a step in this loop.
+        """
+        self._has_left = True
+        stepped = bool(self._noted) and self._sums_given() != self._trained
+        self._is_unknown = not has_run or (bool(self._noted) and not stepped)
+        for name, (*found, sums) in self._noted.items() if stepped else ():
+            self._follows[name] = self._follows.get(name, False) or self._sums(*found) != sums
+        for name, (module, sums) in self._begun.items():
+            thing, own = self._found.get(name, (None, set()))
+            if thing is not None and thing is module() and self._sums(thing, own) != sums:
+                self._follows[name] = True
+        self._noted, self._begun = {}, {}
 
     @property
     def kept(self) -> dict[str, str]:
-        """What this rank holds, and what of it `leave` has found to be changed by a step."""
-        return dict.fromkeys(self._found, "there") | dict.fromkeys(self._moved, "changed")
+        """What this rank holds, and what of it steps have changed before it ran out, or may have."""
+        kept = dict.fromkeys(self._found, "there")
+        if self._has_left:
+            said = {True: "changed", False: "there", None: "unknown" if self._is_unknown else "there"}
+            kept = {name: said[self._follows.get(name)] for name in kept}
+        return kept
+
+    def _sums_given(self) -> list[int]:
+        given = [p for thing in self._given if isinstance(thing, nn.Module) for p in thing.parameters()]
+        return checksums([part for p in given if flaw(part := local_part(p)) is None])
 
     @staticmethod
     def _sums(thing: Any, own: set[int]) -> list[int]:

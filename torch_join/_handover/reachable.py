@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base.specs import flaw
 from torch_join._compat.metrics import is_metric
-from torch_join._compat.optimizer_state import is_sharded
+from torch_join._compat.optimizer_state import computed_names, is_sharded
 from torch_join._handover.optimizers import is_optimizer, with_wrapped
 from torch_join._handover.state import has_state
 
@@ -55,7 +55,7 @@ def _of_module(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
     apart = {id(part) for module in inner.modules() if is_metric(module) for part in module.modules()}
     for path, module in inner.named_modules():
         if id(module) not in apart:
-            yield from _of_object(module, f"{name}: {path}" if path else name, _OF_MODULES)
+            yield from _of_object(module, f"{name}: {path}" if path else name, _OF_MODULES | computed_names(module))
 
 
 def _of_object(thing: Any, name: str, hidden: Iterable[str]) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._compat import ddp as _compat
-from torch_join._participants.hook import StepHooks
+from torch_join._participants.hook import Hook, StepHooks
 from torch_join._participants.participant import Driver, Participant
 
 
@@ -26,7 +26,8 @@ class ShardedOptimizerParticipant(Participant):
         UnsupportedError: It has `overlap_with_ddp=True`.
     """
 
-    kinds: ClassVar[dict[str, Any]] = {"step": tuple[list[dict[str, Any]], dict[int, list[bool]], list[bool]]}
+    kinds: ClassVar[dict[str, Any]] = {"step": tuple[list[dict[str, Any]], dict[int, list[bool]], list[bool], bool]}
+    closing: ClassVar[Any] = bool
 
     def __init__(self, driver: Driver, index: int, zero: Any) -> None:
         super().__init__(driver, index)
@@ -36,16 +37,25 @@ class ShardedOptimizerParticipant(Participant):
                 " follow. Use overlap_with_ddp=False."
             )
         self.zero = zero
+        self._had_state = False  # after the last step: an optimizer whose state is gone since was made to forget it
 
     def enter(self) -> None:
         self._undo.append(_compat.configure(self.zero))
         self._undo.append(StepHooks(self.zero, self._send, lambda: not self.tail_log.meet()).remove)
+        self._undo.append(self.zero.register_step_post_hook(Hook(self._after_step)).remove)
+
+    def _after_step(self, *_: Any) -> None:
+        self._had_state = bool(self.zero.optim.state)
+
+    @property
+    def _has_forgotten(self) -> bool:
+        return self._had_state and not self.zero.optim.state
 
     def _send(self) -> AbstractContextManager[None]:
         shards = {rank: _compat.zero_shard(self.zero, rank) for rank in self.members.joined_ranks}
         trains = [p.requires_grad for p in self._parameters()]  # ZeRO lays out its buckets anew where this changes
         present = {rank: [p.grad is not None for p in shard] for rank, shard in shards.items()}
-        self.announce_open("step", (group_options(self.zero), present, trains))
+        self.announce_open("step", (group_options(self.zero), present, trains, self._has_forgotten))
         with self.tail_log.own_collectives():
             for shard in shards.values():
                 self._exchange([*(p.grad for p in shard if p.grad is not None), *(p.detach() for p in shard)])
@@ -64,7 +74,9 @@ class ShardedOptimizerParticipant(Participant):
                 work.wait()
 
     def mirror(self, kind: str, payload: Any) -> None:
-        groups, present, trains = payload
+        groups, present, trains, forgets = payload
+        if forgets:
+            self.zero.optim.state.clear()
         for parameter, trained in zip(self._parameters(), trains, strict=True):
             parameter.requires_grad_(trained)
         take_group_options(self.zero, groups)
@@ -82,3 +94,10 @@ class ShardedOptimizerParticipant(Participant):
                 self._exchange([torch.zeros_like(p) for p in shapes])
         with _compat.without_step_hooks(self.zero):  # the active ranks' have run, before they sent
             self.zero.step()
+
+    def closing_message(self) -> bool:
+        return self._has_forgotten
+
+    def close(self, message: bool, source: int) -> None:
+        if message:
+            self.zero.optim.state.clear()

@@ -422,12 +422,21 @@ class LoopDriver(Driver):
         if self.options.enable:
             # Only who has no batch may be right never to ask for one.
             has_some = is_length_certain(loader) and len(loader) > 0  # type: ignore[arg-type]
-            left = None if has_some else self.tail.watch_unasked(is_length_certain(loader))
-            ticket = self._unbegun.add(partial(self._go_through_unasked, go_through, left))
+            watch = None if has_some else partial(self.tail.watch_unasked, is_length_certain(loader))
+            left, since = None if watch is None else watch(), self.tail.handovers
+            ticket = self._unbegun.add(partial(self._go_through_unasked, go_through, left, watch, since))
         return self._in_order(ticket, go_through)
 
-    def _go_through_unasked(self, go_through: Callable[..., Iterator[T]], left: EarlyExit | None) -> Iterator[T]:
+    def _go_through_unasked(
+        self,
+        go_through: Callable[..., Iterator[T]],
+        left: EarlyExit | None,
+        watch: Callable[[], EarlyExit] | None,
+        since: int,
+    ) -> Iterator[T]:
         """Go through a loop that this rank's code has behind it, of which it has asked for no batch."""
+        if watch is not None and self.tail.handovers > since:  # of an earlier loop, which that code has not made
+            left = watch()
         self._unasked = left
         if left is not None:
             left.meet()
@@ -566,6 +575,9 @@ class LoopDriver(Driver):
         loop.schedule = self._choose_schedule(loop, lengths)
         self.place, self.step_number = Place.LOOP, loop.first
         self._steps.forget()
+        mine = lengths[self.members.rank] or 0
+        if asks and any(length is None or length > mine for length in lengths):
+            self.tail.note(at_last=False)
         self.tail_log.parting.begin_loop(self.tail_log.channel)
         for model in self.tail_log.models():
             model.begin_loop()
@@ -814,7 +826,8 @@ class LoopDriver(Driver):
             at_top = asked and self.in_loop and loop is not None and loop.asked
             if joined:
                 self.joined_amid = any(model.awaits_backward for model in self.tail_log.models())
-                self.tail.serve(at_top)
+                is_first = loop is None or (self.in_loop and self.step_number == loop.first)
+                self.tail.serve(at_top, has_run=self.plain_steps > 0 or not is_first)
                 return False
             if not members.announces:
                 self.tail.begin(self.step_number, at_top)
@@ -931,6 +944,8 @@ class LoopDriver(Driver):
         self.step.meet()
         self.place = Place.PLAIN
         self._steps.begin()
+        if not self.plain_steps:
+            self.tail.note(at_last=False)
         self.plain_steps += 1
         self.step.defer(count)
         self.step_number += 1

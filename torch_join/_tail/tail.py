@@ -38,9 +38,11 @@ class Tail:
         early_exit: How this rank has left its loop by `break`, if it has.
         reads: What is read before this rank has taken over the others' state.
         changes_freely: What a rank may change between a `break` and the next meeting.
+        handovers: How many there have been.
         refusal: Why this rank, whose own code is at its end, cannot serve any more.
     """
 
+    handovers = 0
     refusal: BaseException | None = None
 
     def __init__(self, objects: Sequence[Any], options: Options) -> None:
@@ -79,9 +81,9 @@ class Tail:
         self.reads.watch()
         return EarlyExit(self._objects, self._watched if is_empty else None)
 
-    def note(self) -> None:
-        """Note, before the last step of this rank, what it alone may keep; others have more steps."""
-        self._audit.note()
+    def note(self, at_last: bool = True) -> None:
+        """Note what this rank alone may keep, before its last step or as a loop begins; others may have more steps."""
+        self._audit.note(at_last)
 
     @torch.inference_mode(False)
     def look(self, step: int) -> None:
@@ -128,11 +130,12 @@ class Tail:
         self.tail_log.members.all_active()
 
     @torch.inference_mode(False)
-    def serve(self, at_top: bool) -> None:
+    def serve(self, at_top: bool, has_run: bool) -> None:
         """Do what the active ranks announce, with nothing, until they have joined too.
 
         Args:
             at_top: Whether this rank has asked for a batch, and has run no code of the user's since.
+            has_run: Whether it has had a step before.
         """
         if self.refusal is not None:
             raise self.refusal
@@ -140,7 +143,7 @@ class Tail:
         members = self.tail_log.members
         if not members.announces:
             self._look(at_top)
-        self._audit.leave()
+        self._audit.leave(has_run)
         self.tail_log.join()
         with on_device(self.tail_log.members.group):
             words, leader, in_pieces, still = self.tail_log.follow(END)
@@ -194,12 +197,11 @@ class Tail:
     def _take_states(self) -> frozenset[int]:
         """Do so; return the `id` of each parameter that has stayed as it was on each rank."""
         left, tail_log = self.early_exit, self.tail_log
+        self.handovers += 1
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
         sharded = left is not None and is_shard and not tail_log.members.last_joiner
         word = left is not None, [] if left is None else left.changed(), sharded
         local = self._audit.local(tail_log.channel)
-        if left is not None:
-            left.before_handover()
         buffers = [self._buffers] if self._buffers.agree(tail_log.channel) else []
         if states := [*stateful(self._objects), *buffers]:
             hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local, word)

@@ -193,6 +193,40 @@ def test_what_a_forward_keeps_alike_is_handed_over(workers: Workers, loop: str, 
         assert (u - expected[1]).abs().max() < 1e-10
 
 
+class Counting(nn.Module):
+    """Counts its forwards in a buffer, which decides what they do; its weight is computed in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.utils.spectral_norm(nn.Linear(4, 3).double())
+        self.register_buffer("turn", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn += 1
+        return self.body(x).square().sum(1).mean() / self.turn  # type: ignore[no-any-return]
+
+
+def count_forwards(rank: int, lengths: tuple[int, ...]) -> tuple[int, list[str]]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Counting(), broadcast_buffers=False)
+    with warned("the ranks differ in") as said, Join([ddp]) as join:
+        for x in join.batches([inputs(0, rank, step) for step in range(lengths[rank])]):
+            ddp(x).backward()
+    return int(ddp.module.turn), said
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (1, 0, 4)], ids=str)
+def test_a_counter_is_named_where_nobody_can_tell(workers: Workers, lengths: tuple[int, ...]) -> None:
+    (_, said), *others = workers.run(len(lengths), count_forwards, lengths)
+    assert not any(nothing for _, nothing in others)
+    assert len(said) == 1
+    assert "model 0 (Counting): turn, " in said[0]
+
+
+def test_what_a_forward_computes_from_its_buffers_is_not_named(workers: Workers) -> None:
+    assert workers.run(2, count_forwards, (2, 4)) == [(4, []), (4, [])]
+
+
 class Growing(nn.Module):
     """Registers buffers as it goes, the same on all ranks of a step."""
 

@@ -168,14 +168,19 @@ def keep_on_one(rank: int, kind: str, keeper: int, lengths: list[int], options: 
     if rank == keeper:
         average = Shadow(model) if kind == "an object" else copy.deepcopy(model)
     with warned("average") as said, Join([ddp, optimizer], **options) as join:
-        for x in join.batches([torch.randn(3, 4) for _ in range(lengths[rank])]):
-            optimizer.zero_grad()
+        batches: Any = [torch.randn(3, 4) for _ in range(lengths[rank])]
+        for x in batches if kind == "plain for" else join.batches(iter(batches) if kind == "stream" else batches):
             ddp(x).square().mean().backward()
+            if kind == "windows" and join.step % 2 == 0:
+                continue
             optimizer.step()
+            optimizer.zero_grad()
             if rank == keeper:
                 if kind == "an object":
                     average.update(model)
-                elif kind == "a model":
+                elif kind in ("a model", "windows", "stream", "plain for") or (
+                    kind == "at times" and join.step % 3 == 1
+                ):
                     follow(average.parameters(), model)
                 elif kind == "the best so far":
                     average = copy.deepcopy(model)
@@ -201,6 +206,23 @@ def test_an_average_that_one_rank_alone_keeps_is_named(
     others[keeper] = "changed"
     where = ", ".join(f"{what} on rank {rank}" for rank, what in enumerate(others[: len(lengths)]))
     assert re.search(rf"not all ranks keep it: {name} in keep_on_one\(\), .* \({where}\)\. .* give it to Join", said[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "what"),
+    [
+        ("a model", [0, 2], "unknown"),  # no batch at all
+        ("windows", [1, 4], "unknown"),  # no step with its only batch
+        ("at times", [4, 6], "changed"),  # not by its last step
+        ("stream", [2, 4], "changed"),  # nobody knows which one is the last
+        ("plain for", [2, 4], "changed"),
+    ],
+)
+def test_so_it_is_where_the_last_step_shows_nothing(workers: Workers, kind: str, lengths: list[int], what: str) -> None:
+    said, nothing = workers.run(2, keep_on_one, kind, 0, lengths, {})
+    assert nothing == []
+    assert len(said) == 1
+    assert re.search(rf"keep it: average \(Sequential\) in keep_on_one\(\), .* \({what} on rank 0, missing", said[0])
 
 
 @pytest.mark.parametrize(("kind", "keeper"), [("a model", 1), ("the best so far", 0), ("only read", 0)])

@@ -179,3 +179,37 @@ def test_shards_of_joined_ranks_have_what_the_loop_changes(
     for found in workers.run(len(lengths), decay_by_hand, lengths, views):
         for mine, expected in zip(found, net.parameters(), strict=True):
             assert torch.allclose(mine, expected, rtol=0.0, atol=1e-12)
+
+
+def forget_state(rank: int, lengths: Sequence[int], at: int) -> list[Tensor]:
+    """Clear the optimizer's state, of which each rank has a shard, after a step of each of two epochs."""
+    net = network()
+    model = DistributedDataParallel(net)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    with Join([model, optimizer]) as join:
+        for _ in range(2):
+            for x in join.batches(batches_of(rank, lengths)):
+                optimizer.zero_grad()
+                loss(model, x).backward()
+                optimizer.step()
+                if join.step == at:
+                    optimizer.optim.state.clear()
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("at", [1, 3])  # amid the tail, and at its end
+def test_shards_of_joined_ranks_forget_what_the_loop_clears(workers: Workers, at: int) -> None:
+    lengths = (1, 4)
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for step, places in enumerate(steps_of(lengths)):
+            optimizer.zero_grad()
+            for place in places:
+                (loss(net, batch(*place)) / len(lengths)).backward()
+            optimizer.step()
+            if step == at:
+                optimizer.state.clear()
+    for found in workers.run(len(lengths), forget_state, lengths, at):
+        for mine, expected in zip(found, net.parameters(), strict=True):
+            assert torch.allclose(mine, expected, rtol=0.0, atol=1e-12)

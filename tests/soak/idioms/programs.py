@@ -355,12 +355,10 @@ def _fit_form(p: Program, pick: random.Random) -> Program:
         p = replace(p, extras=without("rolls back"))
     if p.step in UNSYNCED and p.model in ("batch norm", "codebook"):  # which a rank changes by itself between syncs
         p = replace(p, model="spectral norm")
-    if not p.lengths[0] or p.step in UNSYNCED:  # nobody can tell whether its average would change
-        p = replace(p, extras=without("average of rank 0"))
-    if 0 in p.lengths and p.ddp == "own buffers":  # such a rank cannot tell whose its counters are
-        p = replace(p, model="layers" if p.model in ("taking", "cooling") else p.model, extras=without("tau"))
+    if p.loop == "breaks apart":  # what it loads after its evaluation is the old state that it is warned of
+        p = replace(p, extras=without("swapped evaluation"))
     if p.loop == "kept iterator":  # nobody can tell what a rank changes after its last batch
-        p = replace(p, extras=without("frozen late", "new rate", "schedule by epoch", "loaded again"))
+        p = replace(p, extras=without("new rate", "schedule by epoch", "loaded again", "swapped evaluation"))
     if p.step == "own sharpness" and p.model in BUFFERS:  # a rank without a batch goes nowhere
         p = replace(p, model="layers")
     if "resumed" in p.extras:

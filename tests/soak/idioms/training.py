@@ -294,7 +294,7 @@ def _set_rates(training: Training, steps: int) -> None:
 def _forget(training: Training, steps: int) -> None:
     if steps == 3:
         for optimizer in training.plain:
-            optimizer.state.clear()
+            getattr(optimizer, "optim", optimizer).state.clear()  # of a ZeroRedundancyOptimizer this rank's shard
 
 
 def _scale_data(training: Training, steps: int) -> None:

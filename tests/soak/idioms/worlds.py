@@ -38,7 +38,7 @@ def count(batch: Any) -> float:
 
 def halved(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average, and halve the average."""
-    return allreduce_hook(dist.group.WORLD, bucket).then(lambda future: future.value()[0].div_(2))
+    return allreduce_hook(dist.group.WORLD, bucket).then(lambda future: future.value().div_(2))
 
 
 HOOKS: dict[str, Callable[..., Any]] = {"average": allreduce_hook, "halved": halved}
