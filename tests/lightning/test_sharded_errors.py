@@ -49,6 +49,22 @@ class Whole(ShardedModule):
         return super().training_step(batch, batch_idx)
 
 
+class Projected(ShardedModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            with torch.no_grad():
+                for parameter in self.net.parameters():
+                    parameter.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class Cleared(ShardedModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            self.trainer.optimizers[0].state.clear()
+        return super().training_step(batch, batch_idx)
+
+
 CASE = Fit((2, 5), epochs=1)
 REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     # the module, the trainer's options, under which strategies, and what is said
@@ -57,6 +73,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]]
     "constant": (Constant, {}, KINDS, ("UnsupportedError: training_step returned a loss that does not depend on",)),
     "not sharded": (NotSharded, {}, KINDS[1:], ("UnsupportedError: ModelParallelJoinStrategy finds nothing in",)),
     # Of FullyShardedDataParallel's parameters torch itself says that they cannot be whole in a forward.
+    "projected": (Projected, {}, KINDS, ("JoinError: The sharded parameters were changed",)),
+    "cleared": (Cleared, {}, KINDS[1:], ("JoinError: The state of Adam was changed",)),
     "whole": (Whole, {}, KINDS[1:], ("UnsupportedError", "needs the shards of ranks that have joined")),
 }
 

@@ -1,29 +1,36 @@
 """Join for a model that FSDP shards, in a loop that a framework drives."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
+from torch_join._base.hyperparameters import group_options, hyperparameters, take_group_options
 from torch_join._base.weighting import finite
 from torch_join._compat import fsdp as _compat
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.step_driver import StepDriver
+from torch_join._participants._sharded.contents import Contents, check_state, state_of
 from torch_join._participants._sharded.following import Following
+from torch_join._participants._sharded.sharded_step import Options
+from torch_join._participants.clears import innermost_optimizer
 from torch_join._participants.participant import Driver, Participant
 
 
 class LockstepShardedParticipant(Participant):
     """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
-    kinds: ClassVar[dict[str, Any]] = Following.kinds
+    kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "options": list[Options]}
+    optimizers: Sequence[Any] = ()
 
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
         super().__init__(driver, index)
         self.following = Following(self, model, lambda: None)
+        self.contents = Contents(lambda: self.following.shards)
+        self.following.before_gather = lambda unit: self.contents.check_writes(unit.shards, self.members.joined_names)
 
     def enter(self) -> None:
         self._undo += [self.following.watch(), _compat.clip_by_whole_norms()]
@@ -31,8 +38,30 @@ class LockstepShardedParticipant(Participant):
     def leave_tail(self) -> None:
         self.following.reach_joined_state()
 
+    @contextmanager
+    def telling_changes(self) -> Iterator[None]:
+        """Put around an active rank's step: joined ranks hear of the hyperparameters that it sets.
+
+        Raises:
+            JoinError: It has changed shards, or what is kept of them, of which joined ranks own a part.
+        """
+        options, states = hyperparameters(self.optimizers), [*map(state_of, self.optimizers)]
+        self.contents.remember()
+        yield
+        joined = self.members.joined_names
+        self.contents.check(joined)
+        self.contents.forget()
+        for optimizer, before in zip(self.optimizers, states, strict=True):
+            check_state(optimizer, before, joined)
+        if hyperparameters(self.optimizers) != options:
+            self.announce("options", [*map(group_options, self.optimizers)])
+
     def mirror(self, kind: str, payload: Any) -> None:
-        self.following.mirror(kind, payload)
+        if kind == "options":
+            for optimizer, options in zip(self.optimizers, payload, strict=True):
+                take_group_options(optimizer, options)
+        else:
+            self.following.mirror(kind, payload)
 
 
 class ShardedLockstepJoin(Lockstep):
@@ -59,6 +88,16 @@ class ShardedLockstepJoin(Lockstep):
         self.follows_backward = True
         self._device = next(model.parameters()).device
         self._module = model
+
+    @contextmanager
+    def active_step(self) -> Iterator[None]:
+        self._model.optimizers = [each for each in map(innermost_optimizer, self._stepped) if each is not None]
+        with super().active_step(), self._model.telling_changes() if self.in_tail else nullcontext():
+            yield
+
+    def shadow_forward(self) -> Tensor:
+        self._model.optimizers = [each for each in map(innermost_optimizer, self._stepped) if each is not None]
+        return super().shadow_forward()
 
     def _known(self) -> list[int]:
         return [number for place in self._model.following.places for number in place]

@@ -9,13 +9,17 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils.prune import L1Unstructured, global_unstructured
 from torch.utils.data import DataLoader
 
 import lightning_join
-from tests.support.run import difference
+from tests.support import sharded_fits as sharded
+from tests.support.front_ends import lightning as fits
+from tests.support.front_ends.lightning import build_trainer
+from tests.support.run import Batch, difference
 from tests.support.small import steps_of
-from tests.support.step_changes import EPOCHS, Student, reference, rows
+from tests.support.step_changes import EPOCHS, RATE, Student, reference, rows
 from tests.support.warned import warned
 from tests.support.workers import Workers
 
@@ -154,3 +158,57 @@ def test_gradient_norms_that_hooks_log_are_those_of_one_process(workers: Workers
     for found, expected, step in workers.run(len(lengths), log, lengths):
         assert found == pytest.approx(expected, abs=1e-6)
         assert step == pytest.approx(0, abs=1e-6)
+
+
+class Rates:
+    """Sets the learning rate in each step."""
+
+    def training_step(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.05 / (1 + self.trainer.global_step)
+        return super().training_step(batch, batch_idx)  # type: ignore[misc,no-any-return]
+
+
+class Replicated(Rates, fits.Module):
+    pass
+
+
+class Sharded(Rates, sharded.ShardedModule):
+    pass
+
+
+def fit_rates(rank: int, kind: str, case: fits.Fit) -> list[Tensor]:
+    if kind != "ddp":
+        return sharded.fit(rank, kind, case, Sharded).parameters
+    module = Replicated(case)
+    build_trainer(case).fit(module)
+    return [p.detach().clone() for p in module.net.parameters()]
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (4, 0)])
+@pytest.mark.parametrize("kind", sharded.KINDS)
+def test_joined_shards_are_stepped_with_the_rate_that_a_step_sets(
+    workers: Workers, kind: str, lengths: Lengths
+) -> None:
+    case = fits.Fit(lengths)
+    expected, _ = workers.run(2, fit_rates, "ddp", case)
+    for found in workers.run(2, fit_rates, kind, case):
+        assert difference(found, expected) < 1e-10
+
+
+def train_zero(rank: int, lengths: Lengths, how: str) -> list[Tensor]:
+    module = Module(how, lengths)
+    module.student.optimizer = lambda: ZeroRedundancyOptimizer(  # type: ignore[method-assign]
+        module.student.net.parameters(), torch.optim.SGD, lr=RATE, momentum=0.9
+    )
+    fit(module, len(lengths), limit_val_batches=0)
+    return module.student.state()
+
+
+@pytest.mark.parametrize(("lengths", "how"), [((2, 5), "projected"), ((4, 0), "projected"), ((1, 4), "teacher")])
+def test_zero_steps_a_joined_ranks_shard_from_what_the_step_has_set(
+    workers: Workers, lengths: Lengths, how: str
+) -> None:
+    expected = reference(how, lengths)[-1]
+    for state in workers.run(len(lengths), train_zero, lengths, how):
+        assert difference(state, expected) < 1e-10

@@ -1,7 +1,7 @@
 """Whether the active ranks change a sharded model's parameters in a way that no joined rank hears of."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class Contents:
 
     def forget(self) -> None:
         """Compare no more."""
-        self._sums = None
+        self._sums, self._versions = None, {}
 
     def check(self, joined: Sequence[int]) -> None:
         """Compare.
@@ -91,3 +91,29 @@ class Contents:
     def _read(self, parameters: Sequence[Tensor]) -> dict[int, int]:
         sums = local_checksums([_compat.local_part(parameter).detach() for parameter in parameters])
         return dict(zip(map(id, parameters), sums, strict=True))
+
+
+def state_of(optimizer: Any) -> Any:
+    """Return which parameters are in which group, and what is kept of each."""
+    kept = {
+        id(p): {
+            name: (id(value), _compat.writes(value)) if isinstance(value, Tensor) else value
+            for name, value in its.items()
+        }
+        for p, its in optimizer.state.items()
+    }
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups], kept
+
+
+def check_state(optimizer: Any, before: Any, joined: Sequence[int]) -> None:
+    """Compare an optimizer with what `state_of` returned.
+
+    Raises:
+        JoinError: It was changed.
+    """
+    if before != state_of(optimizer):
+        raise JoinError(
+            f"The state of {type(optimizer).__name__} was changed outside of its step (cleared, scaled or loaded, or a"
+            f" parameter came to another group), while ranks {list(joined)} have joined: they step a part of the"
+            " sharded parameters themselves, with a state that they have kept. Do it after the loop."
+        )

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from torch_join._base.attributes import setting
-from torch_join._base.errors import JoinError, UnsupportedError
+from torch_join._base.errors import UnsupportedError
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._compat import ddp as _compat
 from torch_join._participants._gradients.verdicts import Runs
+from torch_join._participants._sharded.contents import check_state, state_of
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
 from torch_join._participants.hook import StepHooks
 from torch_join._participants.participant import Driver, Participant
@@ -69,36 +69,19 @@ class ShardedStepParticipant(Participant):
         # A joined rank's own reduction steps what a reduction here steps.
         return not self.tail_log.meet() or any(model.following.reduces for model in self._sharded)
 
-    def _state(self) -> Any:
-        """Return which parameters are in which group, and what is kept of each."""
-        optimizer = self.optimizer
-        kept = {
-            id(p): {
-                name: (id(value), _compat.writes(value)) if isinstance(value, Tensor) else value
-                for name, value in its.items()
-            }
-            for p, its in optimizer.state.items()
-        }
-        return [[id(p) for p in group["params"]] for group in optimizer.param_groups], kept
-
     def _check_state(self) -> None:
-        if self._noted is not None and self._noted != self._state():
-            raise JoinError(
-                f"The state of {type(self.optimizer).__name__} was changed outside of its step (cleared, scaled or"
-                " loaded, or a parameter came to another group), while ranks"
-                f" {list(self.members.joined_names)} have joined: they step a part of the sharded parameters"
-                " themselves, with a state that they have kept. Do it after the loop."
-            )
+        if self._noted is not None:
+            check_state(self.optimizer, self._noted, self.members.joined_names)
 
     def enter_tail(self) -> None:
-        self._noted = self._state() if any(model.at_top for model in self._sharded) else self._noted
+        self._noted = state_of(self.optimizer) if any(model.at_top for model in self._sharded) else self._noted
 
     def leave_tail(self) -> None:
         self._noted = None
 
     def after_all_ranks(self) -> None:
         if self._noted is not None:
-            self._noted = self._state()
+            self._noted = state_of(self.optimizer)
 
     def _send(self) -> AbstractContextManager[None]:
         self._check_state()
@@ -117,7 +100,7 @@ class ShardedStepParticipant(Participant):
             if self._scales:  # in place
                 model.remember()
         if models:
-            self._noted = self._state()
+            self._noted = state_of(self.optimizer)
 
     def _say_options(self) -> None:
         """Tell joined ranks the hyperparameters, for a step inside of the next reduction."""
