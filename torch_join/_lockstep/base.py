@@ -14,7 +14,6 @@ from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinTypeError, UnsupportedError
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.weighting import loss_factor
-from torch_join._compat.optimizer_state import is_sharded
 from torch_join._control.reports import BarrierResult
 from torch_join._handover.buffers import StepBuffers, Unsynced
 from torch_join._lockstep.catch_up import CatchUp, trained
@@ -331,8 +330,6 @@ class Lockstep:
         if self.in_tail and not self.keeps_buffers:
             with on_device(self.driver.members.group):
                 self._buffers.give(self.active_ranks)
-        if self.in_tail and any(map(is_sharded, self._stepped)):
-            self.catch_up()  # a joined rank steps a part of all ranks' parameters
 
     def _sync_norms(self, model: nn.Module) -> None:
         """Give joined ranks the buffers of SyncBatchNorm as they are after a step."""

@@ -15,6 +15,7 @@ from torch_join._base.weighting import finite
 from torch_join._compat import ddp as _compat
 from torch_join._compat import groups as _compat_groups
 from torch_join._compat.modules import weight_hooks
+from torch_join._compat.optimizer_state import is_sharded
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.model_participant import LockstepModelParticipant
 from torch_join._lockstep.step_driver import StepDriver
@@ -215,6 +216,12 @@ class LockstepJoin(Lockstep):
         Returns:
             `False` if it is known that no rank has a loss. Without a sync nobody knows.
         """
+        has_loss = self._run_backward(backward)
+        if self.in_tail and any(map(is_sharded, self._stepped)):
+            self.catch_up()  # as a joined rank is about to step a part of all ranks' parameters
+        return has_loss
+
+    def _run_backward(self, backward: Callable[[], None]) -> bool:
         if self._syncs:
             self.driver.synced_backwards += 1
         if not (self.joined or self.no_loss):
