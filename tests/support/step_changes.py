@@ -20,38 +20,49 @@ class Student(nn.Module):
     """A network, its teacher, and a buffer that a step sets.
 
     Args:
-        how: What `change` does.
+        *hows: What `change` does.
+        optimizer: Of the optimizer; SGD has momentum.
     """
 
     centre: Tensor
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, *hows: str, optimizer: str = "SGD") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.how = how
+        self.hows, self.steps_by = hows, optimizer
         self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
         self.register_buffer("centre", torch.zeros((), dtype=torch.float64))
 
     def optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.net.parameters(), RATE, momentum=0.9)
+        options = {"momentum": 0.9} if self.steps_by == "SGD" else {}
+        made: torch.optim.Optimizer = getattr(torch.optim, self.steps_by)(self.net.parameters(), lr=RATE, **options)
+        return made
 
     @torch.no_grad()
     def change(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        weight, group = self.net[2].weight, optimizer.param_groups[0]
-        if self.how == "teacher":
+        weight, bias, group = self.net[2].weight, self.net[0].bias, optimizer.param_groups[0]
+        if "teacher" in self.hows:
             for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
                 theirs.lerp_(mine, 0.3)
-        elif self.how == "projected":
+        if "projected" in self.hows:
             weight.copy_(nn.functional.normalize(weight, dim=1))
-        elif self.how == "decay":
+        if "clamped" in self.hows:
+            bias.data.clamp_(-0.2, 0.2)
+        if "decay" in self.hows:
             group["weight_decay"] = 0.3 / (1 + step)
-        elif self.how == "rate":
+        if "rate" in self.hows:
             group["lr"] = RATE / (1 + step)
-        elif self.how == "state" and step % 3 == 2:
+        if "state" in self.hows and step % 3 == 2:
             optimizer.state.clear()
-        elif self.how == "centre":
+        if "halved" in self.hows and (kept := optimizer.state.get(weight)):
+            for value in kept.values():
+                if isinstance(value, Tensor) and value.ndim:
+                    value.mul_(0.5)
+        if "centre" in self.hows:
             self.centre += 1 / (1 + step)
+        if "reset" in self.hows and step % 4 == 3:
+            self.teacher.load_state_dict(self.net.state_dict())
 
     def loss(self, x: Tensor) -> Tensor:
         return (self.net(x) - 1 + 0.5 * self.teacher(x) + self.centre).square().mean()
