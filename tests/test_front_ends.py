@@ -42,7 +42,6 @@ REFUSED = [
     ("MockGiven", OF_OWN_LOOPS, "A Mock is among the joinables"),
     ("MockGiven", ("lightning",), "got Mock"),
     ("OwnRate", ALL, "The ranks' optimizers differ"),
-    ("OwnDecayAtTheEnd", IN_LOCKSTEP, "The ranks' optimizers differ: weight_decay of"),
     ("Raises", ALL, "RuntimeError: out of luck"),
     ("Unfreezes", IN_LOCKSTEP, "were unfrozen in the middle of an epoch"),
 ]

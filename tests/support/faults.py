@@ -124,14 +124,6 @@ class Unfreezes(Fault):
             self.net.bias.requires_grad_(True)
 
 
-class OwnDecayAtTheEnd(Fault):
-    """In the last step of all: a loop of the user's hands it over, which is right, as all have that step's state."""
-
-    def set_rates(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group["weight_decay"] = 0.1 if self.steps == EPOCHS * max(LENGTHS) else 0.0
-
-
 _ALL: list[type[Fault]] = [Fault, *Fault.__subclasses__()]
 FAULTS = {each.__name__: each for each in _ALL}
 
