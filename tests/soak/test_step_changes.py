@@ -12,13 +12,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import lightning_join
 from tests.support.many import note, seeds
 from tests.support.run import difference
 from tests.support.small import steps_of
 from tests.support.step_changes import Student
+from tests.support.student_module import StudentModule
 from tests.support.workers import Workers
 
 CHANGES = ("teacher", "projected", "clamped", "decay", "rate", "state", "halved", "centre", "reset")
@@ -85,31 +85,12 @@ def reference(program: Program) -> list[list[Tensor]]:
     return found
 
 
-class Module(pl.LightningModule):
+class Module(StudentModule):
+    """Notes the student's state at each epoch's end too."""
+
     def __init__(self, program: Program) -> None:
-        super().__init__()
-        self.program = program
-        self.student = Student(*program.changes, optimizer=program.optimizer)
+        super().__init__(Student(*program.changes, optimizer=program.optimizer), program.lengths, rows)
         self.found: list[list[Tensor]] = []
-        self.seen: list[list[Tensor]] = []
-
-    def configure_optimizers(self) -> Any:
-        return self.student.optimizer()
-
-    def train_dataloader(self) -> Any:
-        rank = self.trainer.global_rank
-        return DataLoader([rows(rank, step) for step in range(self.program.lengths[rank])], batch_size=None)  # type: ignore[arg-type]
-
-    def val_dataloader(self) -> Any:
-        return DataLoader([torch.zeros(1)], batch_size=None)  # type: ignore[arg-type]
-
-    def training_step(self, x: Tensor, index: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        self.student.change(optimizer.optimizer, self.trainer.global_step)
-        return self.student.loss(x)
-
-    def validation_step(self, x: Tensor, index: int) -> None:
-        self.seen.append(self.student.state())
 
     def on_train_epoch_end(self) -> None:
         self.found.append(self.student.state())

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils.prune import L1Unstructured, global_unstructured
-from torch.utils.data import DataLoader
 
 import lightning_join
 from tests.support import sharded_fits as sharded
@@ -20,35 +19,16 @@ from tests.support.front_ends.lightning import build_trainer
 from tests.support.run import Batch, difference
 from tests.support.small import steps_of
 from tests.support.step_changes import EPOCHS, RATE, Student, reference, rows
+from tests.support.student_module import StudentModule
 from tests.support.warned import warned
 from tests.support.workers import Workers
 
 Lengths = tuple[int, ...]
 
 
-class Module(pl.LightningModule):
+class Module(StudentModule):
     def __init__(self, how: str, lengths: Lengths) -> None:
-        super().__init__()
-        self.lengths, self.student = lengths, Student(how)
-        self.seen: list[list[Tensor]] = []
-
-    def configure_optimizers(self) -> Any:
-        return self.student.optimizer()
-
-    def train_dataloader(self) -> Any:
-        rank = self.trainer.global_rank
-        return DataLoader([rows(rank, step) for step in range(self.lengths[rank])], batch_size=None)  # type: ignore[arg-type]
-
-    def val_dataloader(self) -> Any:
-        return DataLoader([torch.zeros(1)], batch_size=None)  # type: ignore[arg-type]
-
-    def training_step(self, x: Tensor, index: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        self.student.change(optimizer.optimizer, self.trainer.global_step)
-        return self.student.loss(x)
-
-    def validation_step(self, x: Tensor, index: int) -> None:
-        self.seen.append(self.student.state())
+        super().__init__(Student(how), lengths, rows)
 
 
 def fit(module: pl.LightningModule, world_size: int, **options: Any) -> pl.Trainer:
