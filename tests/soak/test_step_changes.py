@@ -143,10 +143,10 @@ def test_each_is_as_one_process_trains(workers: Workers, seed: int) -> None:
     said = [outcome.error for outcome in outcomes]
     off = [] if any(said) else [max(map(difference, outcome.value[0], expected)) for outcome in outcomes]
     first, *others = [] if any(said) else [outcome.value[1] for outcome in outcomes]
-    ended = "error" if any(said) else "right" if max(off) < 1e-9 else "silent"
+    ended = "error" if any(said) else "right" if max(off) < 1e-7 else "silent"
     note(seed, program, ended, 0.0)
     assert not any(said), (program, said)
-    assert max(off) < 1e-9, (program, off)
+    assert max(off) < 1e-7, (program, off)  # optimizers divide by roots of small numbers
     for other in others:  # what a validation reads is the same on all ranks
         assert len(other) == len(first)
         assert max(map(difference, first, other), default=0.0) == 0, program
