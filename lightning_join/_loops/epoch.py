@@ -28,6 +28,7 @@ from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.learning_rates import check_plateaus
 from torch_join import UnsupportedError
+from torch_join.integration import modules_kept
 
 
 class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
@@ -43,7 +44,7 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
     _placeholder: Placeholder
     _lacks_values = False  # some rank's first batch hooks run before it has logged anything
     _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
-    _has_optimization_hooks = False  # it runs within its automatic optimization
+    _has_optimization_hooks = False  # it runs between a step's forward and its end
     _made_step = True
     _steps_alike = 0  # in which all ranks' batches have the same size
     _is_late = _is_unheard = False  # what ranks have said of the current step
@@ -101,14 +102,14 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         mine = (data_fetcher.said, had_batch, data_fetcher.claimed, end, requests)
         data_fetcher.claimed = None
         self._has_transfer_hooks = has_transfer_hooks(trainer)
-        automatic = trainer.lightning_module.automatic_optimization
-        self._has_optimization_hooks = automatic and has_optimization_hooks(trainer)
+        self._has_optimization_hooks = has_optimization_hooks(trainer)
         self._may_leave = is_overridden("on_train_batch_start", trainer.lightning_module)
         join = join_of(trainer)
         # Each batch is counted once, on the rank that trains on it.
         count = self._next_count(data_fetcher) if rebalancing_of(trainer) is None else 0
-        schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
-        everyone = join.begin(self.batch_progress.current.ready, end, count, mine, trainer.optimizers, schedulers)
+        others = [each.scheduler for each in trainer.lr_scheduler_configs]
+        others += modules_kept(trainer.callbacks, trainer.lightning_module)
+        everyone = join.begin(self.batch_progress.current.ready, end, count, mine, trainer.optimizers, others)
         self._validation_due = self._asks_to_validate = self._is_unheard = False
         loader, loaders = data_fetcher.combined_loader, [said for said, *_ in everyone]
         _loaders.check(loaders)
@@ -192,12 +193,12 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
 
         with trainer.profiler.profile("run_training_batch"), NoStopIteration():
             kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
-            if trainer.lightning_module.automatic_optimization:
-                logging = join.in_tail and self._has_optimization_hooks
-                with HookLogging(self._results, strategy_of(trainer)) if logging else nullcontext():
+            logging = join.in_tail and self._has_optimization_hooks
+            with HookLogging(self._results, strategy_of(trainer)) if logging else nullcontext():
+                if trainer.lightning_module.automatic_optimization:
                     output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
-            else:
-                output = self.manual_optimization.run(kwargs)
+                else:
+                    output = self.manual_optimization.run(kwargs)
         if join.joined:
             output = self._placeholder.output or output
         elif not self._has_next(data_fetcher):

@@ -22,9 +22,14 @@ def has_transfer_hooks(trainer: Any) -> bool:
 def has_optimization_hooks(trainer: Any) -> bool:
     """Whether hooks of the user's run between a step's forward and its end: all ranks run them, and they may log."""
     hooks = ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
-    module, callbacks = trainer.lightning_module, trainer.callbacks
-    in_callbacks = any(getattr(type(each), hook) is not getattr(Callback, hook) for each in callbacks for hook in hooks)
-    return in_callbacks or any(is_overridden(hook, module) for hook in hooks)
+    # `LambdaCallback` sets its hooks on the object.
+    in_callbacks = any(
+        getattr(getattr(each, hook), "__func__", None) is not getattr(Callback, hook)
+        for each in trainer.callbacks
+        for hook in hooks
+    )
+    around = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "backward")
+    return in_callbacks or any(is_overridden(hook, trainer.lightning_module) for hook in (*hooks, *around))
 
 
 def shadow_step(trainer: Any) -> Tensor:

@@ -114,13 +114,16 @@ class Audit:
         alike = [len(set(sums)) == 1 for sums in zip(*everyone, strict=True)]
         return frozenset(id(p) for p, is_alike in zip(ignored, alike, strict=True) if not is_alike)
 
-    def end(self, channel: Channel, local: frozenset[int], has_gradients: bool) -> None:
+    def end(
+        self, channel: Channel, local: frozenset[int], has_gradients: bool, stepped: Sequence[int] | None = None
+    ) -> None:
         """Compare, on every rank, once all have the same state.
 
         Args:
             channel: The channel between the ranks.
             local: What stays as it is on each rank.
             has_gradients: Whether the last backward has averaged the gradients.
+            stepped: The ranks that had the last step, if that is known: what they hold otherwise is each one's own.
         """
         before, joined = self._before, self.joined
         if not self._often:
@@ -133,6 +136,8 @@ class Audit:
         self.forget()
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after, kept)
+        if stepped is not None:
+            found[2] = {name: said for name, said in found[2].items() if len({said[rank] for rank in stepped}) == 1}
         texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY, _ALONE), found, strict=True)
         self._warn(
             channel, [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]

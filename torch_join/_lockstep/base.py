@@ -116,7 +116,7 @@ class Lockstep:
         count: float,
         value: Any = None,
         optimizers: Sequence[Any] = (),
-        schedulers: Sequence[Any] = (),
+        others: Sequence[Any] = (),
     ) -> list[Any]:
         """Begin an epoch; all ranks meet.
 
@@ -126,7 +126,7 @@ class Lockstep:
             count: What the first batch counts, 0 without one.
             value: Anything to share with the other ranks.
             optimizers: Those that the framework steps in this epoch.
-            schedulers: Those of their learning rates.
+            others: What follows from these: LR schedulers, averages of the model.
 
         Returns:
             Every rank's `value`.
@@ -141,7 +141,7 @@ class Lockstep:
         self._exchanged = self._ranks = self._present = active_ranks
         self.plan = None
         self._stepped = optimizers
-        self._states.begin(trained(self._whole, optimizers, schedulers))
+        self._states.begin(trained(self._whole, optimizers, others))
         mine = (end, float(count), value, self._known(), hyperparameters(optimizers))
         everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None, Hyperparameters])
         compare([options for *_, options in everyone], self.channel.global_ranks)

@@ -68,16 +68,21 @@ class CatchUp:
         self._source, self._active = active[0], active
 
     @torch.inference_mode(False)
-    def take(self) -> None:
+    def take(self, in_step: bool = False) -> None:
         """Take what this rank lacks; all ranks call this, where there was a tail since.
+
+        Args:
+            in_step: Whether the step goes on: then the wrapper has yet to make buffers the same, and nothing is named.
 
         Raises:
             JoinError: The hyperparameters differ on ranks that had the same steps.
         """
-        source, self._source = self._source, None
+        source = self._source
         assert source is not None
         digests = digests_of(self._states)
         mine = {} if digests is None else digests.read()
+        if in_step:
+            mine = {name: digest for name, digest in mine.items() if not name.endswith(": buffers")}
         said = self._channel.gather((hyperparameters(self._objects), mine), of=tuple[Hyperparameters, dict[str, int]])
         compare([said[rank][0] for rank in self._active], [self._channel.global_ranks[rank] for rank in self._active])
         first = said[source][1]
@@ -87,9 +92,18 @@ class CatchUp:
             local = self._audit.local(self._channel)
             if lacking:
                 hand_over(lacking, source, self._channel, self._group, local)
-            self._audit.end(self._channel, local, has_gradients=False)
+            if not in_step:
+                self._source = None
+                self._audit.end(self._channel, local, has_gradients=False, stepped=self._active)
 
 
-def trained(model: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> list[Any]:
+def modules_kept(callbacks: Sequence[Any], model: nn.Module) -> list[nn.Module]:
+    """Return the modules that callbacks keep, such as averages, which each rank makes of the model that it has."""
+    own = {id(part) for part in model.modules()}
+    kept = [value for each in callbacks for value in vars(each).values() if isinstance(value, nn.Module)]
+    return [module for module in kept if id(module) not in own]
+
+
+def trained(model: nn.Module, optimizers: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """Return what an epoch trains, each once."""
-    return [*{id(thing): thing for thing in (model, *optimizers, *schedulers)}.values()]
+    return [*{id(thing): thing for thing in (model, *optimizers, *others)}.values()]

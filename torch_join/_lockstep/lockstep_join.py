@@ -217,8 +217,8 @@ class LockstepJoin(Lockstep):
             `False` if it is known that no rank has a loss. Without a sync nobody knows.
         """
         has_loss = self._run_backward(backward)
-        if self.in_tail and any(map(is_sharded, self._stepped)):
-            self.catch_up()  # as a joined rank is about to step a part of all ranks' parameters
+        if self._syncs and self.in_tail and any(map(is_sharded, self._stepped)):
+            self._states.take(in_step=True)  # as a joined rank is about to step a part of all ranks' parameters
         return has_loss
 
     def _run_backward(self, backward: Callable[[], None]) -> bool:

@@ -101,6 +101,7 @@ def state_of(optimizer: Any) -> Any:
             for name, value in its.items()
         }
         for p, its in optimizer.state.items()
+        if its  # reading a missing one makes it
     }
     return [[id(p) for p in group["params"]] for group in optimizer.param_groups], kept
 
