@@ -5,7 +5,8 @@ from functools import partial
 
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.weight_norm import WeightNorm
+
+_WEIGHT_NORM = "torch.nn.utils.weight_norm"  # which is deprecated, and may go
 
 
 def weight_hooks(model: nn.Module) -> list[Callable[[], None]]:
@@ -17,5 +18,5 @@ def weight_hooks(model: nn.Module) -> list[Callable[[], None]]:
         partial(hook, module, None)
         for module in model.modules()
         for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, (BasePruningMethod, WeightNorm))
+        if isinstance(hook, BasePruningMethod) or type(hook).__module__ == _WEIGHT_NORM
     ]

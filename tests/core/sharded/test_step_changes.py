@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.support.warned import warned
 from tests.support.workers import Workers
@@ -92,6 +92,7 @@ def test_what_joined_ranks_cannot_repeat_raises(workers: Workers, how: str, leng
     assert not any(outcome.error for outcome in workers.outcomes(2, train, (3, 3), how))
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_gradient_divide_factor"), reason="torch has it from 2.8 on")
 def test_by_what_the_sum_is_divided_joined_ranks_hear(workers: Workers) -> None:
     # With one rank or two the sum over the active ones is divided by the same.
     weights = [weight for weight, _ in workers.run(2, train, (1, 3), "divided")]
