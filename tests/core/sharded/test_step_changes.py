@@ -56,7 +56,7 @@ def train(rank: int, lengths: Lengths, how: str) -> tuple[list[float], list[str]
     with warned("the ranks differ in") as said, Join([net, optimizer, teacher]) as join:
         for _ in join.batches([0] * lengths[rank]):
             with torch.no_grad():
-                target = teacher(x)
+                target = teacher(x) if how != "unused" else 0.0
             if how == "divided":
                 net.set_gradient_divide_factor(1.0 + join.step)
             optimizer.zero_grad()
@@ -98,6 +98,11 @@ def test_by_what_the_sum_is_divided_joined_ranks_hear(workers: Workers) -> None:
     weights = [weight for weight, _ in workers.run(2, train, (1, 3), "divided")]
     assert weights[0] == weights[1]
     assert len({*weights[0][:4]}) == 1
+
+
+def test_a_model_may_be_given_and_never_run(workers: Workers) -> None:
+    (used, _), (found, _) = workers.run(2, train, (1, 3), "unused")
+    assert used == found
 
 
 def test_an_attribute_that_a_forward_counts_is_named(workers: Workers) -> None:

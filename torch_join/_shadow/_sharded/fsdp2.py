@@ -245,7 +245,8 @@ class ParamGroupUnit:
             self._become(self._announced.target)
         self._drop_pending()
         self._group._post_forward_indices.clear()
-        self._group.comm_ctx.post_forward_order.clear()
+        if (order := getattr(self._group.comm_ctx, "post_forward_order", None)) is not None:  # from a first forward on
+            order.clear()
         if self._announced is not None:
             self._announced.look()
 
