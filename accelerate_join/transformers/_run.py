@@ -38,7 +38,6 @@ from torch_join.integration import (
     factor_of_count,
     follow_sharded_model,
     is_closed,
-    modules_kept,
     open_channel,
     setting,
     sharded_lockstep_join,
@@ -246,8 +245,7 @@ class Run:
 
     def _begin_training(self, mine: Any) -> Any:
         trainer, join = self._trainer, self._find_join()
-        others = [trainer.lr_scheduler, *modules_kept(trainer.callback_handler.callbacks, trainer.model_wrapped)]
-        return join.begin(0, None if mine[0] else 0, 0, mine, [trainer.optimizer], others)
+        return join.begin(0, None if mine[0] else 0, 0, mine, [trainer.optimizer], [trainer.lr_scheduler])
 
     def _finish_training(self) -> None:
         if self._join is not None:

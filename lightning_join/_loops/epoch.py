@@ -28,7 +28,6 @@ from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.learning_rates import check_plateaus
 from torch_join import UnsupportedError
-from torch_join.integration import modules_kept
 
 
 class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
@@ -108,7 +107,6 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         # Each batch is counted once, on the rank that trains on it.
         count = self._next_count(data_fetcher) if rebalancing_of(trainer) is None else 0
         others = [each.scheduler for each in trainer.lr_scheduler_configs]
-        others += modules_kept(trainer.callbacks, trainer.lightning_module)
         everyone = join.begin(self.batch_progress.current.ready, end, count, mine, trainer.optimizers, others)
         self._validation_due = self._asks_to_validate = self._is_unheard = False
         loader, loaders = data_fetcher.combined_loader, [said for said, *_ in everyone]
@@ -193,12 +191,12 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
 
         with trainer.profiler.profile("run_training_batch"), NoStopIteration():
             kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
-            logging = join.in_tail and self._has_optimization_hooks
-            with HookLogging(self._results, strategy_of(trainer)) if logging else nullcontext():
-                if trainer.lightning_module.automatic_optimization:
+            if trainer.lightning_module.automatic_optimization:
+                logging = join.in_tail and self._has_optimization_hooks
+                with HookLogging(self._results, strategy_of(trainer)) if logging else nullcontext():
                     output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
-                else:
-                    output = self.manual_optimization.run(kwargs)
+            else:
+                output = self.manual_optimization.run(kwargs)
         if join.joined:
             output = self._placeholder.output or output
         elif not self._has_next(data_fetcher):

@@ -97,13 +97,6 @@ class CatchUp:
                 self._audit.end(self._channel, local, has_gradients=False, stepped=self._active)
 
 
-def modules_kept(callbacks: Sequence[Any], model: nn.Module) -> list[nn.Module]:
-    """Return the modules that callbacks keep, such as averages, which each rank makes of the model that it has."""
-    own = {id(part) for part in model.modules()}
-    kept = [value for each in callbacks for value in vars(each).values() if isinstance(value, nn.Module)]
-    return [module for module in kept if id(module) not in own]
-
-
 def trained(model: nn.Module, optimizers: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """Return what an epoch trains, each once."""
     return [*{id(thing): thing for thing in (model, *optimizers, *others)}.values()]

@@ -8,12 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelPruning
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils.prune import L1Unstructured, global_unstructured
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lightning_join
 from tests.support import sharded_fits as sharded
@@ -27,7 +25,6 @@ from tests.support.warned import warned
 from tests.support.workers import Workers
 
 Lengths = tuple[int, ...]
-EMAWeightAveraging: Any = getattr(callbacks, "EMAWeightAveraging", None)
 
 
 class Module(StudentModule):
@@ -121,23 +118,13 @@ def norms_by_lambda() -> Callback:
 
 
 class Logging(Module):
-    def __init__(self, lengths: Lengths, automatic: bool = True) -> None:
+    def __init__(self, lengths: Lengths) -> None:
         super().__init__("", lengths)
-        self.automatic_optimization = automatic
         self.norms: list[float] = []
-
-    def training_step(self, x: Tensor, index: int) -> Tensor:
-        loss = super().training_step(x, index)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
 
 
 def log(rank: int, lengths: Lengths, how: str) -> tuple[float, float, float]:
-    module = Logging(lengths, automatic=how != "manual")
+    module = Logging(lengths)
     callback = norms_by_lambda() if how == "lambda" else Norms()
     trainer = fit(module, len(lengths), callbacks=[callback], limit_val_batches=0)
     last = module.norms[-max(lengths) :]
@@ -148,7 +135,7 @@ def log(rank: int, lengths: Lengths, how: str) -> tuple[float, float, float]:
     return float(found["norm_epoch"]), expected, float(found["norm_step"]) - last[-1]
 
 
-@pytest.mark.parametrize(("lengths", "how"), [((2, 5), ""), ((3, 0), "lambda"), ((1, 4, 3), "manual")])
+@pytest.mark.parametrize(("lengths", "how"), [((2, 5), ""), ((3, 0), "lambda"), ((1, 4, 3), "")])
 def test_gradient_norms_that_hooks_log_are_those_of_one_process(workers: Workers, lengths: Lengths, how: str) -> None:
     for found, expected, step in workers.run(len(lengths), log, lengths, how):
         assert found == pytest.approx(expected, abs=1e-6)
@@ -229,25 +216,3 @@ def test_zero_takes_nothing_in_a_step_that_does_not_sync(workers: Workers) -> No
     expected, _ = workers.run(2, train_with_none, False)
     for state in workers.run(2, train_with_none, True):
         assert difference(state, expected) < 1e-10
-
-
-def average(rank: int, lengths: Lengths) -> list[Tensor]:
-    module = Module("projected", lengths)
-    fit(module, len(lengths), limit_val_batches=0, callbacks=[EMAWeightAveraging(decay=0.5)])
-    return module.student.state()
-
-
-@pytest.mark.skipif(EMAWeightAveraging is None, reason="Lightning has it from 2.6 on")
-@pytest.mark.parametrize("lengths", [(2, 5), (3, 0)])
-def test_an_average_of_a_callback_is_taken_too(workers: Workers, lengths: Lengths) -> None:
-    alone = Student("projected")
-    averaged, optimizer = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(0.5)), alone.optimizer()
-    for taken, places in enumerate(EPOCHS * steps_of(lengths)):
-        alone.change(optimizer, taken)
-        optimizer.zero_grad()
-        for place in places:
-            (alone.loss(rows(*place)) / len(lengths)).backward()
-        optimizer.step()
-        averaged.update_parameters(alone)
-    for state in workers.run(2, average, lengths):
-        assert difference(state, averaged.module.state()) < 1e-10
