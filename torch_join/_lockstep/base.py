@@ -126,7 +126,7 @@ class Lockstep:
             count: What the first batch counts, 0 without one.
             value: Anything to share with the other ranks.
             optimizers: Those that the framework steps in this epoch.
-            others: What follows from these: LR schedulers, averages of the model.
+            others: What else has a state that a step may change: LR schedulers.
 
         Returns:
             Every rank's `value`.

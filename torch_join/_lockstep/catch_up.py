@@ -90,7 +90,7 @@ class CatchUp:
         lacking = [thing for name, thing in named(self._states) if any(each.startswith(f"{name}: ") for each in differ)]
         with on_device(self._group):
             local = self._audit.local(self._channel)
-            if lacking:
+            if differ:  # the same on all ranks, where `lacking` need not be: then this raises
                 hand_over(lacking, source, self._channel, self._group, local)
             if not in_step:
                 self._source = None

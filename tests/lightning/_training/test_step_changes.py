@@ -216,3 +216,20 @@ def test_zero_takes_nothing_in_a_step_that_does_not_sync(workers: Workers) -> No
     expected, _ = workers.run(2, train_with_none, False)
     for state in workers.run(2, train_with_none, True):
         assert difference(state, expected) < 1e-10
+
+
+def train_normed(rank: int, zero: bool) -> list[Tensor]:
+    module = Module("", (2, 5))
+    module.student.net[1] = torch.nn.BatchNorm1d(5, dtype=torch.float64)
+    if zero:
+        module.student.optimizer = lambda: ZeroRedundancyOptimizer(  # type: ignore[method-assign]
+            module.student.net.parameters(), torch.optim.SGD, lr=RATE, momentum=0.9
+        )
+    fit(module, 2, limit_val_batches=0)
+    return module.student.state()
+
+
+def test_zero_leaves_the_statistics_of_the_tail(workers: Workers) -> None:
+    expected, _ = workers.run(2, train_normed, False)
+    for state in workers.run(2, train_normed, True):
+        assert difference(state, expected) < 1e-10
