@@ -65,6 +65,13 @@ class Cleared(ShardedModule):
         return super().training_step(batch, batch_idx)
 
 
+class Hooked(ShardedModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            next(self.net.parameters()).register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        return super().training_step(batch, batch_idx)
+
+
 CASE = Fit((2, 5), epochs=1)
 REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     # the module, the trainer's options, under which strategies, and what is said
@@ -74,6 +81,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]]
     "not sharded": (NotSharded, {}, KINDS[1:], ("UnsupportedError: ModelParallelJoinStrategy finds nothing in",)),
     # Of FullyShardedDataParallel's parameters torch itself says that they cannot be whole in a forward.
     "projected": (Projected, {}, KINDS, ("JoinError: The sharded parameters were changed",)),
+    "hooked": (Hooked, {}, KINDS[1:], ("JoinError: A hook of a sharded gradient",)),
     "cleared": (Cleared, {}, KINDS[1:], ("JoinError: The state of Adam was changed",)),
     "whole": (Whole, {}, KINDS[1:], ("UnsupportedError", "needs the shards of ranks that have joined")),
 }

@@ -49,6 +49,7 @@ class LockstepShardedParticipant(Participant):
         self.contents.remember()
         yield
         joined = self.members.joined_names
+        self.contents.check_hooks(joined)
         self.contents.check(joined)
         self.contents.forget()
         for optimizer, before in zip(self.optimizers, states, strict=True):
