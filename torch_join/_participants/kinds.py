@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._compat import ddp as _compat
 from torch_join._compat import metrics as _compat_metrics
 from torch_join._handover.buffers import Unsynced
+from torch_join._handover.optimizers import is_optimizer
 from torch_join._handover.state import has_state
 from torch_join._participants.clears import innermost_optimizer
 
@@ -57,12 +58,13 @@ def holds_parts(thing: Any) -> bool:
 def of_engines(objects: Sequence[Any]) -> set[int]:
     """Return the `id` of each engine among `objects`, and of what steps its parameters: each rank has its own state.
 
-    That is ZeRO's optimizer, and the one inside, which is the user's own and now steps this rank's shard.
+    That is ZeRO's optimizer, the one inside, which is the user's own and now steps this rank's shard, and what wraps
+    them, as Accelerate does.
     """
     engines = [thing for thing in objects if is_engine(thing)]
-    return {
-        id(each) for engine in engines for each in (engine, engine.optimizer, innermost_optimizer(engine.optimizer))
-    }
+    inner = {id(innermost_optimizer(engine.optimizer)) for engine in engines}
+    own = {id(each) for engine in engines for each in (engine, engine.optimizer)} | inner
+    return own | {id(each) for each in objects if is_optimizer(each) and id(innermost_optimizer(each)) in inner}
 
 
 def stateful(objects: Sequence[Any]) -> list[Any]:
