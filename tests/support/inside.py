@@ -394,7 +394,7 @@ def silent(layout: Layout, rank: int, world_size: int, reached: set[int], answer
     channel.rank, channel.world_size = rank, world_size
     stream, channel._node = channel._stream, mock.Mock(layout=layout)
     channel._node.call_roll.return_value = 1, 0.0
-    answer = _codec.encode((False, None))
+    answer = _codec.encode((False, None, None))
     stream.places = {other: (1, answer if other in answered else b"") for other in reached}
     with mock.patch.object(_channel, "_ANSWERS_WITHIN", 0.0):
         return channel.health().silent

@@ -7,6 +7,7 @@ as one that is stopped is.
 
 import copy
 import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,10 +15,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError, raise_any
+from torch_join._compat import whereabouts as _compat
 from torch_join._control import codec as _codec
 from torch_join._control._links import node as _node
 from torch_join._control._links.stream import no_place
 from torch_join._control._links.tree import Tree
+from torch_join._control.deadlock import DEADLOCK, Watch, Where
 from torch_join._control.peers import LEFT, MOST_TEXT, SILENT, Peers
 from torch_join._control.reports import BarrierResult, Health, Status, met_another_way, waited_in_vain
 
@@ -29,7 +32,14 @@ _LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that
 _ANSWERS_WITHIN = 3.0  # seconds
 TIMEOUT = timedelta(minutes=30)  # for which a rank waits for another, unless the user says otherwise
 _TELLS_AFTER = 0.4  # seconds of a wait, after which others hear of it: most have ended by then
-_ANSWER = tuple[bool, Status | None]
+_ANSWER = tuple[bool, Status | None, Where | None]
+_MEETINGS = {
+    "barrier": "a step's meeting, where ranks say whether they have a batch,",
+    "gather": "a meeting of all ranks (the begin or the end of a loop or of a `with`, something done together)",
+    "some": "a meeting of the ranks that have batches left",
+    "record": "the tail of a loop, in which it has no batch and follows the others,",
+    "ask": "a collective that comes after its own last batch",
+}
 
 
 class Channel:
@@ -69,13 +79,19 @@ class Channel:
         self.barrier_number, self._them = 0, 0  # and of whom that is
         self._gathers = self.records = self._asked = 0
         self._waits = False
+        self._awaits: tuple[str, int, int, Callable[[], bool]] | None = (
+            None  # what, its number, of whom, whether it came
+        )
+        self._some: tuple[int, ...] = ()  # the last gathers of some ranks that this one has come to
+        self._thread = threading.get_ident()  # that waits, or may
         self._is_awake = False  # while it waits for what others wait for it to answer
-        self._heard: PeerFailedError | None = None
+        self._heard: JoinError | None = None
         self._has_told = False  # whether this rank has told of a failure of its own
         self._silent: set[int] = set()  # who did not answer when it was last asked who is there, or has failed
         # Weakly, so that a channel that is dropped is gone at once.
         self._stream.place = weakref.WeakMethod(self._place)
         self._end = weakref.finalize(self, tree.node.end, self._number)
+        self._watch = Watch(self) if self.world_size > 1 else None
 
     # ------------------------------------------------------------ meetings
 
@@ -122,7 +138,7 @@ class Channel:
         if self._links.reads_deferred and key not in barriers:
             self.poll()
         if key not in barriers:
-            self._until(lambda: key in barriers, later=self._tell_of_waiting)
+            self._until(lambda: key in barriers, later=self._tell_of_waiting, awaits=("barrier", *key))
         else:
             self._links.resume()
         total, notices = barriers.pop(key)
@@ -186,7 +202,9 @@ class Channel:
         key, barriers = (_node.GATHERS | name, them), self._stream.barriers
         with self._links.lock:
             self._node.arrive(self._number, key[0], 1, 0, them, _node.VALUE.pack(self.rank, len(data)) + data)
-        self._until(lambda: key in barriers, later=later)
+        if them:
+            self._some = (*self._some[-7:], name)
+        self._until(lambda: key in barriers, later=later, awaits=("some" if them else "gather", name, them))
         _, said = barriers.pop(key)
         return _node.values_of(said)
 
@@ -224,7 +242,8 @@ class Channel:
         self._pass_log()  # what belongs to this record is still to be read when it has come
         self._is_awake = True
         try:
-            record = self.read(f"log/{self.records}", meanwhile, of)
+            leader = 1 << status.leader if (status := self.status()) is not None else 0
+            record = self.read(f"log/{self.records}", meanwhile, of, ("record", self.records, leader))
         finally:
             self._is_awake = False
         self.records += 1
@@ -248,10 +267,16 @@ class Channel:
         self._links.read()
         return key in self._stream.values
 
-    def read(self, key: str, meanwhile: Callable[[], None] | None = None, of: Any = Any) -> Any:
-        """Wait for the value of this name, as `follow` does for a record; see there."""
+    def read(
+        self,
+        key: str,
+        meanwhile: Callable[[], None] | None = None,
+        of: Any = Any,
+        awaits: tuple[str, int, int] | None = None,
+    ) -> Any:
+        """Wait for the value of this name, as `follow` does for a record; see there and `_until`."""
         values = self._stream.values
-        self._until(lambda: key in values, meanwhile)
+        self._until(lambda: key in values, meanwhile, awaits=awaits)
         return self._decode(repr(key), values[key], of)
 
     # ------------------------------------------------------------ what one rank keeps, or adds up
@@ -279,7 +304,7 @@ class Channel:
         """
         asked = {rank: self._ask(_node.ASK, rank, key, 0) for rank in ranks}
         answers = self._stream.answers
-        self._until(lambda: all(number in answers for number in asked.values()))
+        self._until(lambda: all(number in answers for number in asked.values()), awaits=("ask", 0, _bits(ranks)))
         return {rank: self._decode(repr(key), answers.pop(number), of) for rank, number in asked.items()}
 
     def add(self, key: str, number: int) -> int:
@@ -327,24 +352,32 @@ class Channel:
         with self._links.lock:
             self._node.fail(self._number, told)
 
-    def failure(self) -> PeerFailedError | None:
-        """Return the failure that another rank has told of, if any; waits for nobody."""
+    def failure(self) -> JoinError | None:
+        """Return what another rank has told of: a failure, or a deadlock; `None` if nothing. Waits for nobody."""
         self._links.read()
         return self._known_failure()
 
-    def _known_failure(self) -> PeerFailedError | None:
+    @property
+    def deadlock(self) -> str:
+        """Which ranks wait for each other for ever, and where, if that was told of; else nothing."""
+        error = self.failure()
+        return str(error) if error is not None and str(error).startswith(DEADLOCK) else ""
+
+    def _known_failure(self) -> JoinError | None:
         if self._heard is None and (data := self._stream.failure) is not None:
             self._heard = self._read_failure(data)
         # A new one each time: what is raised holds the frames that it has passed, and with them this channel.
         return None if self._heard is None else copy.copy(self._heard)
 
-    def _read_failure(self, data: bytes) -> PeerFailedError | None:
+    def _read_failure(self, data: bytes) -> JoinError | None:
         me = self.global_ranks[self.rank]
         try:
             rank, reason = _codec.decode(data, tuple[int, str])
         except _codec.Malformed as problem:
             error = _codec.foreign("a failure", problem)
             return PeerFailedError(f"Rank {me} cannot go on, since a rank may have failed. {error}")
+        if reason.startswith(DEADLOCK):
+            return JoinError(reason)
         self._silent.add(rank)
         if rank == self.rank:
             return None if self._has_told else PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
@@ -358,7 +391,7 @@ class Channel:
         """
         return self._check(self.failure)
 
-    def _check(self, failure: Callable[[], PeerFailedError | None]) -> Callable[[], None]:
+    def _check(self, failure: Callable[[], JoinError | None]) -> Callable[[], None]:
         self._peers.begin_to_watch()
         start = time.monotonic()
         deadline, next_look = start + self._timeout.total_seconds(), start + self.looks_every
@@ -401,7 +434,8 @@ class Channel:
         self._tree.wait(enough, lambda: None)
         found = {rank: places[rank][1] for rank in range(self.world_size) if answered(rank)}
         # Who has left has been reached, and answers nothing.
-        answers = {rank: self._decode("an answer", data, _ANSWER) for rank, data in found.items() if data}
+        full = {rank: self._decode("an answer", data, _ANSWER) for rank, data in found.items() if data}
+        answers = {rank: (waits, status) for rank, (waits, status, _) in full.items()}
         missing = [rank for rank in range(self.world_size) if rank not in answers]
         stuck = {*missing} - found.keys()
         silent = [rank for rank in missing if self._node.layout.between(rank).isdisjoint(stuck)]
@@ -411,9 +445,48 @@ class Channel:
 
     def _place(self) -> bytes:
         try:
-            return _codec.encode((self._waits, self.status()))
+            return _codec.encode((self._waits, self.status(), self.where()))
         except Exception:  # the status is in the making, in another thread
-            return _codec.encode((self._waits, None))
+            return _codec.encode((self._waits, None, None))
+
+    # ------------------------------------------------------------ where ranks are; of another thread
+
+    def where(self) -> Where:
+        """Return where this rank is."""
+        thread, awaits, watch, status = self._thread, self._awaits, self._watch, self.status()
+        numbers, place = _compat.sequence_numbers(), _compat.place_of(thread)
+        passed = [self.barrier_number, self._gathers, self.records, *self._some]
+        kind, what, whom = place.kind, place.what, None
+        if awaits is not None and not awaits[-1]():
+            name, number, them, _ = awaits
+            kind, what = "meeting", _MEETINGS.get(name, "a wait for what another rank has to say")
+            whom = name, number, [r for r in range(self.world_size) if not them or them >> r & 1]
+        step = None if status is None else status.step
+        issued, ports = ({}, []) if watch is None else watch.known(numbers)
+        synced = [] if status is None else [synced for _, synced in status.models]
+        return Where(kind, what, place.at, step, whom, passed, place.group, numbers, issued, ports, synced)
+
+    @property
+    def files(self) -> frozenset[int]:
+        """The file descriptors of this channel's connections."""
+        return self._links.files
+
+    @property
+    def last_call(self) -> tuple[int, float]:
+        """The number of the last call of the roll, and when this rank heard of it."""
+        return self._stream.calls, self._stream.called_at
+
+    def call_roll(self) -> None:
+        """Have all ranks say where they are; waits for nobody."""
+        with self._links.lock:
+            self._node.call_roll(self._number)
+
+    def places(self) -> dict[int, Where]:
+        """Return where ranks were at the last call of the roll, by rank, as far as they have answered."""
+        last = self._stream.calls
+        found = {rank: data for rank, (call, data) in [*self._stream.places.items()] if call == last and data}
+        answers = {rank: self._decode("an answer", data, _ANSWER)[-1] for rank, data in found.items()}
+        return {rank: where for rank, where in answers.items() if where is not None}
 
     def _decode(self, what: str, data: bytes, of: Any) -> Any:
         try:
@@ -438,6 +511,8 @@ class Channel:
         if meets:
             self.gather(None)
         self._stream.place = no_place
+        if self._watch is not None:
+            self._watch.end()
         self._tree.part()  # with what was said of a failure, before the process may end
         if self.world_size > 1:  # else others may share it
             self._end()
@@ -449,7 +524,16 @@ class Channel:
         ready: Callable[[], bool],
         meanwhile: Callable[[], None] | None = None,
         later: Callable[[], None] | None = None,
+        awaits: tuple[str, int, int] | None = None,
     ) -> None:
+        """Wait.
+
+        Args:
+            ready: Until when.
+            meanwhile: Called again and again.
+            later: Called again and again after a while.
+            awaits: What for: its kind, its number, and who has to come, by bit (nothing: all); see `Where`.
+        """
         check: Callable[[], None] | None = None
         start = time.monotonic()
 
@@ -462,11 +546,12 @@ class Channel:
             check = check or self._check(self._known_failure)
             check()
 
-        self._waits = True
+        self._waits, self._thread = True, threading.get_ident()
+        self._awaits = (*(awaits or ("", 0, 1 << self.rank)), ready)
         try:
             self._tree.wait(ready, look, self._stream if meanwhile is None else None, self._is_awake)
         finally:
-            self._waits = False
+            self._waits, self._awaits = False, None
 
     def _timed_out(self) -> JoinError:
         answers, _ = self.health()

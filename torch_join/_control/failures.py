@@ -2,7 +2,7 @@
 
 from types import TracebackType
 
-from torch_join._base.errors import PeerFailedError, name_ranks, raise_any
+from torch_join._base.errors import JoinError, PeerFailedError, name_ranks, raise_any
 from torch_join._compat import ddp as _compat
 from torch_join._control.channel import Channel
 from torch_join._control.peers import SILENT
@@ -32,7 +32,7 @@ class telling_failures:  # noqa: N801  it is used like a function
             answers, silent = channel.health()  # the rank that broke the collective may still be writing why
             try:
                 raise_any(channel.failure())
-            except PeerFailedError as failure:
+            except JoinError as failure:
                 raise failure from error
             names = channel.global_ranks
             if silent:

@@ -29,12 +29,16 @@ class Status(NamedTuple):
         word: What it has announced in the tail, as all active ranks must: a checksum, how much, the last.
         loader: Where its loader is in a collective: at which step, and of which ranks.
         asked: How often all ranks' places in their loaders were asked for, as far as it knows.
+        step: The step of the loop, if it is in one.
+        leader: The lowest rank that has batches, as far as it knows: the one that writes the log.
     """
 
     models: list[list[int]]
     word: tuple[int, int, str] | None = None
     loader: tuple[int, list[int]] | None = None
     asked: int = 0
+    step: int | None = None
+    leader: int = 0
 
 
 class Health(NamedTuple):

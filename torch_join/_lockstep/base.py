@@ -79,6 +79,8 @@ class Lockstep:
         self._model: Participant = driver.add(make_model)
         self._customs = [driver.add(partial(CustomParticipant, joinable=j, options={})) for j in joinables]
         self._exchanged = ExchangedActiveRanks(self.channel, self._throws)
+        exchanged = self._exchanged
+        driver.tail_log.step = lambda: exchanged.step
         self.plan: Rebalancer | None = None
         self._ranks: ExchangedActiveRanks | Rebalancer = self._exchanged  # or the plan
         self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or what was read ahead

@@ -180,6 +180,7 @@ class LoopDriver(Driver):
         self._telling = Telling(self.tail_log)
         self.step = Step(self.tail_log, self._telling, self._follow_up)
         self.tail_log.loader = self._loader_status
+        self.tail_log.step = lambda: self.step_number if self.in_loop else None
         self.tail_log.backwards.replicas = self.options.hand_over_ignored is True
         self.backward_collectives = self._backward_collectives
 

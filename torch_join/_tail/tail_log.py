@@ -60,6 +60,7 @@ class TailLog(Announcer):
         self.participants: list[Participant] = []
         self._meet = meet
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
+        self.step: Callable[[], int | None] = lambda: None
         self.backwards = Backwards(self, members, check_backward)
         self.hears_asides = False
         self.asked = 0
@@ -96,7 +97,7 @@ class TailLog(Announcer):
         while self.participants:
             self.participants.pop().exit()
         self._meet = self.backwards.check = self._before_collective = _NOTHING
-        self.loader = lambda: None
+        self.loader = self.step = lambda: None
         self.tap = CollectiveTap(_NOTHING, None)
 
     def _new_tap(self) -> CollectiveTap:
@@ -369,4 +370,5 @@ class TailLog(Announcer):
 
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None
-        return Status([[each.forwards, each.synced] for each in self.models()], word, self.loader(), self.asked)
+        models = [[each.forwards, each.synced] for each in self.models()]
+        return Status(models, word, self.loader(), self.asked, self.step(), min(self.members.active, default=0))

@@ -228,7 +228,10 @@ def drop(rank: int) -> tuple[int, bool]:
         dropped = weakref.ref(channel)
         dist.barrier()
         del channel
-        return threading.active_count() - before, dropped() is None
+        until = time.monotonic() + 1.0  # the thread has yet to wake up
+        while threading.active_count() > before and time.monotonic() < until:
+            time.sleep(0.01)
+        return max(0, threading.active_count() - before), dropped() is None
     finally:
         gc.enable()
         dist.barrier()

@@ -307,6 +307,8 @@ ALLOWED = {
     ("gather_in_order.py", "pickle.loads"),
     # A file that the user's own ranks have written; see docs/lightning.md.
     ("rows_file.py", "pickle.loads"),
+    # What torch's flight recorder says of this very process.
+    ("whereabouts.py", "pickle.loads"),
 }
 
 

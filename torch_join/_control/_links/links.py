@@ -113,6 +113,11 @@ class Links:
             for peer, link in self._takers.items()
         }
 
+    @property
+    def files(self) -> frozenset[int]:
+        """The file descriptors of the connections."""
+        return frozenset(self._by_file)
+
     def send(self, peers: Iterable[int], kind: int, stream: int, payload: bytes) -> None:
         """Send a message to each of these, or what of it there is room for: the rest follows."""
         message = pack(kind, stream, payload)

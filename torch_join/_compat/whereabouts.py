@@ -1,0 +1,135 @@
+"""Every private name of torch by which a rank says where its code is, and in which collective (seen in torch 2.13.0).
+
+`tests/core/_control/test_deadlock.py` notices when one of them goes. Torch's flight recorder is the source: its entries
+of a group have numbers that all members have in common, which leave out what is sent point to point, and say whether
+they are done. Without it (`TORCH_FR_BUFFER_SIZE=0`, or a torch that does not record gloo) nothing of that is known.
+"""
+
+import os
+import pickle
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_join._compat.operators import _C10D_FILE, _COLLECTIVES, _DDP_FORWARD, _ENGINE, _LOGGER_FILE, _frames
+
+_FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "")
+# Where torch waits for a work of its own, below a function that issues collectives.
+_WAITS = tuple(_FOLDER + name for name in ("fsdp", "tensor", "_functional_collectives", "_composable", "optim"))
+_WRAPS = ("torch._ops", "torch.utils._contextlib")
+_PASSED = {
+    *("torch", "torch_join", "lightning_join", "accelerate_join", "lightning", "pytorch_lightning"),
+    *("lightning_fabric", "accelerate", "transformers", "trl", "deepspeed", "torchmetrics", *sys.stdlib_module_names),
+}
+_LAST = 8  # operations of each group
+
+
+class Place(NamedTuple):
+    """Where a thread is.
+
+    Attributes:
+        kind: "collective", if it waits for one; "backward"; or "elsewhere".
+        what: In words.
+        at: File and line of the user's code.
+        group: The name of the collective's group, if that is known.
+    """
+
+    kind: str
+    what: str
+    at: str
+    group: str
+
+
+class Issued(NamedTuple):
+    """A group's collectives, as far as a rank has issued them.
+
+    Attributes:
+        number: How many.
+        pending: Whether the last of them is not done.
+        last: The names of the last few, by their number.
+    """
+
+    number: int
+    pending: bool
+    last: dict[str, str]
+
+
+def place_of(thread: int) -> Place:
+    """Return where a thread is; it goes on meanwhile."""
+    frame = inner = _frames().get(thread)
+    while inner is not None and (inner.f_code.co_filename == _LOGGER_FILE or _module(inner).startswith(_WRAPS)):
+        inner = inner.f_back
+    kind, what, group = ("elsewhere", "", "") if inner is None else _waits_in(inner)
+    return Place(kind, what, _at(frame), group)
+
+
+def _waits_in(inner: FrameType) -> tuple[str, str, str]:
+    file, function = inner.f_code.co_filename, inner.f_code.co_name
+    if inner.f_code is _ENGINE:
+        return "backward", "a backward", ""
+    if file == _C10D_FILE and function in _COLLECTIVES:
+        if inner.f_locals.get("async_op", False):
+            return "elsewhere", "", ""
+        group: Any = inner.f_locals.get("group") or dist.group.WORLD
+        return "collective", function, distributed_c10d._world.pg_names.get(group, "")
+    if file == _DDP_FORWARD.co_filename:
+        ddp = inner.f_locals.get("self")
+        if isinstance(ddp, DistributedDataParallel):
+            return "collective", "DDP's broadcast of buffers, in a forward", ddp.process_group.group_name
+    if file.startswith(_WAITS):
+        return "collective", f"{function}, of a sharded model or tensor", ""
+    if _module(inner).startswith("torch_join._collectives"):
+        return "collective", "a collective that other ranks have announced", ""
+    return "elsewhere", "", ""
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _at(frame: FrameType | None) -> str:
+    while frame is not None and (_module(frame).partition(".")[0] in _PASSED or frame.f_code.co_filename[0] == "<"):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def sequence_numbers() -> dict[str, int]:
+    """Return, by group's name, a number that is no lower than that of its collectives that this rank has issued."""
+    numbers: dict[str, int] = {}
+    groups: list[tuple[Any, str]] = [*distributed_c10d._world.pg_names.items()]
+    for group, name in groups:
+        with suppress(RuntimeError):  # of a backend that counts nothing
+            numbers[name] = group._get_sequence_number_for_group()
+    return numbers
+
+
+def issued() -> dict[str, Issued]:
+    """Return what the recorder knows of each group, by its name. A full one takes 0.1 s, and the interpreter's lock."""
+    if not hasattr(_distributed_c10d, "_dump_fr_trace"):
+        return {}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in pickle.loads(_distributed_c10d._dump_fr_trace(True, False, False)).get("entries", ()):
+        if not entry["is_p2p"]:
+            found.setdefault(entry["process_group"][0], []).append(entry)
+    return {
+        name: Issued(
+            entries[-1]["collective_seq_id"],
+            not entries[-1]["retired"],
+            {str(each["collective_seq_id"]): each["profiling_name"].rpartition(":")[2] for each in entries[-_LAST:]},
+        )
+        for name, entries in found.items()
+    }
+
+
+def store_port() -> int:
+    """Return the port of the job's key-value store, which is no rank's; -1 without one."""
+    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, dist.TCPStore) else -1

@@ -1,0 +1,321 @@
+"""Ranks that wait for each other in a circle: a proof that none can go on, and what to say of it.
+
+Each rank answers a roll call with where its code is, and whom it cannot go on without. In a meeting of this channel it
+waits for those whose own count says that they have not come. In a collective, or a backward, of which the last one of a
+group is not done and has the number k, it waits for each member that has issued fewer than k, or another one as its
+k-th. Each is a wait for all of these, so a circle is a deadlock. The user's code, a loader, a compiler wait for nobody,
+as far as anybody knows: nothing is said of a rank that is there. A circle that stays for seconds is told.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torch_join._base.errors import name_ranks
+from torch_join._compat import whereabouts as _compat
+from torch_join._compat.operators import groups_of_this_rank
+from torch_join._control.codec import closed
+
+LOOKS_EVERY = 3.0  # seconds: a rank that is in one place at three looks asks where the others are
+_AGAIN = 2.0  # seconds between two answers that must be the same
+_ANSWERS_WITHIN = 0.5
+_MOST_PAUSE = 10.0
+_TELLS_AFTER, _TELLS_EVERY = 30.0, 60.0
+_MOST_PORTS = 512
+DEADLOCK = "These ranks wait for each other for ever: "
+_LOG = logging.getLogger("torch_join")
+_Connection = tuple[str, int, str, int]  # this end, and the other one
+
+
+@closed("where")
+class Where(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        kind: "meeting", "collective" (one that it waits for), "backward" or "elsewhere".
+        what: In words.
+        at: File and line of the user's code.
+        step: The step of the loop, if it is in one.
+        awaits: What it waits for on the channel, the number of that, and of whom.
+        passed: The last barrier that it has come to, how many gathers, how many records of the log, and the last
+            gathers of some ranks.
+        group: The name of the collective's group.
+        numbers: By group, how many collectives it has issued at most.
+        issued: By group, how many it has issued, whether the last is not done, and the names of the last few.
+        ports: Its connections, where they may have to be ended.
+        synced: By model, how often it has synced gradients.
+    """
+
+    kind: str
+    what: str
+    at: str
+    step: int | None
+    awaits: tuple[str, int, list[int]] | None
+    passed: list[int]
+    group: str
+    numbers: dict[str, int]
+    issued: dict[str, tuple[int, bool, dict[str, str]]]
+    ports: list[tuple[str, int, str, int]]
+    synced: list[int]
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What is the same as long as it is stuck."""
+        return self.kind, self.what, self.at, self.awaits, self.passed, self.numbers
+
+
+def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> set[int]:
+    """Return whom a rank cannot go on without.
+
+    Args:
+        rank: The rank.
+        places: By rank, of those that have answered.
+        names: By rank, its number in the whole job.
+    """
+    mine = places[rank]
+    if mine.kind == "meeting" and mine.awaits is not None:
+        what, number, whom = mine.awaits
+        return {each for each in whom if each != rank and each in places and not _has_come(places[each], what, number)}
+    if mine.kind not in ("collective", "backward"):
+        return set()
+    found, members = set(), groups_of_this_rank()
+    for group, (count, pending, last) in mine.issued.items():
+        if pending and mine.group in ("", group):
+            others = {names.index(name) for name in members.get(group, ()) if name in names}
+            found |= {each for each in others if each in places and _is_behind(places[each], group, count, last)}
+    return found - {rank}
+
+
+def _has_come(theirs: Where, what: str, number: int) -> bool:
+    barrier, gathers, records, *named = theirs.passed
+    if what == "barrier":
+        return barrier >= number
+    if what == "gather":
+        return gathers > number
+    return records > number if what == "record" else what == "some" and number in named
+
+
+def _is_behind(theirs: Where, group: str, count: int, last: Mapping[str, str]) -> bool:
+    if theirs.numbers.get(group, 0) < count:
+        return True
+    if group not in theirs.issued:
+        return False
+    issued, _, names = theirs.issued[group]
+    mine, other = last.get(str(count)), names.get(str(count))
+    return issued < count or (mine is not None and other is not None and mine != other)
+
+
+def deadlocked(places: Mapping[int, Where], names: Sequence[int]) -> dict[int, set[int]]:
+    """Return the ranks that wait in a circle, and those that wait for one of these; and each one's such ranks."""
+    edges = {rank: found for rank in places if (found := waits_for(rank, places, names))}
+    while ends := {rank for rank, whom in edges.items() if not whom & edges.keys()}:
+        edges = {rank: whom for rank, whom in edges.items() if rank not in ends}
+    return {rank: whom & edges.keys() for rank, whom in edges.items()}
+
+
+# ---------------------------------------------------------------- what is said
+
+
+_FORWARD = (
+    "a forward of a DDP model with buffers that only some ranks run, at their own last batch or every so many steps of"
+    " their own (call the inner model, `ddp.module(x)`, or do it after the loop, on all ranks); a batch that only some"
+    " ranks skip, by `continue`"
+)
+_BACKWARD = (
+    "a `break` or `return` at different steps (Join(..., may_break=True) for a `break`); a batch that only some ranks"
+    " skip, by `continue`, for a loss of NaN or an empty batch (leave it out within: join.batches(good(loader)); or"
+    " give it a loss times zero); an error that was caught on one rank"
+)
+_COLLECTIVE = (
+    "a collective that only some ranks come to: at a rank's own last batch, on rank 0 alone, by a counter of a rank's"
+    " own (do it after the loop, or at steps that are the same on all ranks)"
+)
+_ORDER = (
+    "ranks that run their collectives in another order, or not all of them: one that stops by itself (a time limit, a"
+    " signal, a callback), where all have to agree on it first"
+)
+_MEETINGS = (
+    "a `return`, or a `break` out of all epochs, on some ranks; something done with all ranks at different steps; two"
+    " loops that ranks go through in another order"
+)
+
+
+def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: Sequence[int]) -> str:
+    """Return the text of the error: which rank is where, and the usual causes."""
+    kinds = {places[rank].kind for rank in stuck}
+    buffers = any(places[rank].what.startswith("DDP's") for rank in stuck)
+    causes = [_FORWARD] if buffers else []
+    if "meeting" not in kinds:
+        causes.append(_ORDER)
+    causes += [_BACKWARD] if "backward" in kinds else []
+    causes += [_COLLECTIVE] if "collective" in kinds and not buffers else []
+    causes += [_MEETINGS] if kinds == {"meeting"} else []
+    alike: dict[tuple[str, frozenset[int]], list[int]] = {}
+    for rank in sorted(stuck):
+        alike.setdefault((_say(places[rank]), frozenset(stuck[rank])), []).append(rank)
+    said = [
+        f"{name_ranks(names[rank] for rank in ranks)} {'is' if len(ranks) == 1 else 'are'} in {what} and"
+        f" {'waits' if len(ranks) == 1 else 'wait'} for {name_ranks(names[rank] for rank in whom)}"
+        for (what, whom), ranks in alike.items()
+    ]
+    return f"{DEADLOCK}{'; '.join(said)}.{_mixed(stuck, places, names)} Usual causes: {'; '.join(causes)}."
+
+
+def _say(where: Where) -> str:
+    operation = next(
+        (f" ({last[str(count)]})" for count, pending, last in where.issued.values() if pending and str(count) in last),
+        "",
+    )
+    what = where.what + (operation if where.kind == "backward" else "")
+    step = "" if where.step is None else f", in step {where.step}"
+    return f"{what} at {where.at or 'an unknown place'}{step},"
+
+
+def _mixed(stuck: Iterable[int], places: Mapping[int, Where], names: Sequence[int]) -> str:
+    """Return what there is to say of ranks that have synced in numbers that do not fit to where they are."""
+    synced = {rank: places[rank].synced for rank in stuck}
+    if len({tuple(counts) for counts in synced.values()}) < 2:
+        return ""
+    counts = ", ".join(f"rank {names[rank]}: {' and '.join(map(str, each))}" for rank, each in synced.items())
+    return (
+        f" The ranks have run different numbers of synced backwards, by model ({counts}): if a rank has left out one,"
+        " the gradients of different steps have been averaged since, and the parameters are not to be used."
+    )
+
+
+# ---------------------------------------------------------------- who looks
+
+
+class Watch:
+    """A thread that looks, every few seconds, whether this rank is stuck, and whether it waits in a circle.
+
+    Args:
+        channel: What it watches; weakly.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self._ended = ended = threading.Event()
+        self._channel = weakref.ref(channel, lambda _: ended.set())
+        self._seen = 0  # the last call of the roll whose answers it has looked at
+        self._reset()
+        threading.Thread(target=self._run, name="torch_join watch", daemon=True).start()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._ended.set()
+
+    def known(
+        self, numbers: Mapping[str, int]
+    ) -> tuple[dict[str, tuple[int, bool, dict[str, str]]], list[_Connection]]:
+        """Return what is known of the collectives that this rank has issued, if these are all, and its connections."""
+        return (self.issued, self.ports) if self._state[-1:] == (numbers,) else ({}, [])
+
+    def _reset(self) -> None:
+        self.issued: dict[str, tuple[int, bool, dict[str, str]]] = {}
+        self.ports: list[_Connection] = []
+        self._state: tuple[Any, ...] = ()
+        self._asks_from = 0.0  # since when it says what it has issued, too
+        self._tells_at = 0.0
+        self._pause = LOOKS_EVERY
+        self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were stuck, and where
+
+    def _run(self) -> None:
+        pause = LOOKS_EVERY
+        while not self._ended.wait(pause):
+            if (channel := self._channel()) is None:
+                return
+            try:
+                pause = self._look(channel)
+            except Exception:  # e.g. a group that goes meanwhile
+                pause = LOOKS_EVERY
+            del channel
+
+    def _look(self, channel: Any) -> float:
+        """Look once; return after how many seconds to look again."""
+        here = channel.where()
+        if here.kind == "elsewhere" or here.state != self._state:
+            self._reset()
+            self._state = here.state
+            return LOOKS_EVERY
+        if channel.deadlock:
+            if here.kind != "meeting":
+                _LOG.error("%s", channel.deadlock)  # what ends the wait has words of its own
+                self._cut(channel)
+            return LOOKS_EVERY
+        now = time.monotonic()
+        if not self._asks_from:
+            self._asks_from = now
+            self.issued = {name: (*each,) for name, each in _compat.issued().items()}
+            return LOOKS_EVERY
+        call, called_at = channel.last_call
+        if call > self._seen and now >= called_at + _ANSWERS_WITHIN and called_at > self._asks_from:
+            self._seen = call
+            self._judge(channel, now)
+        elif now >= max(called_at, self._asks_from) + self._pause:
+            channel.call_roll()
+            return _ANSWERS_WITHIN
+        return min(self._pause, LOOKS_EVERY)
+
+    def _judge(self, channel: Any, now: float) -> None:
+        places = channel.places()
+        stuck = deadlocked(places, channel.global_ranks)
+        if channel.rank in stuck:
+            self.ports = [*_connections(channel.files).values()][:_MOST_PORTS]
+            states = {rank: places[rank].state for rank in stuck}
+            then, before = self._before
+            if states != before:
+                self._before = now, states
+            elif now >= then + _AGAIN:
+                channel.fail(describe(stuck, places, channel.global_ranks))
+            self._pause = _AGAIN
+            return
+        self._before = 0.0, {}
+        self._pause = min(_MOST_PAUSE, 2 * max(self._pause, LOOKS_EVERY))
+        waiting = [rank for rank, place in places.items() if place.kind != "elsewhere"]
+        if now - self._asks_from > _TELLS_AFTER and channel.rank == min(waiting, default=-1) and now > self._tells_at:
+            self._tells_at = now + _TELLS_EVERY
+            _LOG.warning("%s", _still_waiting(places, channel.global_ranks, now - self._asks_from))
+
+    def _cut(self, channel: Any) -> None:
+        """End the connections between this process and those of other ranks: the collective's."""
+        places = channel.places()
+        others = {(*port[2:], *port[:2]) for rank in places if rank != channel.rank for port in places[rank].ports}
+        for file, connection in _connections(channel.files).items():
+            if connection in others:
+                with suppress(OSError), socket.socket(fileno=os.dup(file)) as copy:
+                    if _ends(copy) == connection:  # else another thread has opened something in its place
+                        copy.shutdown(socket.SHUT_RDWR)
+
+
+def _connections(own: Iterable[int]) -> dict[int, _Connection]:
+    """Return this process's connections, by file, but those of the channel and of the job's store; Linux alone."""
+    found, store = {}, _compat.store_port()
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if int(name) in own or not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    continue
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    if (ends := _ends(copy)) is not None and store not in ends:
+                        found[int(name)] = ends
+    return found
+
+
+def _ends(connection: socket.socket) -> _Connection | None:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return None
+    return (*connection.getsockname()[:2], *connection.getpeername()[:2])
+
+
+def _still_waiting(places: Mapping[int, Where], names: Sequence[int], seconds: float) -> str:
+    alike: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        alike.setdefault(f"in {_say(place)}" if place.what else f"at {place.at or 'work'}", []).append(names[rank])
+    said = "; ".join(f"{name_ranks(ranks)} {what.rstrip(',')}" for what, ranks in alike.items())
+    return f"Some ranks have waited for others for {seconds:.0f} s, which need not be wrong: {said}."
