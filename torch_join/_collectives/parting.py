@@ -14,7 +14,7 @@ from torch_join._control.channel import Channel
 
 _GRACE = 1.0  # seconds in which a rank that has failed tells of it
 # In which a rank can be done only when all have come.
-_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "accelerator.")
+_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "accelerator.", "DDP's")
 
 
 class Parting:
@@ -29,6 +29,11 @@ class Parting:
         self._members = members
         self._loops = 0
         self.begin_loop(channel)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the current step is such a one."""
+        return bool(self._ending)
 
     def begin_loop(self, channel: Channel) -> None:
         """Begin a loop; all ranks call this when all have left the one before: nobody asks of that any more."""
@@ -74,12 +79,13 @@ class Parting:
             return
         others = name_ranks(members.named(goes_on))
         self._wait_for_failure()
+        inner = " A forward of a DDP model with buffers takes all ranks: call the inner model, `ddp.module(x)`."
         raise JoinError(
             f"Rank {members.name} came to {operation} after its last batch, and {others} went on to the next step"
             " without it, so nobody would meet. A loop by iter() and next() that has taken its last batch goes on until"
             " it is asked for another one: loop with `for`, leave the loop by `break`, or ask for its end, by"
             " next(iterator, None), before you do anything that other ranks take part in. If it belongs to the step, do"
-            " it at the same steps on all ranks."
+            f" it at the same steps on all ranks.{inner if operation.startswith('DDP') else ''}"
         )
 
     def before_backward(self, syncs: bool) -> None:

@@ -136,6 +136,8 @@ class ModelParticipant(Participant, LoopModel):
             self._has_met = driver.before_forward(lambda: self.members.count_forward(args, kwargs), waits=not deferred)
             if driver.meets_at is MeetingPoint.FORWARD and not self.members.announces:
                 self._gradients.refresh()
+        if syncs_buffers:
+            driver.before_buffers(self.ddp.process_group)
         self.forwards += 1
         self.synced += grad and sync
         if deferred and (self.members.announces or (self._watch.is_on and not self._has_met)):

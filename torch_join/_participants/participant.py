@@ -134,6 +134,14 @@ class Driver(Protocol):
         """
         return
 
+    def before_buffers(self, group: Any) -> None:
+        """Raise, in a step that is the last one of some ranks, if others do not broadcast buffers as this rank does.
+
+        Raises:
+            JoinError: So it is, on a rank whose last step it is.
+        """
+        return
+
     def before_sharded_backward(self, syncs: bool) -> None:
         """Raise, in a step that is the last one of some ranks, if those and others do not both reduce gradients.
 

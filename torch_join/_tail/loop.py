@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from torch_join._base.closing import is_left_on_purpose
 from torch_join._base.devices import use_device
@@ -964,6 +965,12 @@ class LoopDriver(Driver):
         if self.in_loop and (ranks is None or {*ranks} == {*self.members.global_ranks}):
             with self._telling:
                 self.tail_log.parting.before_collective(operation, waits)
+
+    def before_buffers(self, group: Any) -> None:
+        parting = self.tail_log.parting
+        if self.in_loop and parting.is_on and dist.get_process_group_ranks(group) == self.members.global_ranks:
+            with self._telling:
+                parting.before_collective("DDP's broadcast of buffers, in a forward,")
 
     def before_sharded_backward(self, syncs: bool) -> None:
         if self.in_loop:
