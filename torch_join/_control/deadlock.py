@@ -27,6 +27,7 @@ _AGAIN = 2.0  # seconds between two answers that must be the same
 _ANSWERS_WITHIN = 0.5
 _MOST_PAUSE = 10.0
 _TELLS_AFTER, _TELLS_EVERY = 30.0, 60.0
+_ENDS_WITHIN = 1.0
 _MOST_PORTS = 512
 DEADLOCK = "These ranks wait for each other for ever: "
 _LOG = logging.getLogger("torch_join")
@@ -204,11 +205,13 @@ class Watch:
         self._channel = weakref.ref(channel, lambda _: ended.set())
         self._seen = 0  # the last call of the roll whose answers it has looked at
         self._reset()
-        threading.Thread(target=self._run, name="torch_join watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="torch_join watch", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         """Look no more."""
         self._ended.set()
+        self._thread.join(_ENDS_WITHIN)
 
     def known(
         self, numbers: Mapping[str, int]
